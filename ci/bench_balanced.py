@@ -34,10 +34,10 @@ from by_hand import train_by_hand
 from staged_models import SIZES, Problem, Task
 from turns import CORES, WARM_UP, Pace, Training, Turn
 
-from harness.trainer import Trainer
-from harness.trainer.balanced import plan
-from harness.trainer.balanced.measured import Balance
-from harness.trainer.balanced.stages import Profile, Stage, StagePlan
+from plumbline.trainer import Trainer
+from plumbline.trainer.balanced import plan
+from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.stages import Profile, Stage, StagePlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

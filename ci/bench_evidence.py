@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.evidence import rank_file as evidence
-from harness.evidence.tensor_store import TensorStore
-from harness.evidence.trace import STORE_ABOVE, RankTrace
-from harness.worker.recording.recorder import Recorder
+from plumbline.evidence import rank_file as evidence
+from plumbline.evidence.tensor_store import TensorStore
+from plumbline.evidence.trace import STORE_ABOVE, RankTrace
+from plumbline.worker.recording.recorder import Recorder
 
 
 class Timed(Recorder):

@@ -24,12 +24,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.launch.remote.greetings import MOST_GREETINGS
-from harness.launch.remote.node_listener import NodeListener
-from harness.launch.remote.node_processes import NodeProcesses
-from harness.launch.start_wait import StartWait
-from harness.worker.authenticated_channel import AuthenticatedChannel, greet
-from harness.worker.node_server import _connect, _description
+from plumbline.launch.remote.greetings import MOST_GREETINGS
+from plumbline.launch.remote.node_listener import NodeListener
+from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.start_wait import StartWait
+from plumbline.worker.authenticated_channel import AuthenticatedChannel, greet
+from plumbline.worker.node_server import _connect, _description
 
 TOKEN = "a token of this measurement"
 LIMIT_S = 2.0

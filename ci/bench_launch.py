@@ -28,14 +28,14 @@ from typing import Any
 import numpy
 import torch
 
-from harness.core.cell import Cell
-from harness.core.outcome import worst
-from harness.core.topology import Topology
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import worst
+from plumbline.core.topology import Topology
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.workloads import WORKLOADS
 
 RANKS = (2, 4, 8, 16, 32, 64, 96)
 GPUS = 8

@@ -26,7 +26,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 LEFT_OUT = "PLUMBLINE_BENCH_LEFT_OUT"
 
@@ -37,10 +37,10 @@ def main() -> None:
     """Measure each number of ranks in turn, and print Markdown."""
     from bench_launch import RANKS, exponents, topology
 
-    from harness.core.cell import Cell
-    from harness.launch.cell_launch import launch
-    from harness.launch.pool import Pool
-    from harness.launch.settings import Settings
+    from plumbline.core.cell import Cell
+    from plumbline.launch.cell_launch import launch
+    from plumbline.launch.pool import Pool
+    from plumbline.launch.settings import Settings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", nargs="*", type=int, default=RANKS)

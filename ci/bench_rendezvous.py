@@ -18,13 +18,13 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch import this_machine
-from harness.launch.pool import SERVER_ENVIRONMENT
-from harness.launch.this_machine import new_store
-from harness.worker.assignment import Assignment
-from harness.worker.connectivity import ConnectivityProbe, reach
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch import this_machine
+from plumbline.launch.pool import SERVER_ENVIRONMENT
+from plumbline.launch.this_machine import new_store
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.connectivity import ConnectivityProbe, reach
 
 _PORT = 5
 """Digits of a port."""

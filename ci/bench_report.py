@@ -27,17 +27,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.core.cell import Cell
-from harness.core.finding import ErrorGrid, Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import Fingerprint
-from harness.report.formats import write_report
-from harness.report.html.page import report_page
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Result
-from harness.results.run import read_run
-from harness.results.run_writer import RunWriter
+from plumbline.core.cell import Cell
+from plumbline.core.finding import ErrorGrid, Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.formats import write_report
+from plumbline.report.html.page import report_page
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Result
+from plumbline.results.run import read_run
+from plumbline.results.run_writer import RunWriter
 
 FINDINGS = 10
 FAILURES = {"none fails": 0, "one in ten fails": 10, "all fail": 1}

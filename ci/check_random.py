@@ -23,11 +23,11 @@ from random_trainings import Settings, train
 import torch._dynamo  # isort: skip  # what DistributedDataParallel imports, once for all ranks
 from torch._C._distributed_c10d import FileStore
 
-from harness.check.evidence.options import RecordingOptions, write_options
-from harness.check.judge.judging import judged_trainings
-from harness.check.rank.activation import make_recorder
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.options import RecordingOptions, write_options
+from plumbline.check.judge.judging import judged_trainings
+from plumbline.check.rank.activation import make_recorder
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 
 def main() -> int:

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import harness.cli
-import harness.cli.run as run_command
-from harness.pytest_plugin.plugin import add_options
-from harness.workloads import PERFORMANCE, WORKLOADS
+import plumbline.cli
+import plumbline.cli.run as run_command
+from plumbline.pytest_plugin.plugin import add_options
+from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(?<=<!-- generated: )(?P<name>[a-z ]+) -->\n(?P<text>.*?)(?=<!-- end -->)", re.DOTALL)
@@ -68,11 +68,11 @@ def commands() -> str:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return a parser with every command of ``plumbline``: each is a module of ``harness.cli`` that has ``add_to``."""
+    """Return a parser with every command: each is a module of ``plumbline.cli`` that has ``add_to``."""
     parser = argparse.ArgumentParser(prog="plumbline")
     commands = parser.add_subparsers(required=True)
-    for found in pkgutil.iter_modules(harness.cli.__path__):
-        module = importlib.import_module(f"harness.cli.{found.name}")
+    for found in pkgutil.iter_modules(plumbline.cli.__path__):
+        module = importlib.import_module(f"plumbline.cli.{found.name}")
         if hasattr(module, "add_to"):
             module.add_to(commands)
     return parser

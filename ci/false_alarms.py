@@ -23,14 +23,14 @@ from pathlib import Path
 
 import torch
 
-from harness.core.invocation import suites
-from harness.engine.examine import examine
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.planning.declaration import Declaration
-from harness.planning.expectation_files import read_expectations
-from harness.planning.expectations import expected, known_of_subject
-from harness.planning.plan import Matrix, plan
+from plumbline.core.invocation import suites
+from plumbline.engine.examine import examine
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.expectation_files import read_expectations
+from plumbline.planning.expectations import expected, known_of_subject
+from plumbline.planning.plan import Matrix, plan
 
 
 def main() -> int:

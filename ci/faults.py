@@ -40,8 +40,8 @@ from fault_lane.runs import OF_MACHINES
 from fault_lane.soak import soak
 from fault_lane.table import OF_RANKS
 
-from harness.worker.processes import adopt, end_all
-from harness.worker.scratch import RUN, Scratch
+from plumbline.worker.processes import adopt, end_all
+from plumbline.worker.scratch import RUN, Scratch
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "faults.md"
 OF_RUNS = [*OF_DEATHS, *OF_MACHINES]

@@ -37,10 +37,10 @@ from mistake import DDP, changed
 from mistakes import MISTAKES
 from released import in_own_environment, pinned
 
-from harness.core.outcome import Outcome
-from harness.report.tables.cells import cell_table
-from harness.results.records import KNOWN
-from harness.results.run import read_run
+from plumbline.core.outcome import Outcome
+from plumbline.report.tables.cells import cell_table
+from plumbline.results.records import KNOWN
+from plumbline.results.run import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))

@@ -26,18 +26,18 @@ from pathlib import Path
 
 import torch
 
-from harness.core.cell import Cell
-from harness.core.errors import SubjectError
-from harness.core.finding import UNEXPLAINED, Finding, diagnosis
-from harness.core.outcome import Outcome, worst
-from harness.core.software import Software
-from harness.core.topology import Topology
-from harness.engine.examine import examine
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.planning.expectation_files import FOLDER, read_expectations
-from harness.planning.expectations import expected, known_of_subject
-from harness.report.text import markdown, shortened
+from plumbline.core.cell import Cell
+from plumbline.core.errors import SubjectError
+from plumbline.core.finding import UNEXPLAINED, Finding, diagnosis
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.software import Software
+from plumbline.core.topology import Topology
+from plumbline.engine.examine import examine
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.planning.expectation_files import FOLDER, read_expectations
+from plumbline.planning.expectations import expected, known_of_subject
+from plumbline.report.text import markdown, shortened
 
 HERE = Path(__file__).resolve().parent / "history"
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "history.md"

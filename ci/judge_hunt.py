@@ -37,18 +37,18 @@ from mutations import Mutation, mutations
 from traces_apart import apart
 from trainer_draws import Draw, TrainerDraw, draws
 
-from harness.core.errors import TraceError, WorkloadError
-from harness.core.finding import UNEXPLAINED, Finding, diagnosis
-from harness.core.outcome import Outcome
-from harness.engine.examine import examine
-from harness.evidence.read import read_trace
-from harness.evidence.trace import Trace
-from harness.hunt.problem_file import trained_on, write_problem
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.own_workloads.check import refuse_unfit
-from harness.own_workloads.find import workload_of
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import TraceError, WorkloadError
+from plumbline.core.finding import UNEXPLAINED, Finding, diagnosis
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import examine
+from plumbline.evidence.read import read_trace
+from plumbline.evidence.trace import Trace
+from plumbline.hunt.problem_file import trained_on, write_problem
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.find import workload_of
+from plumbline.workloads import WORKLOADS
 
 SUBJECT = Path(__file__).parent / "judge_hunt" / "drawn_trainer.py"
 DRAWN_BEFORE = 8

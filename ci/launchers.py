@@ -38,19 +38,19 @@ from fault_lane.cells import SUBJECTS
 from fault_lane.left import MARK, SETTLING, Present
 from ray_cluster import RayCluster, is_actor
 
-from harness.core.cell import Cell
-from harness.core.errors import LaunchError
-from harness.core.topology import Topology
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch, start
-from harness.launch.launchers import find_launcher
-from harness.launch.launchers.base import Launcher, LauncherOptions
-from harness.launch.pool import Pool
-from harness.launch.remote.remote_pool import RemotePool
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.worker.processes import adopt, end_all
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError
+from plumbline.core.topology import Topology
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch, start
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.pool import Pool
+from plumbline.launch.remote.remote_pool import RemotePool
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.worker.processes import adopt, end_all
+from plumbline.workloads import WORKLOADS
 
 LAUNCHERS = ("local", "torchrun", "hosts", "ray", "slurm")
 NODE_COMMAND = "env PLUMBLINE_NODE_NAME=host-{node}"

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.core.backend import BACKENDS, Held
-from harness.core.outcome import Outcome
-from harness.report.markdown.support_page import findings_section, known_section, run_facts
-from harness.report.tables.cells import cell_table, counts_in_words
-from harness.report.tables.failures import wrong_cells
-from harness.report.tables.support import MARKS, mark, passed_of_tried
-from harness.report.text import compact, counted, markdown
-from harness.results.records import Result
-from harness.results.run import Run, read_run
-from harness.subjects.virtual_environments import install, parse_requirement
-from harness.workloads import EVERY
+from plumbline.core.backend import BACKENDS, Held
+from plumbline.core.outcome import Outcome
+from plumbline.report.markdown.support_page import findings_section, known_section, run_facts
+from plumbline.report.tables.cells import cell_table, counts_in_words
+from plumbline.report.tables.failures import wrong_cells
+from plumbline.report.tables.support import MARKS, mark, passed_of_tried
+from plumbline.report.text import compact, counted, markdown
+from plumbline.results.records import Result
+from plumbline.results.run import Run, read_run
+from plumbline.subjects.virtual_environments import install, parse_requirement
+from plumbline.workloads import EVERY
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "meshes.md"

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from harness.core.cell import Cell
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
-from harness.launch.pool import Pool
-from harness.own_workloads.load import use_workloads
-from harness.power.measure import measure
-from harness.power.threshold import KINDS
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.launch.pool import Pool
+from plumbline.own_workloads.load import use_workloads
+from plumbline.power.measure import measure
+from plumbline.power.threshold import KINDS
+from plumbline.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "reports" / "detection-limit.jsonl"

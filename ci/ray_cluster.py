@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from harness.worker.connectivity import free_port
-from harness.worker.processes import die_with, end_each, present
-from harness.worker.scratch import NODE, Scratch
+from plumbline.worker.connectivity import free_port
+from plumbline.worker.processes import die_with, end_each, present
+from plumbline.worker.scratch import NODE, Scratch
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0

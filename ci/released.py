@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.subjects.virtual_environments import LIBRARIES, parse_requirement
+from plumbline.subjects.virtual_environments import LIBRARIES, parse_requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = "ci/released-constraints.txt"
@@ -36,7 +36,7 @@ def in_own_environment(name: str) -> str:
         CalledProcessError: it could not be made.
     """
     requirement = f"{name}=={pinned(name)}"
-    command = [sys.executable, "-m", "harness.cli.main", "subjects", "install", requirement]
+    command = [sys.executable, "-m", "plumbline.cli.main", "subjects", "install", requirement]
     # pip reads names from this variable, so a path with a space in it would be two: these are relative to the checkout.
     environment = os.environ | {"PIP_CONSTRAINT": f"constraints.txt {PINS}"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)

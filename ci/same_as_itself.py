@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from harness.report.comparison.significance import FALSE_ALARMS
+from plumbline.report.comparison.significance import FALSE_ALARMS
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "same-as-itself.md"
 WRONG = ("better", "worse")
@@ -59,7 +59,7 @@ def compare(asked: argparse.Namespace) -> dict[str, Any]:
         command = [
             sys.executable,
             "-m",
-            "harness.cli.main",
+            "plumbline.cli.main",
             "compare",
             "--interleave",
             asked.subject,

@@ -1,6 +1,6 @@
 """Writes the JSON schemas of what Plumbline leaves for programs: of `results.jsonl`, and of reports and checks as JSON.
 
-python ci/schemas.py            # rewrites the files in harness/
+python ci/schemas.py            # rewrites the files in harness/plumbline/
 python ci/schemas.py --check    # exits with 1 if one is out of date
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.check.report import dry_run_file, json_file
-from harness.report import json_report
-from harness.results import schema
+from plumbline.check.report import dry_run_file, json_file
+from plumbline.report import json_report
+from plumbline.results import schema
 
 SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
     schema.FILE: schema.results_schema,

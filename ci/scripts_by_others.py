@@ -29,15 +29,15 @@ import torch
 from accusations import PROOFS, Proof
 from changes import MISTAKES, SCRIPTS, Mistake
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding, in_reading_order
-from harness.core.topology import Topology
-from harness.engine.examine import examine
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.report.text import markdown, shortened
-from harness.results.records import Result, ending
-from harness.results.run import Run, read_run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding, in_reading_order
+from plumbline.core.topology import Topology
+from plumbline.engine.examine import examine
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.report.text import markdown, shortened
+from plumbline.results.records import Result, ending
+from plumbline.results.run import Run, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent / "scripts_by_others"

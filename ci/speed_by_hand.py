@@ -31,15 +31,15 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.benchmark.launch_metrics import LaunchSample
-from harness.benchmark.measurements import measurements
-from harness.benchmark.timed_launch import TimedLaunch
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.statistics.intervals import FigureInterval, figure_interval
-from harness.workloads import PERFORMANCE
+from plumbline.benchmark.launch_metrics import LaunchSample
+from plumbline.benchmark.measurements import measurements
+from plumbline.benchmark.timed_launch import TimedLaunch
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.statistics.intervals import FigureInterval, figure_interval
+from plumbline.workloads import PERFORMANCE
 
 YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")
 

@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from fault_lane.left import MARK, Present, left_since
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.workloads import find
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.workloads import find
 
 SUBJECTS = Path(__file__).with_name("teardowns") / "subjects.py"
 LIMIT = 60.0

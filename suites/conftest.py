@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import harness.pytest_plugin.plugin
+import plumbline.pytest_plugin.plugin
 
 ONLY_BY_NAME = tuple(Path(__file__).parent.resolve() / name for name in ("detection", "performance"))
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Load the plugin, unless ``-p`` did so already."""
-    if not pluginmanager.is_registered(harness.pytest_plugin.plugin):
-        pluginmanager.register(harness.pytest_plugin.plugin, "harness.pytest_plugin.plugin")
+    if not pluginmanager.is_registered(plumbline.pytest_plugin.plugin):
+        pluginmanager.register(plumbline.pytest_plugin.plugin, "plumbline.pytest_plugin.plugin")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -14,10 +14,10 @@ import hypothesis
 import pytest
 import torch
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.pool import Pool
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.pool import Pool
+from plumbline.workloads import WORKLOADS
 
 pytest_plugins = ["pytester"]
 
@@ -65,7 +65,7 @@ ONE_POOL = (
 """Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
 
 COLLECTION = """
-from harness.subjects.load import load
+from plumbline.subjects.load import load
 
 for number, locator in enumerate({locators}):
     for place, one in enumerate(load(locator)):  # of one name for several backends, too

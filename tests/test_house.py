@@ -26,6 +26,6 @@ def test_ci_runs_the_test_command_that_the_readme_gives():
 
 def test_importing_the_plugin_does_not_import_anything_heavy():
     heavy = ("torch", "pandas", "pydantic")
-    code = f"import harness.pytest_plugin.plugin, sys; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import plumbline.pytest_plugin.plugin, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -11,11 +11,11 @@ import torch
 from staged_models import Problem
 from turns import Turn
 
-from harness.drawing.timeline import duration
-from harness.machine.hardware import cpu_model, usable_cores
-from harness.statistics.intervals import FigureInterval, figure_interval
-from harness.trainer.balanced.measured import Balance
-from harness.trainer.balanced.table import size
+from plumbline.drawing.timeline import duration
+from plumbline.machine.hardware import cpu_model, usable_cores
+from plumbline.statistics.intervals import FigureInterval, figure_interval
+from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.table import size
 
 TIME, MEMORY = 0.15, 0.10
 """How far predictions may be off."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from harness.trainer import Module
-from harness.workloads.performance.gpt import TransformerBlock
-from harness.workloads.performance.resnet import ResidualBlock
+from plumbline.trainer import Module
+from plumbline.workloads.performance.gpt import TransformerBlock
+from plumbline.workloads.performance.resnet import ResidualBlock
 
 DIFFERENT = 4
 """Batches of data; after them they come again."""

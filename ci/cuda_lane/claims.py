@@ -12,8 +12,8 @@ from pathlib import Path
 
 def main(folder: Path) -> int:
     """Print the claims as a Markdown table, and each pair of cells that measured one."""
-    from harness.report.tables.claims import claims
-    from harness.results.run import read_run
+    from plumbline.report.tables.claims import claims
+    from plumbline.results.run import read_run
 
     runs = sorted(folder.glob("*/results.jsonl"), key=lambda path: path.stat().st_mtime)
     runs = [path for path in runs if not path.parent.is_symlink()]

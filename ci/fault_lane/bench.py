@@ -11,8 +11,8 @@ from pathlib import Path
 from fault_lane.cells import RIGHT, train
 from fault_lane.deaths import Chain
 from fault_lane.project import CELLS, Project
-from harness.evidence.trace import Trace
-from harness.launch.pool import Pool
+from plumbline.evidence.trace import Trace
+from plumbline.launch.pool import Pool
 
 
 class Bench:

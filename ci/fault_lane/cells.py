@@ -13,17 +13,17 @@ import torch
 
 from fault_lane.fault import Fault, ImpossibleHereError, Shot
 from fault_lane.memory import GROUP
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome, worst
-from harness.core.topology import Topology
-from harness.evidence.trace import Trace
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launch_progress import EXIT_GRACE_S
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.workloads import find
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import Trace
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launch_progress import EXIT_GRACE_S
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.workloads import find
 
 SUBJECTS = Path(__file__).parent / "subjects"
 RIGHT = SUBJECTS / "right.py"

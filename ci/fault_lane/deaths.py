@@ -14,7 +14,7 @@ from fault_lane.cells import SUBJECTS
 from fault_lane.fault import Shot
 from fault_lane.left import Present, left_since
 from fault_lane.project import CELLS, NO_END, Project, Said, cells_of, ended, fault, sentence, until_shown
-from harness.worker.scratch import RUN, Scratch
+from plumbline.worker.scratch import RUN, Scratch
 
 AT_ONCE = 8.0
 """Seconds that count as at once, as opposed to a cell's time limit of 120."""

@@ -13,20 +13,20 @@ from typing import Any
 from fault_lane.cells import RIGHT, train
 from fault_lane.fault import Fault, Shot
 from fault_lane.project import fault
-from harness.core.cell import Cell
-from harness.core.errors import PlumblineError, TraceError
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.evidence.read import read_rank, read_trace
-from harness.machine.fingerprint import Fingerprint
-from harness.report.markdown.support_page import support_page
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.errors import CorruptRecord, NewerSchema
-from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
-from harness.results.json_lines import line_of
-from harness.results.records import Result
-from harness.results.run import RESULTS, read_run
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlumblineError, TraceError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.evidence.read import read_rank, read_trace
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.errors import CorruptRecord, NewerSchema
+from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
+from plumbline.results.json_lines import line_of
+from plumbline.results.records import Result
+from plumbline.results.run import RESULTS, read_run
 
 AT_ONCE = 200
 """Damages in one injection."""

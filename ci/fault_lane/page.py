@@ -11,7 +11,7 @@ import torch
 from fault_lane.fault import Tally
 from fault_lane.left import Leftovers
 from fault_lane.soak import Soak
-from harness.report.text import markdown, shortened
+from plumbline.report.text import markdown, shortened
 
 _HEAD = """# Faults
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_lane.fault import Fault, Shot
-from harness.worker.processes import die_with
+from plumbline.worker.processes import die_with
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 CELLS = (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fault_lane.cells import RIGHT, train
 from fault_lane.left import Present
-from harness.core.outcome import Outcome
-from harness.launch.pool import Pool
+from plumbline.core.outcome import Outcome
+from plumbline.launch.pool import Pool
 
 LIMIT = 60.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fault_lane.cells import HANGING, Must, cell_fault, log_ends_with, said_of_every_rank
-from harness.core.outcome import Outcome
+from plumbline.core.outcome import Outcome
 
 E, C, T, P = Outcome.ERRORED, Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.PASSED
 

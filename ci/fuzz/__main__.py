@@ -139,7 +139,7 @@ def fuzz(name: str, inputs: int, seconds: int) -> None:
     """Fuzz one target in this process. Does not return."""
     import atheris  # type: ignore[import-untyped]
 
-    with atheris.instrument_imports(include=["harness"]):
+    with atheris.instrument_imports(include=["plumbline"]):
         from targets import TARGETS
 
     target = TARGETS[name]

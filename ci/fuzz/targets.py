@@ -22,35 +22,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.core.cell import Cell
-from harness.core.errors import LaunchError, PlumblineError
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome, worst
-from harness.core.topology import Topology
-from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM
-from harness.evidence.read import read_rank
-from harness.evidence.trace import RankTrace, Step, Tensors, Trace
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launch_progress import RunningLaunch
-from harness.launch.pool import Pool
-from harness.launch.remote.node_checks import Node
-from harness.launch.server_events import NoEventError, event_of
-from harness.launch.settings import Settings
-from harness.machine.fingerprint import Fingerprint
-from harness.planning.expectation_files import read_expectations
-from harness.planning.plan import Matrix, plan
-from harness.report.markdown.support_page import support_page
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.header_footer import Footer, Header
-from harness.results.json_lines import line_of
-from harness.results.records import Result
-from harness.results.run import RESULTS, read_run
-from harness.subjects.locator import parse_subject
-from harness.trainer.environments.slurm import expand_hosts
-from harness.trainer.errors import MisconfigurationError
-from harness.trainer.gpus import parse_gpus
-from harness.worker.authenticated_channel import (
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, PlumblineError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.topology import Topology
+from plumbline.evidence.rank_file import CHECKSUM, NO_CHECKSUM
+from plumbline.evidence.read import read_rank
+from plumbline.evidence.trace import RankTrace, Step, Tensors, Trace
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launch_progress import RunningLaunch
+from plumbline.launch.pool import Pool
+from plumbline.launch.remote.node_checks import Node
+from plumbline.launch.server_events import NoEventError, event_of
+from plumbline.launch.settings import Settings
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.planning.expectation_files import read_expectations
+from plumbline.planning.plan import Matrix, plan
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.json_lines import line_of
+from plumbline.results.records import Result
+from plumbline.results.run import RESULTS, read_run
+from plumbline.subjects.locator import parse_subject
+from plumbline.trainer.environments.slurm import expand_hosts
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.gpus import parse_gpus
+from plumbline.worker.authenticated_channel import (
     NODE,
     AuthenticatedChannel,
     ChannelError,
@@ -59,7 +59,7 @@ from harness.worker.authenticated_channel import (
     LauncherGreeting,
     greet,
 )
-from harness.workloads import WORKLOADS
+from plumbline.workloads import WORKLOADS
 
 CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import subject
-from harness.subjects.deepspeed_trainer import fit
+from plumbline import subject
+from plumbline.subjects.deepspeed_trainer import fit
 
 
 @subject(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import subject
-from harness.subjects.lightning_trainer import Adapter, pl
+from plumbline import subject
+from plumbline.subjects.lightning_trainer import Adapter, pl
 
 
 @subject(name="lightning-spawn", backends=["ddp"], launch="node")

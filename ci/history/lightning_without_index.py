@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import subject
-from harness.subjects.lightning_trainer import Adapter, fit
+from plumbline import subject
+from plumbline.subjects.lightning_trainer import Adapter, fit
 
 
 class _WithoutIndex(Adapter):

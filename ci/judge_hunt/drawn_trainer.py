@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from trainer_draws import TrainerDraw
 
-from harness import subject
-from harness.subjects.declare import CAPABILITIES
+from plumbline import subject
+from plumbline.subjects.declare import CAPABILITIES
 
 DRAW = "PLUMBLINE_DRAW"
 """The variable with the path of a JSON file: the fields of a ``trainer`` and of a ``mutation``, or null."""

@@ -12,9 +12,9 @@ from typing import Any
 from mutations import Mutation
 from trainer_draws import Draw, TrainerDraw
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.workloads.generated import Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.workloads.generated import Recipe
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from math import inf, isnan
 
 import torch
 
-from harness.evidence.trace import Step, Tensors, Trace
-from harness.judge.oracle.noise import length
+from plumbline.evidence.trace import Step, Tensors, Trace
+from plumbline.judge.oracle.noise import length
 
 
 def apart(left: Trace | None, right: Trace | None) -> float:

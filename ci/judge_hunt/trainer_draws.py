@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.hunt.problems import recipes
-from harness.subjects.declare import CAPABILITIES
-from harness.workloads.generated import Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.hunt.problems import recipes
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.workloads.generated import Recipe
 
 OWN_REDUCTIONS = (
     "flat", "per-parameter", "chunks", "tree", "ring", "scatter-gather", "gather", "from-one-rank", "in-the-backward",

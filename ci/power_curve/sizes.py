@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.workloads import Batch, Workload
+from plumbline.workloads import Batch, Workload
 
 
 class _Perceptron(nn.Module):

@@ -6,7 +6,7 @@ import gradient_accumulation
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from harness import subject
+from plumbline import subject
 
 MIXED = {"64": "no", "32": "no", "bf16": "bf16"}
 CAPABILITIES = ["accumulation", "scheduler"]

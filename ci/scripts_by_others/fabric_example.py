@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import own_trainer
 from torch.utils.data import DataLoader
 
-from harness import subject
+from plumbline import subject
 
 PRECISIONS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed"}
 DECLARED = {"backends": ["ddp"], "precisions": list(PRECISIONS), "capabilities": ["accumulation"], "max_nodes": 1}
@@ -22,7 +22,7 @@ class Module(pl.LightningModule):
         self.job, self.model = job, job.model()
         self.configure_optimizers = lambda: ([job.optimizer(self.parameters())], [])
 
-    def training_step(self, batch, batch_idx):  # noqa: D102
+    def training_step(self, batch, batch_idx):
         return self.job.loss(self.model(batch), batch)
 
     validation_step = training_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import train_gpt
 
-from harness import subject
+from plumbline import subject
 
 DTYPES = {"64": "float32", "32": "float32", "bf16": "bfloat16", "16": "float16"}
 CAPABILITIES = ["accumulation", "clipping"]

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import multigpu_torchrun
 from torch.utils.data import StackDataset
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="pytorch-tutorial", backends=["ddp"], precisions=["64", "32"], shuffle="always", library="torch")

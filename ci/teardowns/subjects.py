@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from harness import subject
-from harness.subjects import accelerate_trainer, ignite_trainer, lightning_trainer, skeleton
+from plumbline import subject
+from plumbline.subjects import accelerate_trainer, ignite_trainer, lightning_trainer, skeleton
 
 
 @subject(name="plain-ddp", backends=["ddp"])

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import subject
-from harness.core.cell import Cell
-from harness.core.finding import UNEXPLAINED, Finding, diagnosis
-from harness.core.outcome import Outcome, worst
-from harness.core.topology import Topology
-from harness.subjects.declare import CAPABILITIES, Train
-from harness.workloads import WORKLOADS
+from plumbline import subject
+from plumbline.core.cell import Cell
+from plumbline.core.finding import UNEXPLAINED, Finding, diagnosis
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.topology import Topology
+from plumbline.subjects.declare import CAPABILITIES, Train
+from plumbline.workloads import WORKLOADS
 
 OWN_WORKLOADS = str(Path(__file__).parent / "own_workloads.py")
 """The file with the workloads that this suite alone needs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.workloads.basics import Mlp, Perceptron
+from plumbline.workloads.basics import Mlp, Perceptron
 
 
 class MuonMlp(Mlp):

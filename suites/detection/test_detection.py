@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.backend import Held
-from harness.engine.examine import examine
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.subjects.load import load
+from plumbline.core.backend import Held
+from plumbline.engine.examine import examine
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.subjects.load import load
 
 EVERYBODY = Path(__file__).parent / "everybody.py"
 

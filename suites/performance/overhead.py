@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.results.records import Measurement
+from plumbline.results.records import Measurement
 
 
 def table(measurements: Iterable[Measurement]) -> list[str]:

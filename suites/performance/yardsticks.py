@@ -3,8 +3,6 @@
 They are subjects like any other, so the conformance suite can check that they compute the right thing.
 """
 
-# ruff: noqa: D102 (what a forward does is said by its class)
-
 from __future__ import annotations
 
 import copy
@@ -15,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="yardstick", backends=["none", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"])

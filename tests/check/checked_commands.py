@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from harness.check.command.command import CheckedCommand
-from harness.check.command.running import CommandEnd, EndedBy
-from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
-from harness.check.judge.coverage import coverage_of
-from harness.check.judge.judging import CheckedTraining
-from harness.core.finding import Finding, in_reading_order
-from harness.core.outcome import Outcome
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.running import CommandEnd, EndedBy
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.coverage import coverage_of
+from plumbline.check.judge.judging import CheckedTraining
+from plumbline.core.finding import Finding, in_reading_order
+from plumbline.core.outcome import Outcome
 
 WEIGHT, SCALE = Parameter("net.weight", (6,), "float32"), Parameter("scale", (2,), "float32")
 

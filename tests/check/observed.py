@@ -9,10 +9,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
-from harness.check.rank.observer import Observer
-from harness.check.rank.parameters import parameters_of
-from harness.check.rank.pause import paused
+from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.pause import paused
 
 
 class Observed:

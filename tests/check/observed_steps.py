@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.check.evidence.training import (
+from plumbline.check.evidence.training import (
     BackwardPass,
     Parameter,
     RecordedRank,
@@ -26,14 +26,14 @@ from harness.check.evidence.training import (
     RecordedTraining,
     segment,
 )
-from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer.clipping import ClippingObserver
-from harness.check.rank.optimizer.learning_rate import LearningRate
-from harness.check.rank.optimizer.loss_scale import LossScale
-from harness.check.rank.optimizer.precision_used import PrecisionUsed
-from harness.check.rank.optimizer.update_replay import UpdateReplay
-from harness.check.rank.parameters import parameters_of
-from harness.check.rank.sharding import local
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.optimizer.clipping import ClippingObserver
+from plumbline.check.rank.optimizer.learning_rate import LearningRate
+from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
+from plumbline.check.rank.optimizer.update_replay import UpdateReplay
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.sharding import local
 
 LOSS_SCALE = LossScale()
 OBSERVERS: tuple[Observer, ...] = (

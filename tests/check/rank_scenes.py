@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from observed import Observed
 
-from harness.check.rank.observers.registry import training_observers
+from plumbline.check.rank.observers.registry import training_observers
 
 WORLD = 2
 

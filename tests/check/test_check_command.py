@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.check.command.command import START_FOLDER
-from harness.cli.main import main
+from plumbline.check.command.command import START_FOLDER
+from plumbline.cli.main import main
 
 LOOP = """
 import torch
@@ -260,7 +260,7 @@ def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(fold
     marker, file = tmp_path / "marker", tmp_path / "verdict.json"
     after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
     (folder / "train.py").write_text(LOOP.format(steps=3, after=after))
-    words = [sys.executable, "-m", "harness.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
+    words = [sys.executable, "-m", "plumbline.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         while not marker.exists():
             assert process.poll() is None
@@ -286,7 +286,7 @@ while True:
 def test_a_command_that_lets_ctrl_c_pass_is_terminated_before_it_is_killed(folder, tmp_path):
     (folder / "launcher.py").write_text(NEEDS_TERM)
     command = [sys.executable, "launcher.py", str(tmp_path)]
-    words = [sys.executable, "-m", "harness.cli.main", "check", "--", *command]
+    words = [sys.executable, "-m", "plumbline.cli.main", "check", "--", *command]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for name in ("ready", "interrupted"):
             while not (tmp_path / name).exists():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import nn
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.clipping import judge_clipping
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.clipping import judge_clipping
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 NORM = torch.nn.utils.clip_grad_norm_
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from harness.check.command.command_line import command_in
-from harness.cli.main import main
-from harness.core.errors import PlanError
+from plumbline.check.command.command_line import command_in
+from plumbline.cli.main import main
+from plumbline.core.errors import PlanError
 
 
 @pytest.fixture(autouse=True)

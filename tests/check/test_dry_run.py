@@ -10,11 +10,11 @@ import pytest
 from checked_commands import RIGHT, checked, training
 from jsonschema import Draft202012Validator
 
-from harness.check.judge.estimate import CostEstimate, estimate_lines
-from harness.check.report.dry_run_file import dry_run_json, dry_run_schema
-from harness.check.report.terminal import dry_run_screen
-from harness.check.verdict.obstacles import why_no_estimate
-from harness.cli.main import main
+from plumbline.check.judge.estimate import CostEstimate, estimate_lines
+from plumbline.check.report.dry_run_file import dry_run_json, dry_run_schema
+from plumbline.check.report.terminal import dry_run_screen
+from plumbline.check.verdict.obstacles import why_no_estimate
+from plumbline.cli.main import main
 
 SCHEMA = Draft202012Validator(dry_run_schema())
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 
 try:
     from torch.distributed.fsdp import fully_shard

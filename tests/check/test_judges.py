@@ -12,20 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
-from harness.check.judge.buffers import judge_buffers
-from harness.check.judge.consequences import settle
-from harness.check.judge.gradients import judge_gradients
-from harness.check.judge.initial_weights import judge_initial_weights
-from harness.check.judge.noted import HeadlineNote
-from harness.check.judge.objective import judge_objective
-from harness.check.judge.rank_layout import rank_layout
-from harness.check.judge.ranks_agree import judge_ranks_agree
-from harness.check.judge.rng import judge_rng
-from harness.check.judge.samples import judge_samples
-from harness.check.rank.observers.row_hashes import digest
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import (
+    BackwardPass,
+    Facts,
+    Parameter,
+    RecordedRank,
+    RecordedStep,
+    RecordedTraining,
+)
+from plumbline.check.judge.buffers import judge_buffers
+from plumbline.check.judge.consequences import settle
+from plumbline.check.judge.gradients import judge_gradients
+from plumbline.check.judge.initial_weights import judge_initial_weights
+from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.judge.objective import judge_objective
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.ranks_agree import judge_ranks_agree
+from plumbline.check.judge.rng import judge_rng
+from plumbline.check.judge.samples import judge_samples
+from plumbline.check.rank.observers.row_hashes import digest
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 WRAPPED: Facts = {
     "modules": [{"class": "Net", "wrapper": {"ranks": 2}, "sharded_as_data": False, "layouts": []}],

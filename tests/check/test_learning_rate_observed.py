@@ -10,11 +10,11 @@ import torch
 from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch.optim import lr_scheduler
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.learning_rate import judge_learning_rate
-from harness.check.judge.precision import judge_precision
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.learning_rate import judge_learning_rate
+from plumbline.check.judge.precision import judge_precision
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1),

@@ -11,10 +11,10 @@ import torch
 from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import Tensor
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.skipped_steps import judge_skipped_steps
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.skipped_steps import judge_skipped_steps
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 
 def findings(training: RecordedTraining) -> list[Finding]:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import segment
-from harness.check.rank import memory_needed
-from harness.check.rank.memory_needed import NotEnoughMemoryError, free_bytes, needed_bytes, require_memory
-from harness.check.rank.parameter_sample import ParameterSample
-from harness.check.rank.replay.exact_gradients import ExactGradients
-from harness.check.rank.replay.precision import ReplayPrecision
-from harness.cli.main import main
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.evidence.training import segment
+from plumbline.check.rank import memory_needed
+from plumbline.check.rank.memory_needed import NotEnoughMemoryError, free_bytes, needed_bytes, require_memory
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.replay.exact_gradients import ExactGradients
+from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 from replaying import Recording

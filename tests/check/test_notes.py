@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
-from harness.check.judge.noted import HeadlineNote
+from plumbline.check.judge.noted import HeadlineNote
 
 STEPS = 3
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.check.evidence.training import Facts
-from harness.check.rank.observers.objective import ObjectiveObserver
-from harness.check.rank.pause import paused
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.check.rank.pause import paused
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])
@@ -92,7 +92,7 @@ def test_the_weight_of_a_mean_is_read_off_the_graph_of_any_loss(observer: Object
 
 def test_class_weights_count() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    from harness.check.rank.observers.loss_functions import describe
+    from plumbline.check.rank.observers.loss_functions import describe
 
     call = describe("cross_entropy", functional.cross_entropy, (SCORES, TARGETS, weight), {})
     assert call.terms == 10.0

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, dataloader
 
-from harness.check.rank.observer import Observer
-from harness.check.rank.observers.generators import GeneratorObserver
-from harness.check.rank.observers.guarded import GuardedObserver
-from harness.check.rank.observers.loaders import HEAD, LoaderObserver
-from harness.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.generators import GeneratorObserver
+from plumbline.check.rank.observers.guarded import GuardedObserver
+from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
+from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge import judge as judging
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge import judge as judging
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 
 def question(check, cause):

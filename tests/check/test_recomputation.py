@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from harness.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
-from harness.check.judge.recomputation import judge_recomputation
-from harness.check.rank.replay.checkpointing import without_checkpoints
-from harness.check.verdict.verdict import Answer, answer_of
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.recomputation import judge_recomputation
+from plumbline.check.rank.replay.checkpointing import without_checkpoints
+from plumbline.check.verdict.verdict import Answer, answer_of
+from plumbline.core.outcome import Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

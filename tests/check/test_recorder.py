@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.check.judge.coverage import NO_STEP
+from plumbline.check.judge.coverage import NO_STEP
 
 
 class Raising(torch.optim.SGD):

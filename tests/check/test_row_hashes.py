@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check.rank.observers.row_hashes import ROWS_KEPT, row_hashes, rows_of
+from plumbline.check.rank.observers.row_hashes import ROWS_KEPT, row_hashes, rows_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.buffers import judge_buffers
-from harness.check.judge.initial_weights import judge_initial_weights
-from harness.check.judge.objective import judge_objective
-from harness.check.judge.ranks_agree import judge_ranks_agree
-from harness.check.judge.rng import judge_rng
-from harness.check.judge.samples import judge_samples
-from harness.core.finding import Finding
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.buffers import judge_buffers
+from plumbline.check.judge.initial_weights import judge_initial_weights
+from plumbline.check.judge.objective import judge_objective
+from plumbline.check.judge.ranks_agree import judge_ranks_agree
+from plumbline.check.judge.rng import judge_rng
+from plumbline.check.judge.samples import judge_samples
+from plumbline.core.finding import Finding
 
 QUESTIONS = (
     judge_initial_weights, judge_samples, judge_rng, judge_objective, judge_ranks_agree, judge_buffers,

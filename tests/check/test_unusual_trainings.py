@@ -264,7 +264,7 @@ def test_what_ended_recording_is_said(plumbline, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("harness.check.rank.evidence_writer.write_file", fails)
+    monkeypatch.setattr("plumbline.check.rank.evidence_writer.write_file", fails)
     with pytest.raises(AssertionError, match=r"nothing was recorded: .*No space left on device.*TMPDIR"):
         plumbline.check(two_optimizers_after_one_pass, ranks=1).assert_right()
 

@@ -15,11 +15,11 @@ from observed_steps import loss_of, recorded, recorded_on_ranks, small_model, wa
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.update import judge_update
-from harness.check.rank.optimizer.optimizer_replay import Guard, replayed
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.update import judge_update
+from plumbline.check.rank.optimizer.optimizer_replay import Guard, replayed
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "SGD": {"momentum": [0, 0.9], "weight_decay": [0, 0.1], "foreach": [None, True], "maximize": [False, True]},

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
-from harness.check.command.process_notes import PythonProcess
-from harness.check.command.running import EndedBy
-from harness.check.evidence.options import RecordingOptions
-from harness.check.verdict.verdict import Answer, verdict_of
+from plumbline.check.command.process_notes import PythonProcess
+from plumbline.check.command.running import EndedBy
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.verdict.verdict import Answer, verdict_of
 
 
 def process(**facts):

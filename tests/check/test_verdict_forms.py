@@ -10,14 +10,14 @@ from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check.judge.noted import headline_note, information
-from harness.check.report.annotations import check_sarif
-from harness.check.report.json_file import as_json
-from harness.check.report.page import verdict_page
-from harness.check.report.terminal import verdict_screen
-from harness.check.verdict.verdict import verdict_of
-from harness.core.finding import Finding
-from harness.report.text import percent
+from plumbline.check.judge.noted import headline_note, information
+from plumbline.check.report.annotations import check_sarif
+from plumbline.check.report.json_file import as_json
+from plumbline.check.report.page import verdict_page
+from plumbline.check.report.terminal import verdict_screen
+from plumbline.check.verdict.verdict import verdict_of
+from plumbline.core.finding import Finding
+from plumbline.report.text import percent
 
 EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
 

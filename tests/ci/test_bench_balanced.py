@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from harness.trainer.balanced.measured import Balance
-from harness.trainer.balanced.plan import plan_stages
-from harness.trainer.balanced.stages import BlockCost, Prediction, Profile, Stage
+from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.plan import plan_stages
+from plumbline.trainer.balanced.stages import BlockCost, Prediction, Profile, Stage
 
 CI = Path(__file__).parents[2] / "ci"
 

@@ -253,11 +253,11 @@ def test_an_environment_beside_an_interpreter_has_its_packages_and_the_checkout(
     for name in ("pyproject.toml", "harness"):
         (root / name).symlink_to(ROOT / name)
     made = lane_modules.environment.prepare(root, sys.executable, None, lambda text: None)
-    script = "import harness, torch, json, sys; from importlib.metadata import entry_points as e;"
-    script += "print(json.dumps([harness.__file__, sorted(one.name for one in e(group='pytest11')), sys.prefix]))"
+    script = "import plumbline, torch, json, sys; from importlib.metadata import entry_points as e;"
+    script += "print(json.dumps([plumbline.__file__, sorted(one.name for one in e(group='pytest11')), sys.prefix]))"
     done = subprocess.run([made.python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
     file, plugins, prefix = json.loads(done.stdout)
-    assert Path(file).resolve() == ROOT / "harness" / "__init__.py"
+    assert Path(file).resolve() == ROOT / "harness" / "plumbline" / "__init__.py"
     assert Path(file).is_relative_to(root)
     assert Path(prefix) == root / ".venv-cuda"
     assert (made.bin / "pytest").exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.subjects.load import load
-from harness.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import load
+from plumbline.subjects.short_names import SHORT_NAMES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "reports" / "example-simulated"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.software import Software
-from harness.workloads import WORKLOADS
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.software import Software
+from plumbline.workloads import WORKLOADS
 
 CI = Path(__file__).parents[2] / "ci"
 

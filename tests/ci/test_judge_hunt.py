@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.workloads.generated import Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.workloads.generated import Recipe
 
 CI = Path(__file__).parents[2] / "ci"
 

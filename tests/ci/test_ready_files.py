@@ -57,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for module, name in (("pytest", "pytest"), ("harness.cli.main", "plumbline")):
+    for module, name in (("pytest", "pytest"), ("plumbline.cli.main", "plumbline")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
     (programs / "pip").write_text("#!/bin/sh\n")
     (tmp_path / "path").mkdir()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 CI = Path(__file__).parents[2] / "ci"
 FOLDER = CI / "scripts_by_others"
@@ -24,7 +24,7 @@ def test_adapters_and_proofs_are_short(runner):
     for proof in runner.PROOFS.values():
         text = proof.file.read_text()
         assert len(text.splitlines()) <= 30, proof.file
-        assert "harness" not in text, proof.file
+        assert "plumbline" not in text, proof.file
 
 
 def test_each_script_names_where_it_comes_from(runner):

@@ -6,7 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 def fit(job, model, optimizer, forward=lambda model, batch: model(batch)):

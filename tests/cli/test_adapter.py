@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.engine.adapter_diagnosis import SmokeEvidence, diagnose, refused
-from harness.evidence.trace import Evaluation, Exit, MicroBatch, RankTrace, Step, Trace
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.engine.adapter_diagnosis import SmokeEvidence, diagnose, refused
+from plumbline.evidence.trace import Evaluation, Exit, MicroBatch, RankTrace, Step, Trace
 
 PASSED = (Finding("gradients", Outcome.PASSED, "as it should be"),)
 BEGIN = {"weight": torch.zeros(2), "bias": torch.zeros(1)}

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness.engine.rejudge
-from harness.cli.main import main
-from harness.engine.examine import examine
-from harness.engine.rejudge import rejudge
-from harness.launch.settings import Settings
-from harness.machine.fingerprint import Fingerprint
-from harness.results.header_footer import Footer, Header
-from harness.results.json_lines import line_of
-from harness.results.records import Result
-from harness.results.run import read_run
-from harness.results.run_writer import RunWriter
+import plumbline.engine.rejudge
+from plumbline.cli.main import main
+from plumbline.engine.examine import examine
+from plumbline.engine.rejudge import rejudge
+from plumbline.launch.settings import Settings
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.json_lines import line_of
+from plumbline.results.records import Result
+from plumbline.results.run import read_run
+from plumbline.results.run_writer import RunWriter
 
 TRAINERS = Path(__file__).parent / "trainers.py"
 
@@ -91,9 +91,9 @@ def test_a_rank_that_died_has_no_evidence(run, capsys):
 def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
     from dataclasses import replace
 
-    from harness.core.outcome import Outcome
+    from plumbline.core.outcome import Outcome
 
-    present = harness.engine.rejudge.judge
+    present = plumbline.engine.rejudge.judge
 
     def stricter(*of_a_cell):
         return tuple(
@@ -103,7 +103,7 @@ def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
             for finding in present(*of_a_cell)
         )
 
-    monkeypatch.setattr(harness.engine.rejudge, "judge", stricter)
+    monkeypatch.setattr(plumbline.engine.rejudge, "judge", stricter)
     assert main(["judge", str(run)]) == 1
     said = capsys.readouterr().out
     assert "right-mlp-ddp-1x2-32\n  gradients: was passed:" in said

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import harness.machine.doctor.probes
-from harness.cli.main import main
-from harness.machine.doctor import gpus as gpu_probes
-from harness.machine.doctor import limits
-from harness.machine.doctor.communication import ranks
-from harness.machine.doctor.probe_result import ProbeResult
-from harness.machine.doctor.probes import probes, run_probes
+import plumbline.machine.doctor.probes
+from plumbline.cli.main import main
+from plumbline.machine.doctor import gpus as gpu_probes
+from plumbline.machine.doctor import limits
+from plumbline.machine.doctor.communication import ranks
+from plumbline.machine.doctor.probe_result import ProbeResult
+from plumbline.machine.doctor.probes import probes, run_probes
 
 SPINNING = """
 import time
@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def ask(**lines: list[ProbeResult]) -> None:
         answers = {name: (lambda found=found: iter(found)) for name, found in lines.items()}
-        monkeypatch.setattr(harness.machine.doctor.probes, "probes", lambda report_dir: answers)
+        monkeypatch.setattr(plumbline.machine.doctor.probes, "probes", lambda report_dir: answers)
 
     return ask
 

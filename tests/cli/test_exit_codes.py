@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import COMMANDS, main
-from harness.machine.installed_software import plumbline_version
+from plumbline.cli.main import COMMANDS, main
+from plumbline.machine.installed_software import plumbline_version
 
 EXAMPLE = Path(__file__).parents[2] / "reports" / "example-simulated"
 

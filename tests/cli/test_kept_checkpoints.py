@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.engine.rejudge import rejudge
-from harness.results.json_lines import line_of
-from harness.results.run import read_run
+from plumbline.cli.main import main
+from plumbline.engine.rejudge import rejudge
+from plumbline.results.json_lines import line_of
+from plumbline.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
 DETECTION = ROOT / "suites" / "detection" / "everybody.py"

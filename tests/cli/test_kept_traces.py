@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 SUITES = Path(__file__).parents[2] / "suites"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cli.main import main
-from harness.subjects.load import load
+from plumbline.cli.main import main
+from plumbline.subjects.load import load
 
 
 def test_what_it_writes_is_right(tmp_path, one_thread, capsys, monkeypatch):

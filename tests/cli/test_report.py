@@ -9,16 +9,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.cli.main import main
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import Fingerprint
-from harness.report.terminal.one_cell import NoSuchCell, cell_called
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Measurement, PlannedCell, Result
-from harness.results.run_writer import RunWriter
+from plumbline.cli.main import main
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.terminal.one_cell import NoSuchCell, cell_called
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Measurement, PlannedCell, Result
+from plumbline.results.run_writer import RunWriter
 
 CELLS = [
     Cell("mine", workload, "ddp", Topology(1, gpus), "32", "cpu") for workload in ("mlp", "adam") for gpus in (2, 4)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.cli.main import main
-from harness.core.invocation import command, suites
+from plumbline.cli.main import main
+from plumbline.core.invocation import command, suites
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -49,13 +49,13 @@ def test_without_a_script_a_program_is_run_as_a_module(tmp_path, monkeypatch):
     python.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert command("plumbline", "run") == f"{python} -m harness.cli.main run"
+    assert command("plumbline", "run") == f"{python} -m plumbline.cli.main run"
     assert command("make", "it") == "make it", "what is not ours is left alone"
 
 
 def test_messages_name_the_suites_as_they_are_reached(tmp_path):
     for folder, words in ((suites().parent, "pytest suites/ "), (tmp_path, "plumbline run ")):
-        code = "from harness.core.invocation import suite_command as c; import shlex"
+        code = "from plumbline.core.invocation import suite_command as c; import shlex"
         code += "; print(shlex.join(c('--subject', 'x')))"
         done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
         assert done.stdout.endswith(f"{words}--subject x\n")

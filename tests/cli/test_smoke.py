@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.engine.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn, untried_of
+from plumbline.cli.main import main
+from plumbline.engine.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn, untried_of
 
 ADAPTERS = Path(__file__).parent / "adapters.py"
 
@@ -81,7 +81,7 @@ def test_what_was_raised_is_shown_where_it_was_raised(smoke):
     _, said = smoke("raising-early")
     assert "parallel(job).no_such_thing()" in said
     assert "AttributeError: 'DistributedDataParallel' object has no attribute 'no_such_thing'" in said
-    assert "harness/worker" not in said
+    assert "harness/plumbline/worker" not in said
 
 
 def test_a_long_traceback_is_cut():
@@ -146,7 +146,7 @@ def test_on_cuda_a_backend_is_left_out_whose_replicas_would_share_a_device(capsy
     declared = {"name": "x", "backends": ["none", "ddp", "dp", "ddp2"], "precisions": {"cuda": ["32"]}}
     tried = {present: {cell.backend for cell in cells_of(declared, "cuda", present)} for present in (1, 2)}
     assert tried == {1: {"none", "ddp"}, 2: {"none", "ddp", "dp", "ddp2"}}
-    monkeypatch.setattr("harness.launch.pool.Pool.subjects", [{**declared, "backends": ["dp"]}])
+    monkeypatch.setattr("plumbline.launch.pool.Pool.subjects", [{**declared, "backends": ["dp"]}])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["smoke", "torch", "--accelerator", "cuda"]) == 4
     assert "1 are here: take --accelerator cpu" in capsys.readouterr().err

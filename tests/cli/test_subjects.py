@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.cli.main import main
-from harness.cli.subjects import show
-from harness.subjects.load import load
-from harness.subjects.shipped import Shipped, shipped
-from harness.subjects.short_names import SHORT_NAMES
-from harness.subjects.virtual_environments import (
+from plumbline.cli.main import main
+from plumbline.cli.subjects import show
+from plumbline.subjects.load import load
+from plumbline.subjects.shipped import Shipped, shipped
+from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.virtual_environments import (
     LIBRARIES,
     InstallError,
     environments,

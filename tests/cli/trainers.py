@@ -6,7 +6,7 @@ import os
 
 import torch.distributed
 
-from harness import subject
+from plumbline import subject
 
 
 def fit(job, *, factor=1.0, before=lambda: None):

@@ -10,15 +10,15 @@ from tempfile import mkdtemp
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Measurement, PlannedCell, Result
-from harness.results.run import Run
-from harness.results.run_writer import RunWriter
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Measurement, PlannedCell, Result
+from plumbline.results.run import Run
+from plumbline.results.run_writer import RunWriter
 
 KEY = ComparabilityKey(accelerator="cuda", device="A GPU", device_count=8, cpu="A CPU", cpu_cores=8, torch="2.13")
 UNITS = {

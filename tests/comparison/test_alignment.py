@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.report.comparison.alignment import NotAligned, align_runs, align_within
+from plumbline.core.outcome import Outcome
+from plumbline.report.comparison.alignment import NotAligned, align_runs, align_within
 
 GOOD = [Outcome.PASSED]
 

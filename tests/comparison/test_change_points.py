@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.statistics.change_points import Series, change_points
+from plumbline.statistics.change_points import Series, change_points
 
 LEAST = math.log1p(0.05)
 

@@ -7,8 +7,8 @@ import unicodedata
 
 import pytest
 
-from harness.cli.main import main
-from harness.core.outcome import Outcome
+from plumbline.cli.main import main
+from plumbline.core.outcome import Outcome
 
 SAMPLES = [1.0, 1.01, 0.99, 1.0, 1.02]
 

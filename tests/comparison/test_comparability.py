@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.core.software import Software
-from harness.machine.fingerprint import ComparabilityKey
-from harness.report.comparison.comparison import compare_runs, compare_within
-from harness.report.comparison.figure_changes import FigureVerdict
-from harness.report.comparison.outcomes import OutcomeKind
-from harness.results.header_footer import SubjectCode
+from plumbline.core.outcome import Outcome
+from plumbline.core.software import Software
+from plumbline.machine.fingerprint import ComparabilityKey
+from plumbline.report.comparison.comparison import compare_runs, compare_within
+from plumbline.report.comparison.figure_changes import FigureVerdict
+from plumbline.report.comparison.outcomes import OutcomeKind
+from plumbline.results.header_footer import SubjectCode
 
 
 @pytest.fixture(scope="module")

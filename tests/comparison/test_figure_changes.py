@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.report.comparison.alignment import CellPair, CellRecords
-from harness.report.comparison.comparison import compare_runs
-from harness.report.comparison.figure_changes import FigureVerdict, figure_changes
-from harness.results.records import PlannedCell
+from plumbline.report.comparison.alignment import CellPair, CellRecords
+from plumbline.report.comparison.comparison import compare_runs
+from plumbline.report.comparison.figure_changes import FigureVerdict, figure_changes
+from plumbline.results.records import PlannedCell
 
 
 @pytest.fixture(scope="module")

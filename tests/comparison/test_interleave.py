@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.results.run import read_run
+from plumbline.cli.main import main
+from plumbline.results.run import read_run
 
 TRAINERS = Path(__file__).parent / "trainers.py"
 ASKED = ("--accelerator", "cpu", "--gpus", "1", "--workloads", "perf-mlp", "--precisions", "32", "--launches", "3")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.outcome import Outcome
-from harness.report.comparison.comparison import compare_runs
-from harness.report.comparison.outcomes import OutcomeKind
-from harness.results.records import Expected
+from plumbline.core.outcome import Outcome
+from plumbline.report.comparison.comparison import compare_runs
+from plumbline.report.comparison.outcomes import OutcomeKind
+from plumbline.results.records import Expected
 
 outcomes = st.lists(st.sampled_from(Outcome), min_size=1, max_size=3)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from harness.report.comparison.significance import (
+from plumbline.report.comparison.significance import (
     FALSE_ALARMS,
     MINIMUM_EFFECT,
     RATIO,
@@ -15,7 +15,7 @@ from harness.report.comparison.significance import (
     FigureDifference,
     decide,
 )
-from harness.statistics.two_samples import paired_difference, welch_difference
+from plumbline.statistics.two_samples import paired_difference, welch_difference
 
 LEAST = RATIO.least(MINIMUM_EFFECT)
 SLOWER = math.log(1.10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader
 
-from harness import subject
+from plumbline import subject
 
 
 def _train(job):

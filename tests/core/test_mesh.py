@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS, Held, resized
-from harness.core.mesh import HeldPart, Mesh
-from harness.core.topology import Topology
+from plumbline.core.backend import BACKENDS, Held, resized
+from plumbline.core.mesh import HeldPart, Mesh
+from plumbline.core.topology import Topology
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3)
 

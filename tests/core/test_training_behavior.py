@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from harness.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
+from plumbline.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
 
 
 def test_every_behavior_comes_back_from_what_it_declares():

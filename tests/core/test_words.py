@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS, declared_for
-from harness.core.outcome import Outcome, worst
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
+from plumbline.core.backend import BACKENDS, declared_for
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
 
 TOPOLOGIES = st.builds(Topology, st.integers(1, 16), st.integers(1, 16))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
 
 TIME_LIMIT_S = 120.0
 """For one launch: the first one on a device starts its driver, and loads its libraries."""

@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from harness.benchmark.profiled_launch import profiled
-from harness.benchmark.timed_launch import TimedLaunch
-from harness.evidence.projection import fingerprint, sketch
-from harness.evidence.tensor_store import TensorStore, load
-from harness.launch.settings import Settings
-from harness.machine.energy import EnergyMeter, NoEnergyError
-from harness.worker.timing.device_clock import clock_of
-from harness.worker.timing.peak_memory import memory_of
+from plumbline.benchmark.profiled_launch import profiled
+from plumbline.benchmark.timed_launch import TimedLaunch
+from plumbline.evidence.projection import fingerprint, sketch
+from plumbline.evidence.tensor_store import TensorStore, load
+from plumbline.launch.settings import Settings
+from plumbline.machine.energy import EnergyMeter, NoEnergyError
+from plumbline.worker.timing.device_clock import clock_of
+from plumbline.worker.timing.peak_memory import memory_of
 
 pytestmark = pytest.mark.cuda
 

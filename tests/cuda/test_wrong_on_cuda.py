@@ -11,7 +11,7 @@ pytestmark = pytest.mark.cuda
 
 TRAINER = """
     import torch
-    from harness import subject
+    from plumbline import subject
 
     @subject(name="wrong", backends=["none", "ddp"], precisions=["32"])
     def train(job):

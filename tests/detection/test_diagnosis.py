@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from harness.core.finding import ORDER, UNEXPLAINED, Finding, diagnosis
-from harness.core.outcome import Outcome
-from harness.judge.checks import CHECKS
+from plumbline.core.finding import ORDER, UNEXPLAINED, Finding, diagnosis
+from plumbline.core.outcome import Outcome
+from plumbline.judge.checks import CHECKS
 
 
 def bad(check, cause=None):

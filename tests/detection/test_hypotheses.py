@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
-from harness.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
-from harness.subjects.load import load
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
+from plumbline.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
+from plumbline.subjects.load import load
 
 FAMILIES = {
     "averaging", "sync", "data", "batch-coupling", "rng", "amp", "clipping", "accumulation", "unused-params", "buffers",
@@ -62,7 +62,7 @@ def test_no_two_hypotheses_about_a_case_are_equally_specific(kind):
 
 def test_the_judge_never_asks_who_the_trainer_is():
     """Where it did, it could recognise mistakes by name, and not understand them."""
-    for file in (ROOT / "harness" / "judge").rglob("*.py"):
+    for file in (ROOT / "harness" / "plumbline" / "judge").rglob("*.py"):
         assert ".subject" not in file.read_text(), file
 
 

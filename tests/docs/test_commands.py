@@ -14,11 +14,11 @@ import pytest
 import scipy.special  # noqa: F401 - pytester drops what a test imports, and numpy.fft cannot be loaded twice
 import tomllib
 
-from harness.cli import main
-from harness.core.backend import BACKENDS
-from harness.core.precision import PRECISIONS
-from harness.subjects.short_names import SHORT_NAMES
-from harness.workloads import EVERY
+from plumbline.cli import main
+from plumbline.core.backend import BACKENDS
+from plumbline.core.precision import PRECISIONS
+from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.workloads import EVERY
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

@@ -14,15 +14,15 @@ import pytest
 import tomllib
 import yaml
 
-from harness.core.backend import BACKENDS
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.judge.checks import CHECKS
-from harness.report.tables.support import MARKS
-from harness.subjects.declare import CAPABILITIES
-from harness.subjects.short_names import SHORT_NAMES
-from harness.worker.job import Job
+from plumbline.core.backend import BACKENDS
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.judge.checks import CHECKS
+from plumbline.report.tables.support import MARKS
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.worker.job import Job
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -121,7 +121,7 @@ def test_subjects_marks_outcomes_checks_capabilities_and_metrics_are_those_of_th
     capabilities = [name for name in column("docs/subject-interface.md", "## Declaring a subject") if "-" in name]
     assert set(capabilities) <= CAPABILITIES
     assert set(column("docs/subject-interface.md", "## Declaring a subject")) >= CAPABILITIES
-    measuring = "".join(path.read_text() for path in (ROOT / "harness" / "benchmark").glob("*.py"))
+    measuring = "".join(path.read_text() for path in (ROOT / "harness" / "plumbline" / "benchmark").glob("*.py"))
     metrics = set(re.findall(r'^ +"(\w+)": Metric\(', measuring, re.MULTILINE))
     assert set(column("docs/benchmarking.md", "## Figures")) == metrics != set()
 
@@ -154,9 +154,9 @@ def test_fields_of_the_records_are_those_of_the_code():
 
 def record(name):
     """Return the class of a line of ``results.jsonl``, wherever in its package it is."""
-    for path in (ROOT / "harness" / "results").glob("*.py"):
+    for path in (ROOT / "harness" / "plumbline" / "results").glob("*.py"):
         if f"\nclass {name}(" in path.read_text():
-            return getattr(importlib.import_module(f"harness.results.{path.stem}"), name)
+            return getattr(importlib.import_module(f"plumbline.results.{path.stem}"), name)
     raise LookupError(name)
 
 
@@ -167,5 +167,5 @@ def test_architecture_has_the_packages_the_layers_and_the_contracts_that_are_enf
     assert "\n".join(layers) in page
     for rule in rules:
         assert rule["type"] == "layers" or f"- {rule['name']}\n" in page
-    packages = {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")}
+    packages = {path.parent.name for path in (ROOT / "harness" / "plumbline").glob("*/__init__.py")}
     assert {name.rstrip("/") for name in column("ARCHITECTURE.md", "## Packages")} >= packages

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.own_workloads.check import refuse_unfit
-from harness.own_workloads.load import use_workloads
-from harness.workloads import WORKLOADS, Workload
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.load import use_workloads
+from plumbline.workloads import WORKLOADS, Workload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-problem.md").read_text()
 pytestmark = pytest.mark.usefixtures("workloads_as_before", "one_thread")

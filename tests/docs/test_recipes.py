@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
-from harness.core.outcome import Outcome, worst
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
+import plumbline
+from plumbline.core.outcome import Outcome, worst
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "your-own-trainer.md"
@@ -32,7 +32,7 @@ BY_ITERATIONS = "by_iterations"
 RECIPES[BY_ITERATIONS] = f"""
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="by-iterations", backends=["ddp"], precisions=["32"], data="iterations", capabilities=["accumulation"])
@@ -94,7 +94,7 @@ def test_the_reference_trainer_s_page_runs(monkeypatch, capfd):
     with monkeypatch.context() as patch:
         for name, value in (("NODE_RANK", "0"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")):
             patch.setenv(name, value)
-        patch.setattr(harness.Trainer, "fit", lambda trainer, module: fitted.append(module))
+        patch.setattr(plumbline.Trainer, "fit", lambda trainer, module: fitted.append(module))
         exec(trainers.replace("import Module, Trainer", "import Module, Trainer\nMyModule = Module"), {})
     assert len(fitted) == trainers.count(".fit(")
 
@@ -112,7 +112,7 @@ def test_the_grid_on_the_page_about_clusters_is_submitted(monkeypatch, tmp_path)
         submitted.append((main, options))
 
     monkeypatch.setattr(sys, "argv", ["grid.py"])
-    monkeypatch.setattr(harness.SlurmCluster, "optimize_parallel_cluster_gpu", submit)
+    monkeypatch.setattr(plumbline.SlurmCluster, "optimize_parallel_cluster_gpu", submit)
     values = {}
     exec(grid.replace("/shared/logs", str(tmp_path)), values)
     assert submitted == [(values["main"], {"nb_trials": None, "job_name": "grid"})]

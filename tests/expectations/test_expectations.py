@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.software import UNKNOWN, Software
-from harness.planning.expectation_files import ExpectationsError, read_expectations
-from harness.planning.expectations import expected, known_of, known_of_subject
-from harness.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
-from harness.subjects.short_names import SHORT_NAMES
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.software import UNKNOWN, Software
+from plumbline.planning.expectation_files import ExpectationsError, read_expectations
+from plumbline.planning.expectations import expected, known_of, known_of_subject
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
+from plumbline.subjects.short_names import SHORT_NAMES
 
 RELEASED = Path(__file__).parents[2] / "suites" / "expectations"
 
@@ -276,7 +276,7 @@ def test_reproductions_are_short_programs_that_need_no_plumbline():
     for program in programs:
         source = program.read_text()
         assert len(source.splitlines()) <= 60, program.name
-        assert "harness" not in source, program.name
+        assert "plumbline" not in source, program.name
         compile(source, program.name, "exec")
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.backend import BACKENDS
-from harness.core.precision import PRECISIONS
-from harness.judge.judge import judge
-from harness.launch.cell_launch import behavior_of, launch
-from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS, find
+from plumbline.core.backend import BACKENDS
+from plumbline.core.precision import PRECISIONS
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import behavior_of, launch
+from plumbline.launch.settings import Settings
+from plumbline.workloads import WORKLOADS, find
 
 OUTSIDE = Path(__file__).parent / "outside"
 

@@ -8,13 +8,13 @@ import sys
 
 import pandas as pd
 
-from harness.core.accelerator import ACCELERATORS
-from harness.core.invocation import suites
-from harness.core.outcome import Outcome, worst
-from harness.engine.smoke import cells_of
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, plan
-from harness.report.tables.support import mark_columns
+from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.invocation import suites
+from plumbline.core.outcome import Outcome, worst
+from plumbline.engine.smoke import cells_of
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
+from plumbline.report.tables.support import mark_columns
 
 
 def test_it_is_planned_where_it_fits(outside):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.core.outcome import Outcome
-from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, register
+from plumbline.core.outcome import Outcome
+from plumbline.judge.causes import HYPOTHESES, GradientCase, Hypothesis, register
 
 
 def mirrored(case):

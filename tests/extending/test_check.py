@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.judge.checks import CHECKS
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.checks import CHECKS
 
 
 def few_samples(analysis):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from harness.core.outcome import Outcome, worst
-from harness.engine.examine import examine
-from harness.launch.launchers import LAUNCHERS, find_launcher
-from harness.launch.launchers.base import Launcher
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
+from plumbline.core.outcome import Outcome, worst
+from plumbline.engine.examine import examine
+from plumbline.launch.launchers import LAUNCHERS, find_launcher
+from plumbline.launch.launchers.base import Launcher
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
 
 
 class Marked(Launcher):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from harness.cli.main import main
-from harness.core.invocation import suites
-from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, register
-from harness.report import formats
+from plumbline.cli.main import main
+from plumbline.core.invocation import suites
+from plumbline.judge.causes import HYPOTHESES, GradientCase, Hypothesis, register
+from plumbline.report import formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.backend import BACKENDS, MODEL, Backend, Dimension, Held, devices, gpus, nodes
-from harness.core.mesh import HeldPart, Mesh
-from harness.core.topology import Topology
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.worker.assignment import Assignment
-from harness.worker.job import Job
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import WORKLOADS
+from plumbline.core.backend import BACKENDS, MODEL, Backend, Dimension, Held, devices, gpus, nodes
+from plumbline.core.mesh import HeldPart, Mesh
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.job import Job
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import WORKLOADS
 
 SAMPLES = frozenset({Held.SAMPLES})
 NODES_OF_TWO = Topology(2, 2)

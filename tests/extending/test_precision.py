@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.core.outcome import Outcome, worst
-from harness.report.tables.support import Configuration
+from plumbline.core.outcome import Outcome, worst
+from plumbline.report.tables.support import Configuration
 
 
 def test_it_is_launched_and_judged_by_what_it_says_of_itself(outside, trained):

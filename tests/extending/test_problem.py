@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from harness.core.outcome import Outcome, worst
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS, Problem
+from plumbline.core.outcome import Outcome, worst
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.settings import Settings
+from plumbline.workloads import WORKLOADS, Problem
 
 MEMBERS = [name for name in vars(Problem) if not name.startswith("_")]
 

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from harness.cli.main import main
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.machine.fingerprint import Fingerprint
-from harness.report.formats import FORMATS, ReportFormat, write_report
-from harness.report.tables.cells import cell_table
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Result
-from harness.results.run_writer import RunWriter
+from plumbline.cli.main import main
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.formats import FORMATS, ReportFormat, write_report
+from plumbline.report.tables.cells import cell_table
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Result
+from plumbline.results.run_writer import RunWriter
 
 
 def as_tap(run):

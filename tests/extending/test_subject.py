@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.core.outcome import Outcome, worst
+from plumbline.core.outcome import Outcome, worst
 
 
 def test_it_is_launched_and_judged(outside, trained):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.accelerator import ACCELERATORS
-from harness.core.outcome import Outcome, worst
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, plan
-from harness.workloads import Workload, register
+from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.outcome import Outcome, worst
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
+from plumbline.workloads import Workload, register
 
 
 def test_it_is_planned(outside):

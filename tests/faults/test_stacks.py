@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from harness.launch.stacks import calls_of, collective_of
+from plumbline.launch.stacks import calls_of, collective_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
-HARNESS = [("/here/harness/worker/rank.py", 55, "call"), ("/here/harness/worker/server.py", 130, "_fork")]
+HARNESS = [
+    ("/here/harness/plumbline/worker/rank.py", 55, "call"),
+    ("/here/harness/plumbline/worker/server.py", 130, "_fork"),
+]
 SUBJECT = [("/home/somebody/mine.py", 7, "train"), *HARNESS]
 
 

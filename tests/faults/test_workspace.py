@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from harness.launch.workspace import Workspace
-from harness.worker.scratch import NODE, RUN, Scratch
+from plumbline.launch.workspace import Workspace
+from plumbline.worker.scratch import NODE, RUN, Scratch
 
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from harness.worker.scratch import Scratch
+from plumbline.worker.scratch import Scratch
 folder = Path(Scratch.new(sys.argv[1], sys.argv[2]).path)
 (folder / "cell").mkdir()
 (folder / "cell" / "evidence").write_text("much")
@@ -24,7 +24,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 MANY = """
 import os, sys
-from harness.worker.scratch import RUN, Scratch
+from plumbline.worker.scratch import RUN, Scratch
 for _ in range(200):
     scratch = Scratch.new(RUN, sys.argv[1])
     with open(os.path.join(scratch.path, "mine"), "x") as file:

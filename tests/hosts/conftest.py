@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.launchers.hosts import HostsPool
-from harness.worker.node_server import addresses
+from plumbline.launch.launchers.hosts import HostsPool
+from plumbline.worker.node_server import addresses
 
 INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"]
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.errors import LaunchError
-from harness.judge.judge import judge
-from harness.launch.cell_launch import start
-from harness.launch.launchers.hosts import HostsPool
-from harness.launch.remote.remote_pool import WORKER, RemotePool
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.trainer.environments.plain import free_port
-from harness.worker.node_server import EXIT_DISCONNECTED, TOKEN
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import LaunchError
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import start
+from plumbline.launch.launchers.hosts import HostsPool
+from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.trainer.environments.plain import free_port
+from plumbline.worker.node_server import EXIT_DISCONNECTED, TOKEN
+from plumbline.workloads import WORKLOADS
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
@@ -131,8 +131,8 @@ SCRIPT = """
     import sys
     from datetime import timedelta
     import torch
-    from harness import Module, Trainer
-    from harness.trainer.environments import roll_call
+    from plumbline import Module, Trainer
+    from plumbline.trainer.environments import roll_call
 
     roll_call.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.cell import Cell
-from harness.core.errors import LaunchError, PlanError
-from harness.core.topology import Topology
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launchers import check_devices_of_nodes, find_launcher
-from harness.launch.launchers.base import LauncherOptions
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, PlanError
+from plumbline.core.topology import Topology
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launchers import check_devices_of_nodes, find_launcher
+from plumbline.launch.launchers.base import LauncherOptions
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.workloads import WORKLOADS
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

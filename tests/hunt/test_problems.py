@@ -8,16 +8,16 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.errors import WorkloadError
-from harness.core.topology import Topology
-from harness.hunt.problem_file import in_words, name_of, write_problem
-from harness.hunt.problems import problems, recipes
-from harness.own_workloads.check import refuse_unfit
-from harness.own_workloads.load import load_workload
-from harness.planning.declaration import Declaration
-from harness.subjects.declare import CAPABILITIES
-from harness.workloads.generated import Generated, Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.errors import WorkloadError
+from plumbline.core.topology import Topology
+from plumbline.hunt.problem_file import in_words, name_of, write_problem
+from plumbline.hunt.problems import problems, recipes
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.load import load_workload
+from plumbline.planning.declaration import Declaration
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.workloads.generated import Generated, Recipe
 
 CAPABLE = st.frozensets(st.sampled_from(sorted(CAPABILITIES)))
 

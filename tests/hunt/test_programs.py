@@ -13,23 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import harness.subjects
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.hunt.problems import recipes
-from harness.hunt.program.plain_model import NotExpressedError
-from harness.hunt.program.plain_torch import PlainTorch
-from harness.hunt.program.run_program import Shown, command_of, run_program
-from harness.hunt.program.source import MOST_LINES, WIDEST, NoTemplateError, one_device, program
-from harness.hunt.write_up import processes_of, tolerance_of
-from harness.planning.declaration import Declaration
-from harness.subjects.declare import CAPABILITIES
-from harness.subjects.virtual_environments import LIBRARIES, cache_folder
-from harness.workloads.generated import Recipe
+import plumbline.subjects
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.hunt.problems import recipes
+from plumbline.hunt.program.plain_model import NotExpressedError
+from plumbline.hunt.program.plain_torch import PlainTorch
+from plumbline.hunt.program.run_program import Shown, command_of, run_program
+from plumbline.hunt.program.source import MOST_LINES, WIDEST, NoTemplateError, one_device, program
+from plumbline.hunt.write_up import processes_of, tolerance_of
+from plumbline.planning.declaration import Declaration
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.subjects.virtual_environments import LIBRARIES, cache_folder
+from plumbline.workloads.generated import Recipe
 
-SUBJECTS = Path(harness.subjects.__file__).parent
+SUBJECTS = Path(plumbline.subjects.__file__).parent
 TEMPLATES = sorted(file.name.partition(".")[0] for file in (SUBJECTS / "programs").glob("*.py.jinja"))
 WINDOWS = Recipe(steps_per_epoch=3, accumulate=2)
 SCHEDULED = Recipe(inputs="sparse-tokens", schedule="warm-up", steps_per_epoch=4, accumulate=2)
@@ -147,7 +147,7 @@ def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subje
             lines = text.splitlines()
             assert len(lines) <= MOST_LINES
             assert max(map(len, lines)) <= WIDEST
-            assert "harness" not in text
+            assert "plumbline" not in text
             compile(text, "program", "exec")
 
 

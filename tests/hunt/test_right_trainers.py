@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from harness.hunt.problems import Drawn
-from harness.hunt.search import Search
-from harness.hunt.subject import cells_of
-from harness.planning.declaration import Declaration
-from harness.workloads.generated import Recipe
+from plumbline.hunt.problems import Drawn
+from plumbline.hunt.search import Search
+from plumbline.hunt.subject import cells_of
+from plumbline.planning.declaration import Declaration
+from plumbline.workloads.generated import Recipe
 
 TURNS = Recipe(optimizer="several", batch_size=8, steps_per_epoch=5)
 """The reference trainer's optimizers take turns: each has a pass of its own over each micro-batch."""

@@ -9,31 +9,31 @@ from pathlib import Path
 
 import pytest
 
-import harness.subjects
-from harness.cli.main import main
-from harness.core.cell import Cell
-from harness.core.exit_codes import USAGE
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.software import Software
-from harness.core.topology import Topology
-from harness.core.training_behavior import TrainingBehavior
-from harness.engine.open_subject import open_subject
-from harness.hunt.corpus import Corpus
-from harness.hunt.problem_file import name_of
-from harness.hunt.problems import Drawn
-from harness.hunt.program.run_program import ProgramRun
-from harness.hunt.search import Failure, Search
-from harness.hunt.subject import cells_of, searches
-from harness.hunt.write_up import write_up
-from harness.judge.checks import CHECKS
-from harness.planning.declaration import Declaration
-from harness.workloads.generated import Recipe
+import plumbline.subjects
+from plumbline.cli.main import main
+from plumbline.core.cell import Cell
+from plumbline.core.exit_codes import USAGE
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.software import Software
+from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.engine.open_subject import open_subject
+from plumbline.hunt.corpus import Corpus
+from plumbline.hunt.problem_file import name_of
+from plumbline.hunt.problems import Drawn
+from plumbline.hunt.program.run_program import ProgramRun
+from plumbline.hunt.search import Failure, Search
+from plumbline.hunt.subject import cells_of, searches
+from plumbline.hunt.write_up import write_up
+from plumbline.judge.checks import CHECKS
+from plumbline.planning.declaration import Declaration
+from plumbline.workloads.generated import Recipe
 
 MISTAKE = str(Path(__file__).parents[1] / "extending" / "outside" / "mistake.py")
 
 WRONG = """
-from harness import subject
+from plumbline import subject
 from torch.utils.data import DataLoader
 
 @subject(name="forgets", backends=["none"], precisions=["32"], capabilities=["accumulation"])
@@ -60,7 +60,7 @@ def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
 
 
 TWO = """
-from harness import subject
+from plumbline import subject
 
 @subject(name="one", backends=["none"], precisions=["32"])
 def one(job): ...
@@ -111,7 +111,7 @@ def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_wha
 
 def written_up(name, finding, folder):
     failure = Failure(Drawn(Recipe(), Cell(name, "mlp", "ddp", Topology(1, 2), "32", "cpu")), finding)
-    source = (str(Path(harness.subjects.__file__)), 1)
+    source = (str(Path(plumbline.subjects.__file__)), 1)
     declared = Declaration(name, name, ("ddp",), {"cpu": ["32"]}, frozenset(), Software(name, "2.9"), source=source)
     return write_up(failure, [declared], name, sys.executable, folder)
 
@@ -128,19 +128,19 @@ def written_up(name, finding, folder):
     ],
 )
 def test_a_page_says_what_its_program_printed_and_whether_it_confirms(tmp_path, monkeypatch, run, said):
-    monkeypatch.setattr("harness.hunt.write_up.run_program", lambda *given: run)
+    monkeypatch.setattr("plumbline.hunt.write_up.run_program", lambda *given: run)
     written = written_up("torch", Finding("gradients", Outcome.FAILED, "gradients are doubled", "doubled"), tmp_path)
     page, program = written.page.read_text(), (tmp_path / f"{name_of(Recipe())}-program.py").read_text()
     assert said in page
     assert program in page
-    assert "harness" not in program
+    assert "plumbline" not in program
     assert page.startswith("# torch 2.9: gradients: doubled (ddp, 2 ranks)")
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_whatever_fails_has_a_page(tmp_path, monkeypatch, check):
     right = ProgramRun(0, "", "", raised_by_comparison=False)
-    monkeypatch.setattr("harness.hunt.write_up.run_program", lambda *given: right)
+    monkeypatch.setattr("plumbline.hunt.write_up.run_program", lambda *given: right)
     for message in ("something", "val_loss was reported as 2 where 1 is correct"):
         assert written_up("transformers", Finding(check, Outcome.FAILED, message), tmp_path).page.exists()
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
 
 SEVERAL = """
 import torch
-from harness import subject
+from plumbline import subject
 from torch.utils.data import DataLoader, DistributedSampler
 
 def batches(job):

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
-from harness.hunt.program.plain_model import NotExpressedError
-from harness.hunt.program.plain_torch import PlainTorch
-from harness.hunt.program.rounding import tolerance
-from harness.hunt.program.visible import ORDERS, orders, visible
-from harness.hunt.write_up import tolerance_of
-from harness.workloads.generated import Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.hunt.program.plain_model import NotExpressedError
+from plumbline.hunt.program.plain_torch import PlainTorch
+from plumbline.hunt.program.rounding import tolerance
+from plumbline.hunt.program.visible import ORDERS, orders, visible
+from plumbline.hunt.write_up import tolerance_of
+from plumbline.workloads.generated import Recipe
 
 CELL = Cell("torch", "mlp", "ddp", Topology(1, 2), "32", "cpu")
 SCALED = Finding("gradients", Outcome.FAILED, "", cause="scaled-before-clipping")
@@ -47,7 +47,7 @@ def test_an_order_that_is_right_by_chance_is_followed_by_others(shuffle, tried):
 
 def test_what_diverges_has_no_program(monkeypatch):
     assert 0 < float(tolerance_of(PlainTorch(Recipe(), CELL, SCALED))) < 1e-4
-    monkeypatch.setattr("harness.hunt.write_up.tolerance", lambda problem: math.inf)
+    monkeypatch.setattr("plumbline.hunt.write_up.tolerance", lambda problem: math.inf)
     with pytest.raises(NotExpressedError, match="diverges"):
         tolerance_of(PlainTorch(Recipe(), CELL, SCALED))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.outcome import worst
-from harness.engine.examine import examine
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.judge import judge
-from harness.judge.oracle.oracle import Oracle, mean_gradient
-from harness.launch.settings import Settings
+from plumbline.core.outcome import worst
+from plumbline.engine.examine import examine
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.judge import judge
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
+from plumbline.launch.settings import Settings
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 TIME_LIMIT_S = 300

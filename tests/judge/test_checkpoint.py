@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.finding import Finding, diagnosis
-from harness.core.outcome import Outcome
-from harness.engine.examine import examine
-from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
-from harness.judge.judge import judge
-from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS
+from plumbline.core.finding import Finding, diagnosis
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import examine
+from plumbline.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.judge import judge
+from plumbline.launch.settings import Settings
+from plumbline.workloads import WORKLOADS
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
-from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks.buffers import buffers
-from harness.judge.checks.samples import samples
-from harness.judge.oracle.layout import contract_layout, draws, with_unique_draws
-from harness.judge.oracle.layout import samples as samples_of
-from harness.judge.oracle.oracle import Oracle
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.buffers import buffers
+from plumbline.judge.checks.samples import samples
+from plumbline.judge.oracle.layout import contract_layout, draws, with_unique_draws
+from plumbline.judge.oracle.layout import samples as samples_of
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
 ITERATIONS, OWN_BUFFERS = TrainingBehavior(data="iterations"), TrainingBehavior(buffers="per-rank")

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from harness.core.finding import ORDER, Finding, diagnosis
-from harness.core.outcome import Outcome
-from harness.judge.checks import CHECKS
-from harness.judge.consequences import RULES, in_order
+from plumbline.core.finding import ORDER, Finding, diagnosis
+from plumbline.core.outcome import Outcome
+from plumbline.judge.checks import CHECKS
+from plumbline.judge.consequences import RULES, in_order
 
 
 def bad(check, cause=None, family=None, step=None, outcome=Outcome.FAILED):

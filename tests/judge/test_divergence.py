@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.oracle import Oracle, mean_gradient
-from harness.workloads.generated import Generated, Recipe
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
+from plumbline.workloads.generated import Generated, Recipe
 
 
 class Diverging(Generated):

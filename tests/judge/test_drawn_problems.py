@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.topology import Topology
-from harness.engine.examine import examine
-from harness.hunt.problem_file import trained_on, write_problem
-from harness.launch.settings import Settings
-from harness.own_workloads.find import workload_of
-from harness.workloads import WORKLOADS
-from harness.workloads.generated import Recipe
+from plumbline.core.topology import Topology
+from plumbline.engine.examine import examine
+from plumbline.hunt.problem_file import trained_on, write_problem
+from plumbline.launch.settings import Settings
+from plumbline.own_workloads.find import workload_of
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.generated import Recipe
 
 ALTERNATING = Recipe(optimizer="several", accumulate=2, steps_per_epoch=2)
 CENTRED = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.workloads import WORKLOADS
 
 PLAIN = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
 

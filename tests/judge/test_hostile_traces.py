@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.outcome import Outcome, worst
-from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome, worst
+from plumbline.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
+from plumbline.workloads import WORKLOADS
 
 PLAIN = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import Trace
-from harness.workloads import WORKLOADS
-from harness.workloads.generated import Generated, Recipe
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import Trace
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.generated import Generated, Recipe
 
 PLAIN = WORKLOADS["mlp"]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks import CHECKS
-from harness.judge.oracle.dropout_masks import mask_shapes
-from harness.judge.replicas import as_replicas, with_whole_models
-from harness.judge.sampler_draws import unlike_members
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks import CHECKS
+from plumbline.judge.oracle.dropout_masks import mask_shapes
+from plumbline.judge.replicas import as_replicas, with_whole_models
+from plumbline.judge.sampler_draws import unlike_members
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 MISTAKES = Path(__file__).parent / "subjects" / "wrong_meshes.py"
 

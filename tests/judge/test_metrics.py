@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import Evaluation, Logged, Trace
-from harness.judge.checks.metrics import metrics
-from harness.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
-from harness.judge.findings import Vacuous
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
-from harness.workloads.basics import Mlp, Uneven
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import Evaluation, Logged, Trace
+from plumbline.judge.checks.metrics import metrics
+from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
+from plumbline.judge.findings import Vacuous
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.basics import Mlp, Uneven
 
 
 class Evaluated(Uneven):

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.buffer_replay import buffer_errors, buffers_after
-from harness.judge.causes.combinations import scaled
-from harness.judge.causes.gradient_evidence import _factor_before_clipping
-from harness.judge.checks.gradients import compare_gradients
-from harness.judge.oracle.noise import (
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.buffer_replay import buffer_errors, buffers_after
+from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.causes.gradient_evidence import _factor_before_clipping
+from plumbline.judge.checks.gradients import compare_gradients
+from plumbline.judge.oracle.noise import (
     FALSE_ALARM,
     NoiseScale,
     distance,
@@ -29,10 +29,10 @@ from harness.judge.oracle.noise import (
     rounding_alone,
     rounding_unit,
 )
-from harness.judge.oracle.oracle import Oracle, clipped
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
-from harness.workloads.generated import Generated, Recipe
+from plumbline.judge.oracle.oracle import Oracle, clipped
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.generated import Generated, Recipe
 
 
 def test_more_measurements_allow_a_tighter_limit():
@@ -141,7 +141,7 @@ def test_few_samples_are_no_accusation_whichever_of_their_orders_is_tried(cell_o
     workload, cell = TwoSamples(), cell_of("two-samples", "none", "1x1", "32")
     trainer = Oracle(workload, 1, cell.arithmetic)
     before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-    monkeypatch.setattr("harness.judge.trace_analysis.shuffled", lambda layout, rng: (((tried,),),))
+    monkeypatch.setattr("plumbline.judge.trace_analysis.shuffled", lambda layout, rng: (((tried,),),))
     for order in ((0, 1), (1, 0)):
         step = Step((MicroBatch((order,), order),), before, trainer.gradient((((order,),),)), before, (0.1,))
         analysis = TraceAnalysis(Trace((RankTrace(0, 1, (step,)),)), workload, cell)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.evidence.trace import MicroBatch, Step
-from harness.judge.oracle.layout import contract_layout, one_device_layout, samples, shuffled
-from harness.judge.oracle.oracle import Oracle
-from harness.workloads import WORKLOADS
+from plumbline.evidence.trace import MicroBatch, Step
+from plumbline.judge.oracle.layout import contract_layout, one_device_layout, samples, shuffled
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.workloads import WORKLOADS
 
 BATCH = tuple(range(24))
 WHOLE = [name for name, workload in WORKLOADS.items() if not workload.narrow]

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter
 
-from harness.core.finding import Finding, diagnosis, in_reading_order
-from harness.core.outcome import Outcome
-from harness.judge.checks import CHECKS
-from harness.judge.consequences import RULES, Rule
-from harness.judge.findings import Vacuous, failed, passed
-from harness.judge.judge import judge
-from harness.planning.expectation_files import Checks
-from harness.results.records import Result
-from harness.workloads import WORKLOADS
+from plumbline.core.finding import Finding, diagnosis, in_reading_order
+from plumbline.core.outcome import Outcome
+from plumbline.judge.checks import CHECKS
+from plumbline.judge.consequences import RULES, Rule
+from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.judge import judge
+from plumbline.planning.expectation_files import Checks
+from plumbline.results.records import Result
+from plumbline.workloads import WORKLOADS
 
 
 def small_weights(analysis):
@@ -66,7 +66,7 @@ def test_a_check_without_a_place_is_read_after_those_with_one():
 
 def test_a_rule_from_outside_connects_it(judged, monkeypatch):
     rule = Rule("small-weights", "initial-weights", "other weights have other sizes")
-    monkeypatch.setattr("harness.judge.consequences.RULES", [*RULES, rule])
+    monkeypatch.setattr("plumbline.judge.consequences.RULES", [*RULES, rule])
 
     def moved(trace):
         first = replace(trace.ranks[0].steps[0])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import RankTrace, Step, Trace
-from harness.judge.checks.ranks_agree import ranks_agree
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import RankTrace, Step, Trace
+from plumbline.judge.checks.ranks_agree import ranks_agree
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 
 def parted(held, cell, *, weights=0.0):

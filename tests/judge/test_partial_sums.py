@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import RankTrace, Step, Trace
-from harness.judge.checks import CHECKS
-from harness.judge.oracle.oracle import Oracle
-from harness.judge.oracle.partial_sums import PartialSums
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.judge.update_replay import weights_after
-from harness.workloads import WORKLOADS
-from harness.workloads.basics import Mlp
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import RankTrace, Step, Trace
+from plumbline.judge.checks import CHECKS
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.judge.oracle.partial_sums import PartialSums
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.judge.update_replay import weights_after
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.basics import Mlp
 
 
 class MuonMlp(Mlp):

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.judge.error_grid import MOST_PARAMETERS, MOST_STEPS, STEPS_BEFORE, with_error_grid
-from harness.judge.oracle.noise import TOGETHER, Deviation
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.error_grid import MOST_PARAMETERS, MOST_STEPS, STEPS_BEFORE, with_error_grid
+from plumbline.judge.oracle.noise import TOGETHER, Deviation
 
 FAILED = Finding("gradients", Outcome.FAILED, "wrong", step=50)
 

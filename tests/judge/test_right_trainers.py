@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.outcome import Outcome
+from plumbline.core.outcome import Outcome
 
 CELLS = [
     ("linear-exact", "none", "1x1", "64", Outcome.PASSED),

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks.rng import rng
-from harness.judge.findings import Vacuous
-from harness.judge.oracle.dropout_masks import shifted_agreements, surprise, surprise_limit
-from harness.judge.oracle.noise import FALSE_ALARM
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.rng import rng
+from plumbline.judge.findings import Vacuous
+from plumbline.judge.oracle.dropout_masks import shifted_agreements, surprise, surprise_limit
+from plumbline.judge.oracle.noise import FALSE_ALARM
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 LAYERS = ("coins 1", "coins 2")
 WORKLOAD = WORKLOADS["random-masks"]

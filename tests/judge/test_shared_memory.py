@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.causes.hypothesis import TraceCase, most_specific
-from harness.judge.causes.shared_memory import SHARED_MEMORY, moved_by_others
-from harness.judge.judge import judge
-from harness.judge.oracle.oracle import Oracle
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.causes.hypothesis import TraceCase, most_specific
+from plumbline.judge.causes.shared_memory import SHARED_MEMORY, moved_by_others
+from plumbline.judge.judge import judge
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
 

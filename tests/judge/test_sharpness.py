@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import Trace
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import Trace
+from plumbline.workloads import WORKLOADS
 
 RELATIVE = 1e-10
 PLAIN = ["mlp", "cnn-batchnorm", "contrastive", "lm-tokens", "adam", "uneven", "transformer"]

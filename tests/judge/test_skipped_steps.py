@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks.ranks_agree import ranks_agree
-from harness.judge.checks.skipped_steps import skipped_steps
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.ranks_agree import ranks_agree
+from plumbline.judge.checks.skipped_steps import skipped_steps
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.finding import diagnosis
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.causes.stage_pattern import HeldParameters, stage_pattern
-from harness.judge.replicas import as_replicas, with_empty_steps
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import WORKLOADS
+from plumbline.core.finding import diagnosis
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.causes.stage_pattern import HeldParameters, stage_pattern
+from plumbline.judge.replicas import as_replicas, with_empty_steps
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import WORKLOADS
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 MISTAKES = Path(__file__).parent / "subjects" / "wrong_stages.py"

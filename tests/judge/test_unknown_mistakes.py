@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
-from harness.workloads import WORKLOADS, Columns
-from harness.workloads.generated import Generated, Recipe
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from plumbline.workloads import WORKLOADS, Columns
+from plumbline.workloads.generated import Generated, Recipe
 
 UNEXPLAINED = ("unexplained",)
 

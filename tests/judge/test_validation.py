@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks.validation import validation
-from harness.judge.positions import evaluations_due
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.subjects.load import load
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.validation import validation
+from plumbline.judge.positions import evaluations_due
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.subjects.load import load
+from plumbline.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["validation"]  # windows of four micro-batches; due after every second batch
 PLACES = [*((step, micro) for step in range(4) for micro in (0, 2) if step or micro), (4, 0)]

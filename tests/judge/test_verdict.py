@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.outcome import Outcome
-from harness.judge.findings import compare_with_one, compare_with_two
-from harness.judge.oracle.noise import Deviation, larger
+from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import compare_with_one, compare_with_two
+from plumbline.judge.oracle.noise import Deviation, larger
 
 ERRORS = st.one_of(st.floats(0, 1e6), st.sampled_from([math.inf, math.nan]))
 LIMIT = 10.0

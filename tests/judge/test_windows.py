@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.layout import one_device_layout
-from harness.judge.oracle.oracle import Oracle
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.oracle.layout import one_device_layout
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.workloads import WORKLOADS
 
 
 def trained(workload, cell, factor):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.subjects.load import load
-from harness.workloads import WORKLOADS
+from plumbline.core.outcome import Outcome
+from plumbline.subjects.load import load
+from plumbline.workloads import WORKLOADS
 
 TRAINERS = load(str(Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"))
 EXPECTATIONS = {trainer.name: trainer.train.expectation for trainer in TRAINERS}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge.judge import judge
-from harness.launch.cell_launch import start
-from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import start
+from plumbline.launch.settings import Settings
+from plumbline.workloads import WORKLOADS
 
 ENDS = Path(__file__).parent / "subjects" / "ends.py"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.launch.remote.node_checks import Node, cut_off, differing, other_plumbline, too_few_devices, why_not
+from plumbline.launch.remote.node_checks import Node, cut_off, differing, other_plumbline, too_few_devices, why_not
 
 
 def node(number, **values):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.launch.settings import Settings
-from harness.worker.log import KEPT
+from plumbline.core.outcome import Outcome
+from plumbline.launch.settings import Settings
+from plumbline.worker.log import KEPT
 
 LONG = 600.0
 """The time limit of ``launched``, in seconds."""
@@ -150,7 +150,7 @@ def test_thirty_two_ranks_on_four_nodes(launched, warm_pool):
 
 
 def test_the_launch_folder_may_be_a_name_with_spaces(ends, cell_of, tmp_path):
-    from harness.launch.cell_launch import launch
+    from plumbline.launch.cell_launch import launch
 
     cell = cell_of("mlp", "none", "1x1", subject="trains")
     assert launch(ends, cell, Path(tmp_path / "a b" / "ü"), Settings(LONG)).ranks

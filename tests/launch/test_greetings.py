@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.errors import LaunchError, PlanError
-from harness.launch.launchers import find_launcher
-from harness.launch.launchers.base import LauncherOptions
-from harness.launch.launchers.slurm import addresses_of_nodes
-from harness.launch.remote import greetings, own_address
-from harness.launch.remote.node_checks import Node
-from harness.launch.remote.node_listener import NodeListener
-from harness.launch.remote.node_processes import NodeProcesses
-from harness.launch.remote.remote_pool import WORKER, RemotePool
-from harness.launch.start_wait import StartWait
-from harness.trainer.environments.plain import free_port
-from harness.worker import authenticated_channel
-from harness.worker.authenticated_channel import (
+from plumbline.core.errors import LaunchError, PlanError
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers.base import LauncherOptions
+from plumbline.launch.launchers.slurm import addresses_of_nodes
+from plumbline.launch.remote import greetings, own_address
+from plumbline.launch.remote.node_checks import Node
+from plumbline.launch.remote.node_listener import NodeListener
+from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.start_wait import StartWait
+from plumbline.trainer.environments.plain import free_port
+from plumbline.worker import authenticated_channel
+from plumbline.worker.authenticated_channel import (
     LAUNCHER,
     LONGEST_GREETING,
     LONGEST_MESSAGE,
@@ -41,7 +41,7 @@ from harness.worker.authenticated_channel import (
     LauncherGreeting,
     greet,
 )
-from harness.worker.node_server import TOKEN
+from plumbline.worker.node_server import TOKEN
 
 TOKEN_OF_RUN = "the token of this run"
 LONG = 600.0
@@ -343,7 +343,7 @@ def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_s
         pool.settle()
         proxies[0].changes.set()
         with pytest.raises(
-            LaunchError, match=r"it is gone: harness.worker: the launcher is lost: the MAC of message 1 is"
+            LaunchError, match=r"it is gone: plumbline.worker: the launcher is lost: the MAC of message 1 is"
         ):
             pool.settle()
     finally:

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.errors import PlanError
-from harness.launch.cell_launch import launch
-from harness.launch.launchers import LAUNCHERS, find_launcher
-from harness.launch.launchers.base import Launcher, LauncherOptions
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.results.run import read_run
+from plumbline.core.errors import PlanError
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launchers import LAUNCHERS, find_launcher
+from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
 
 PLUGIN = """
-from harness.launch.launchers import LAUNCHERS
-from harness.launch.launchers.base import Launcher
-from harness.launch.pool import Pool
+from plumbline.launch.launchers import LAUNCHERS
+from plumbline.launch.launchers.base import Launcher
+from plumbline.launch.pool import Pool
 
 class Elsewhere(Launcher):
     def pool(self, locator, python):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.this_machine import own_devices
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.this_machine import own_devices
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.errors import PlanError, SubjectError
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
-from harness.subjects.load import load
-from harness.subjects.locator import parse_subject
+from plumbline.core.errors import PlanError, SubjectError
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.subjects.load import load
+from plumbline.subjects.locator import parse_subject
 
 
 def descendants(pid: int) -> set[int]:
@@ -28,7 +28,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_closing_a_pool_leaves_no_process(tmp_path, cell_of):
-    from harness.launch.cell_launch import launch
+    from plumbline.launch.cell_launch import launch
 
     before = descendants(os.getpid())
     pool = Pool(str(Path(__file__).parent / "subjects" / "ends.py"))
@@ -49,11 +49,11 @@ def test_a_pool_that_is_closed_before_it_is_warm_leaves_no_process():
 OWNER = """
 import sys
 from pathlib import Path
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.cell_launch import launch
-from harness.launch.pool import Pool
-from harness.launch.settings import Settings
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
 cell = Cell("says-who-it-is-and-hangs", "mlp", "ddp", Topology(1, 2), "32", "cpu")
 launch(Pool(sys.argv[1]), cell, Path(sys.argv[2]), Settings(600))
 """
@@ -84,7 +84,7 @@ def test_an_owner_that_is_killed_takes_its_ranks_along(tmp_path, is_gone, number
 
 
 STARTS_CUDA = {
-    "pretends": "import harness.trainer.gpus\nharness.trainer.gpus.driver_started = lambda: True",
+    "pretends": "import plumbline.trainer.gpus\nharness.trainer.gpus.driver_started = lambda: True",
     "really": "import torch\ntorch.zeros(1, device='cuda')",
 }
 
@@ -92,7 +92,7 @@ STARTS_CUDA = {
 @pytest.mark.parametrize("how", ["pretends", pytest.param("really", marks=pytest.mark.cuda)])
 def test_a_subject_that_starts_cuda_when_it_is_imported_is_refused(tmp_path, how):
     file = tmp_path / "early.py"
-    declared = "from harness import subject\n@subject(name='early', backends=['none'])\ndef train(job): pass\n"
+    declared = "from plumbline import subject\n@subject(name='early', backends=['none'])\ndef train(job): pass\n"
     file.write_text(f"{STARTS_CUDA[how]}\n{declared}")
     pool = Pool(str(file))
     try:
@@ -107,7 +107,7 @@ def test_a_subject_that_starts_cuda_when_it_is_imported_is_refused(tmp_path, how
     [
         ("nowhere/trainer.py", "there is no file nowhere/trainer.py"),
         ("no_such_module_anywhere", "cannot be imported"),
-        ("harness.core.cell", "declares no subject"),
+        ("plumbline.core.cell", "declares no subject"),
         ("torch::nobody", "has no subject 'nobody'; it has torch"),
     ],
 )
@@ -122,9 +122,12 @@ def test_a_locator_that_names_nothing_is_answered_in_a_sentence(locator, said):
         ("def train(job): pass", "declares no subject: put @subject"),
         ("import a_library_that_is_not_here", "cannot be imported: ModuleNotFoundError"),
         ("def train(job:", "cannot be imported: SyntaxError"),
-        ("from harness import subject\n@subject(name='x', backends=['dpp'])\ndef train(job): pass", "no backend 'dpp'"),
-        ("from harness import subject\n@subject(name='x', backends=[], precisions=['8'])\ndef t(job): pass", "'8'"),
-        ("from harness import subject\n@subject(name='a/b', backends=['ddp'])\ndef t(job): pass", "'a/b'"),
+        (
+            "from plumbline import subject\n@subject(name='x', backends=['dpp'])\ndef train(job): pass",
+            "no backend 'dpp'",
+        ),
+        ("from plumbline import subject\n@subject(name='x', backends=[], precisions=['8'])\ndef t(job): pass", "'8'"),
+        ("from plumbline import subject\n@subject(name='a/b', backends=['ddp'])\ndef t(job): pass", "'a/b'"),
         ("raise SystemExit(3)", "SystemExit"),
     ],
 )
@@ -136,14 +139,16 @@ def test_a_file_that_is_no_subject_is_answered_in_a_sentence(tmp_path, source, s
 
 def test_one_of_several_subjects_is_chosen_by_name(tmp_path):
     declared = "@subject(name={0!r}, backends=['ddp'])\ndef {0}(job): pass\n"
-    (tmp_path / "two.py").write_text("from harness import subject\n" + declared.format("one") + declared.format("two"))
+    (tmp_path / "two.py").write_text(
+        "from plumbline import subject\n" + declared.format("one") + declared.format("two")
+    )
     assert [found.name for found in load(str(tmp_path / "two.py"))] == ["one", "two"]
     assert [found.name for found in load(f"{tmp_path / 'two.py'}::two")] == ["two"]
 
 
 def test_a_file_called_like_a_library_takes_nobodys_place(tmp_path):
     (tmp_path / "json.py").write_text(
-        "from harness import subject\n@subject(name='mine', backends=['ddp'])\ndef train(job): pass"
+        "from plumbline import subject\n@subject(name='mine', backends=['ddp'])\ndef train(job): pass"
     )
     import json
 

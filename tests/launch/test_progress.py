@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from harness.launch.launch_progress import EXIT_GRACE_S, LaunchProgress, RunningLaunch
+from plumbline.launch.launch_progress import EXIT_GRACE_S, LaunchProgress, RunningLaunch
 
 
 def progress_of(ranks=(0, 1), limit=1000.0):

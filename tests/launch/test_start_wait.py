@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from harness.launch import start_wait
-from harness.launch.start_wait import NOTIFY_INTERVAL_S, START_TIMEOUT_S, StartWait
-from harness.worker import node_server
+from plumbline.launch import start_wait
+from plumbline.launch.start_wait import NOTIFY_INTERVAL_S, START_TIMEOUT_S, StartWait
+from plumbline.worker import node_server
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.engine.examine import examine
-from harness.evidence.read import read_trace
-from harness.launch.settings import Settings
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import examine
+from plumbline.evidence.read import read_trace
+from plumbline.launch.settings import Settings
 
 SUBJECTS = Path(__file__).parent / "subjects"
 LONG = 600.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.outcome import Outcome
+from plumbline.core.outcome import Outcome
 
 TEARDOWNS = Path(__file__).parent / "subjects" / "teardowns.py"
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.errors import LaunchError, PlanError
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launchers import find_launcher
-from harness.launch.launchers.base import LauncherOptions
-from harness.launch.launchers.torchrun import TorchrunPool
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.trainer.environments.plain import free_port
-from harness.worker.authenticated_channel import greet
-from harness.worker.node_server import TOKEN
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import LaunchError, PlanError
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers.base import LauncherOptions
+from plumbline.launch.launchers.torchrun import TorchrunPool
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.trainer.environments.plain import free_port
+from plumbline.worker.authenticated_channel import greet
+from plumbline.worker.node_server import TOKEN
+from plumbline.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 ON_NODES = Path(__file__).parent / "subjects" / "on_nodes.py"
@@ -123,7 +123,7 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
     pool = by_hand.pool()
     assert "for 2 nodes" in by_hand.said[0]
     assert f'{TOKEN}="${TOKEN}" torchrun --nnodes 2 --nproc-per-node 1' in by_hand.said[0], "it is not shown"
-    assert "--max-restarts 3 -m harness.worker --connect" in by_hand.said[0]
+    assert "--max-restarts 3 -m plumbline.worker --connect" in by_hand.said[0]
     first, second = by_hand.start(), by_hand.start()
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along-once")
     with pytest.raises(LaunchError, match="it is gone"):

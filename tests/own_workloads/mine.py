@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from harness.workloads import Workload
+from plumbline.workloads import Workload
 
 
 class Model(nn.Module):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.errors import WorkloadError
-from harness.own_workloads.check import refuse_unfit
-from harness.own_workloads.load import use_workloads
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import WorkloadError
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.load import use_workloads
+from plumbline.workloads import WORKLOADS
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
@@ -29,7 +29,7 @@ CHANGED = {
     ),
     "a forward without the batch in dim 0": ([(FORWARD, f"{FORWARD}.T")], "dim 0 must be the batch"),
     "a forward that raises": ([(FORWARD, 'return self.layers(batch["z"])')], "forward(batch) raises KeyError: 'z'"),
-    "dropout": ([("nn.Tanh()", "nn.Dropout(0.5)")], "Set p=0, or use harness.workloads.randomness.KeyedDropout"),
+    "dropout": ([("nn.Tanh()", "nn.Dropout(0.5)")], "Set p=0, or use plumbline.workloads.randomness.KeyedDropout"),
     "a forward that counts its calls": (
         [(FORWARD, "self.calls = getattr(self, 'calls', 0) + 1\n        return self.layers(batch['x']) * self.calls")],
         "forward(batch) returns something else in a second call",

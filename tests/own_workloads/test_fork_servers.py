@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.errors import WorkloadError
-from harness.launch.launchers import find_launcher
-from harness.own_workloads.content import content_of
-from harness.own_workloads.load import use_workloads
-from harness.pytest_plugin.subject_pools import SubjectPools
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import WorkloadError
+from plumbline.launch.launchers import find_launcher
+from plumbline.own_workloads.content import content_of
+from plumbline.own_workloads.load import use_workloads
+from plumbline.pytest_plugin.subject_pools import SubjectPools
+from plumbline.workloads import WORKLOADS
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from harness.cli.main import main
-from harness.core.cell import Cell
-from harness.core.errors import WorkloadError
-from harness.core.topology import Topology
-from harness.own_workloads.check import refuse_unfit
-from harness.own_workloads.find import workload_of
-from harness.own_workloads.load import use_workloads
-from harness.workloads import WORKLOADS
+from plumbline.cli.main import main
+from plumbline.core.cell import Cell
+from plumbline.core.errors import WorkloadError
+from plumbline.core.topology import Topology
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import use_workloads
+from plumbline.workloads import WORKLOADS
 
 SECOND = "\n\nclass Second(Mine):\n    name = 'second'\n"
 
@@ -47,7 +47,7 @@ def test_any_process_finds_it_by_its_cell(written, monkeypatch, tmp_path):
 
 def test_a_file_that_registers_its_workload_by_itself_is_taken_too(written):
     file = written()
-    file.write_text(f"{file.read_text()}\n\nfrom harness.workloads import register\nregister(Mine())\n")
+    file.write_text(f"{file.read_text()}\n\nfrom plumbline.workloads import register\nregister(Mine())\n")
     assert [own.name for own in use_workloads([str(file)])] == ["mine"]
 
 
@@ -74,25 +74,25 @@ def test_the_models_of_a_file_in_the_path_are_unpickled_by_its_name(written, mon
     ("text", "said"),
     [
         (None, "there is no file {file}"),
-        ("x = 1\n", "has no workload: it takes a subclass of harness.workloads.Workload"),
+        ("x = 1\n", "has no workload: it takes a subclass of plumbline.workloads.Workload"),
         ("import no_such_library\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("def f(:\n", "cannot be imported: SyntaxError"),
         ("import sys\nsys.exit(3)\n", "cannot be imported: SystemExit: 3"),
         (
-            "from harness.workloads import Workload\n\n\nclass Mlp(Workload):\n    name = 'mlp'\n",
+            "from plumbline.workloads import Workload\n\n\nclass Mlp(Workload):\n    name = 'mlp'\n",
             "'mlp': there is a built-in workload of that name already; give this one another name",
         ),
         (
-            "from harness.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a/b'\n",
+            "from plumbline.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a/b'\n",
             "A.name is 'a/b': use letters, digits and . _ + -",
         ),
         (
-            "from harness.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a'\n\n"
+            "from plumbline.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a'\n\n"
             "    def __init__(self, width):\n        self.width = width\n",
             "A() raises TypeError",
         ),
         (
-            "from harness.workloads import PerformanceWorkload\n\n\nclass A(PerformanceWorkload):\n    name = 'a'\n",
+            "from plumbline.workloads import PerformanceWorkload\n\n\nclass A(PerformanceWorkload):\n    name = 'a'\n",
             "A is a PerformanceWorkload: what is timed cannot be given by --workload",
         ),
     ],

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.timed_launch import TimedLaunch
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.settings import Settings
+from plumbline.benchmark.timed_launch import TimedLaunch
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.settings import Settings
 
 TRAINERS = Path(__file__).parent / "subjects" / "timed.py"
 

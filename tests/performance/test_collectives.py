@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.worker.timing.collectives import union
+from plumbline.worker.timing.collectives import union
 
 moments = st.integers(0, 60)
 

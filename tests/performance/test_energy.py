@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.benchmark.energy_use import EnergyUse
-from harness.benchmark.launch_metrics import LaunchSample, samples_of
-from harness.benchmark.timed_launch import LaunchTimings
-from harness.evidence.timing import RankTiming, Round
-from harness.machine.energy import EnergyMeter, NoEnergyError, meter_of
+from plumbline.benchmark.energy_use import EnergyUse
+from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
+from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.evidence.timing import RankTiming, Round
+from plumbline.machine.energy import EnergyMeter, NoEnergyError, meter_of
 
 DEVICES = ("GPU-one", "GPU-other", "GPU-old")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.statistics.intervals import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, figure_interval, why_unstable
+from plumbline.statistics.intervals import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, figure_interval, why_unstable
 
 positive = st.floats(1e-6, 1e9)
 several = st.lists(positive, min_size=FEWEST_LAUNCHES, max_size=10)

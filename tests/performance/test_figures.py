@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.benchmark.launch_metrics import METRICS, LaunchSample, SamplesError, samples_of, step_quantiles
-from harness.benchmark.timed_launch import LaunchTimings
-from harness.evidence.timing import RankTiming, Round
+from plumbline.benchmark.launch_metrics import METRICS, LaunchSample, SamplesError, samples_of, step_quantiles
+from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.evidence.timing import RankTiming, Round
 
 
 def round_of(begun, steps, samples, wait=0.0):

@@ -9,8 +9,8 @@ import tempfile
 
 import pytest
 
-from harness.launch.this_machine import devices_of
-from harness.machine.lease import exclusive_lease, shared_lease, try_shared_lease
+from plumbline.launch.this_machine import devices_of
+from plumbline.machine.lease import exclusive_lease, shared_lease, try_shared_lease
 
 HANGS_AFTER = 600.0
 """Seconds without a line after which a process hangs, however busy the machine is."""
@@ -54,7 +54,7 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.machine.lease import exclusive_lease, shared_lease
+from plumbline.machine.lease import exclusive_lease, shared_lease
 tempfile.tempdir = sys.argv[2]
 notify = lambda text: print(text, flush=True)
 notify("here")

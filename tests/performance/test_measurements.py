@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from harness.benchmark.launch_metrics import LaunchSample
-from harness.benchmark.measurements import measurements
-from harness.benchmark.scaling import scaling
-from harness.benchmark.timed_launch import LaunchTimings
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.evidence.timing import RankTiming, Round
-from harness.results.json_lines import line_of, record_of
-from harness.results.records import Measurement
+from plumbline.benchmark.launch_metrics import LaunchSample
+from plumbline.benchmark.measurements import measurements
+from plumbline.benchmark.scaling import scaling
+from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.evidence.timing import RankTiming, Round
+from plumbline.results.json_lines import line_of, record_of
+from plumbline.results.records import Measurement
 
 
 def cell(devices=1, workload="perf-mlp", precision="32"):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.results.records import Measurement
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.results.records import Measurement
 
 OVERHEAD = Path(__file__).parents[2] / "suites" / "performance" / "overhead.py"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.paired_rounds import PairedRounds
-from harness.benchmark.timed_launch import TimedLaunchError
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from plumbline.benchmark.paired_rounds import PairedRounds
+from plumbline.benchmark.timed_launch import TimedLaunchError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 
 class Noting:

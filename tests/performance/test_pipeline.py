@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.benchmark.launch_metrics import LaunchSample, samples_of
-from harness.benchmark.pipeline_timeline import bubble, timeline
-from harness.benchmark.timed_launch import LaunchTimings, TimedLaunch
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round
-from harness.launch.settings import Settings
-from harness.worker.timing.pipeline_chunks import PipelineChunks
+from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
+from plumbline.benchmark.pipeline_timeline import bubble, timeline
+from plumbline.benchmark.timed_launch import LaunchTimings, TimedLaunch
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round
+from plumbline.launch.settings import Settings
+from plumbline.worker.timing.pipeline_chunks import PipelineChunks
 
 NOTHING = Round(0.0, (0.0,), (1.0,), ())
 

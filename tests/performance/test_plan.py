@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS
-from harness.core.errors import PlanError
-from harness.core.topology import Topology
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, plan
-from harness.workloads import PERFORMANCE, WORKLOADS
+from plumbline.core.backend import BACKENDS
+from plumbline.core.errors import PlanError
+from plumbline.core.topology import Topology
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
+from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 EVERYTHING = ("64", "32", "16", "bf16")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.benchmark.warm_pools import SERVER, SPARE, WarmPools
-from harness.core.errors import LaunchError, SubjectError
-from harness.launch.pool import Pool
+from plumbline.benchmark.warm_pools import SERVER, SPARE, WarmPools
+from plumbline.core.errors import LaunchError, SubjectError
+from plumbline.launch.pool import Pool
 
 TRAINERS = str(Path(__file__).parent / "subjects" / "timed.py")
 

@@ -8,12 +8,12 @@ import json
 import pytest
 import torch
 
-from harness.benchmark.profiled_launch import profiled
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.launch.settings import Settings
-from harness.worker.timing import step_profile
-from harness.worker.timing.step_profile import PROFILED_STEPS, StepProfile
+from plumbline.benchmark.profiled_launch import profiled
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.launch.settings import Settings
+from plumbline.worker.timing import step_profile
+from plumbline.worker.timing.step_profile import PROFILED_STEPS, StepProfile
 
 
 @pytest.fixture

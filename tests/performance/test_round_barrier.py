@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.round_control import MissingRanksError, RoundControl
-from harness.core.errors import LaunchError
-from harness.worker.timing.round_barrier import GO, REPORT, RoundBarrier
+from plumbline.benchmark.round_control import MissingRanksError, RoundControl
+from plumbline.core.errors import LaunchError
+from plumbline.worker.timing.round_barrier import GO, REPORT, RoundBarrier
 
 HANGS_AFTER = 600
 """Seconds after which a thread hangs, however busy the machine is."""

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from harness.benchmark.launch_metrics import LaunchSample, samples_of
-from harness.benchmark.sample_work import SampleWork, work_of
-from harness.benchmark.timed_launch import LaunchTimings
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.evidence.timing import RankTiming, Round
-from harness.machine.peak_flops import Peak, peak_of
-from harness.worker.timing.collectives import Collectives
-from harness.worker.timing.executed_flops import ExecutedFlops
+from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
+from plumbline.benchmark.sample_work import SampleWork, work_of
+from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.evidence.timing import RankTiming, Round
+from plumbline.machine.peak_flops import Peak, peak_of
+from plumbline.worker.timing.collectives import Collectives
+from plumbline.worker.timing.executed_flops import ExecutedFlops
 
 H100 = "NVIDIA H100 80GB HBM3"
 PARTS = {"compute": 0.6, "exposed_communication": 0.2, "data": 0.1, "idle": 0.1}

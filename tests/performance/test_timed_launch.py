@@ -8,10 +8,10 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from harness.benchmark.launch_metrics import LaunchSample, SamplesError, samples_of
-from harness.benchmark.timed_launch import TimedLaunchError, interleaved
-from harness.core.outcome import Outcome
-from harness.workloads import PERFORMANCE
+from plumbline.benchmark.launch_metrics import LaunchSample, SamplesError, samples_of
+from plumbline.benchmark.timed_launch import TimedLaunchError, interleaved
+from plumbline.core.outcome import Outcome
+from plumbline.workloads import PERFORMANCE
 
 SHARED = ("1x1", "1x2")
 

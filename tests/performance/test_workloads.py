@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.measurements import workload_key
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.workloads import PERFORMANCE, WORKLOADS
-from harness.workloads.performance import Extent
+from plumbline.benchmark.measurements import workload_key
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.workloads import PERFORMANCE, WORKLOADS
+from plumbline.workloads.performance import Extent
 
 EVERY = list(PERFORMANCE.values())
 MILLION = 10**6

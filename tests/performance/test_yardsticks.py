@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.outcome import Outcome
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.backend import BACKENDS
-from harness.core.errors import PlanError
-from harness.core.topology import Topology
-from harness.planning.meshes import parse_mesh
-from harness.planning.plan import Matrix, plan
-from harness.subjects.declare import CAPABILITIES
+from plumbline.core.backend import BACKENDS
+from plumbline.core.errors import PlanError
+from plumbline.core.topology import Topology
+from plumbline.planning.meshes import parse_mesh
+from plumbline.planning.plan import Matrix, plan
+from plumbline.subjects.declare import CAPABILITIES
 from tests.plan.test_plan import EVERYTHING
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.errors import PlanError
-from harness.own_workloads.load import OwnWorkload
-from harness.planning.own_workloads import selected_workloads
+from plumbline.core.errors import PlanError
+from plumbline.own_workloads.load import OwnWorkload
+from plumbline.planning.own_workloads import selected_workloads
 
 OWN = (OwnWorkload("first", "mine.py", "0"), OwnWorkload("second", "mine.py", "0"))
 

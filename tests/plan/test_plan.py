@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.accelerator import ACCELERATORS
-from harness.core.backend import BACKENDS
-from harness.core.errors import PlanError
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
-from harness.core.training_behavior import TrainingBehavior
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, check_devices, plan
-from harness.planning.topologies import topologies
-from harness.subjects.declare import CAPABILITIES
-from harness.workloads import WORKLOADS
+from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.backend import BACKENDS
+from plumbline.core.errors import PlanError
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, check_devices, plan
+from plumbline.planning.topologies import topologies
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.invocation import suites
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, plan
-from harness.planning.reproduction import Reproduction
-from harness.planning.topologies import DEFAULT_GPUS
-from harness.pytest_plugin.plugin import add_options
-from harness.workloads import PERFORMANCE, WORKLOADS
+from plumbline.core.invocation import suites
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
+from plumbline.planning.reproduction import Reproduction
+from plumbline.planning.topologies import DEFAULT_GPUS
+from plumbline.pytest_plugin.plugin import add_options
+from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 OPTIONS = argparse.ArgumentParser()
 OPTIONS.add_argument("suite")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from harness.launch.launchers import local
-from harness.launch.pool import Pool
-from harness.results.schema import results_schema
+from plumbline.launch.launchers import local
+from plumbline.launch.pool import Pool
+from plumbline.results.schema import results_schema
 
 LINE = Draft202012Validator(results_schema())
 
@@ -24,7 +24,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name={name!r}, backends={backends!r}, precisions=["32"])

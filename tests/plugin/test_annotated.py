@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 
 @pytest.mark.usefixtures("kept_pools")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 SMALL = ("--gpus", "2", "--workloads", "cnn-batchnorm", "--precisions", "32", "--backends", "ddp", "--keep-traces")
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="apart", backends=["ddp"], {declared})

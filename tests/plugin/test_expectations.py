@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("kept_pools")
 

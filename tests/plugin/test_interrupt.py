@@ -10,7 +10,7 @@ import sys
 CELLS = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32")
 INTERRUPTED = """
 import os, signal
-from harness.results.run_writer import RunWriter
+from plumbline.results.run_writer import RunWriter
 write, left = RunWriter.write, [2]
 def interrupting(self, *records):
     write(self, *records)
@@ -21,7 +21,7 @@ RunWriter.write = interrupting
 """
 WHILE_PLANNING = """
 import os, signal
-from harness.pytest_plugin.subject_pools import SubjectPools
+from plumbline.pytest_plugin.subject_pools import SubjectPools
 load = SubjectPools.__init__
 def interrupted(self, *arguments):
     load(self, *arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 WORKLOAD = (Path(__file__).parents[1] / "own_workloads" / "mine.py").read_text()
 

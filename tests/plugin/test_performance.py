@@ -10,7 +10,7 @@ SMALL = ("--workloads", "perf-mlp", "--precisions", "32")
 SUITE = ("suites/performance",)
 
 BROKEN = """
-from harness import subject
+from plumbline import subject
 
 @subject(name="broken", backends=["none"])
 def train(job):

@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from harness.pytest_plugin.progress import ProgressLine, in_minutes
+from plumbline.pytest_plugin.progress import ProgressLine, in_minutes
 
 ROWS, COLUMNS = 12, 100
 
@@ -31,7 +31,7 @@ def test_cell(cell):
 
 CONFTEST = """
 import pytest
-from harness.pytest_plugin.progress import show_progress
+from plumbline.pytest_plugin.progress import show_progress
 
 CELLS = {f"cell-{number}": 1 for number in range(40)}
 

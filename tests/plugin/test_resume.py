@@ -11,7 +11,7 @@ import pytest
 CELLS = ("--gpus", "2", "--workloads", "mlp,linear-exact", "--precisions", "32")
 KILLED_AFTER = """
 import os, signal
-from harness.results.run_writer import RunWriter
+from plumbline.results.run_writer import RunWriter
 write, left = RunWriter.write, [{cells}]
 def killing(self, *records):
     write(self, *records)

@@ -170,10 +170,10 @@ def test_tests_that_are_no_cells_start_no_pool_and_leave_no_reports(project, wor
 
         def test_mine(pytestconfig):
             assert "torch" not in sys.modules
-            assert "harness.pytest_plugin.session" not in sys.modules
+            assert "plumbline.pytest_plugin.session" not in sys.modules
         """
     )
-    plugin = ("-p", "no:plumbline", "-p", "harness.pytest_plugin.plugin")
+    plugin = ("-p", "no:plumbline", "-p", "plumbline.pytest_plugin.plugin")
     result = project.pytest(*plugin, "--gpus", "2", *workers, suites=("test_mine.py",), fresh=True)
     assert result.ret == 0
     assert outcomes_of(result) == {"passed": 1}

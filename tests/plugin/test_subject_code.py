@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 CELLS = ("--gpus", "1", "--workloads", "mlp", "--precisions", "32")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from harness.cli.main import main
+from plumbline.cli.main import main
 
 HANGING = """
 import threading
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="hanging", backends=["ddp"], precisions=["64", "32", "bf16"])
@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="endless", backends=["ddp"])

@@ -7,20 +7,20 @@ import math
 import pytest
 import torch
 
-from harness.cli.main import main
-from harness.cli.power import power_lines
-from harness.core.cell import Cell
-from harness.core.exit_codes import USAGE
-from harness.core.topology import Topology
-from harness.evidence.trace import Logged, MicroBatch, RankTrace, Step, Trace
-from harness.judge.checks.gradients import compare_gradients
-from harness.judge.checks.update import compare_updates
-from harness.judge.oracle.oracle import Oracle
-from harness.judge.trace_analysis import TraceAnalysis
-from harness.power.injection import Place, gradient_off, places, update_off
-from harness.power.measure import Power
-from harness.power.threshold import KINDS, PRECISION, caught_in_most, smallest
-from harness.workloads import WORKLOADS
+from plumbline.cli.main import main
+from plumbline.cli.power import power_lines
+from plumbline.core.cell import Cell
+from plumbline.core.exit_codes import USAGE
+from plumbline.core.topology import Topology
+from plumbline.evidence.trace import Logged, MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.gradients import compare_gradients
+from plumbline.judge.checks.update import compare_updates
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.power.injection import Place, gradient_off, places, update_off
+from plumbline.power.measure import Power
+from plumbline.power.threshold import KINDS, PRECISION, caught_in_most, smallest
+from plumbline.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 collect_ignore = ["foreign"]  # test_foreign_suite.py runs it, as its owner would
 # An installation from before there was the entry point has to name the plugin.
 INSTALLED = any(point.name == "plumbline-ranks" for point in entry_points(group="pytest11"))
-PLUGIN = () if INSTALLED else ("-p", "harness.pytest_ranks.plugin")
+PLUGIN = () if INSTALLED else ("-p", "plumbline.pytest_ranks.plugin")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def test_a_hang_shows_where_every_rank_was(bodies):
     assert "rank 1 of 3 had not ended after 4 s" in text
     stacks = re.findall(r"test_bodies\.py:\d+ in test_hang", text)
     assert len(set(stacks)) >= 2
-    assert "harness" not in text
+    assert "harness/plumbline" not in text
     assert bodies["test_hang"].message.startswith("rank 1 of 3 had not ended")
 
 

@@ -169,9 +169,9 @@ def test_other_sessions_import_nothing_heavy_and_have_no_option_of_ours(users, c
 import sys
 
 def test_it(pytestconfig):
-    heavy = {"torch", "numpy", "pandas", "harness.ranks", "harness.launch"}
+    heavy = {"torch", "numpy", "pandas", "plumbline.ranks", "plumbline.launch"}
     assert not heavy & set(sys.modules)
-    assert "harness.pytest_ranks.plugin" in sys.modules
+    assert "plumbline.pytest_ranks.plugin" in sys.modules
 
 def test_own_names(rank):
     assert rank == "mine"
@@ -200,7 +200,7 @@ def test_the_suites_plugin_and_this_one_do_not_meet(tmp_path, command):
 def test_marked_tests_come_first_where_there_are_devices(users, tmp_path):
     """The marker forks pytest's process, which other tests may have given a CUDA context."""
     (tmp_path / "conftest.py").write_text(
-        "import os\nimport harness.pytest_ranks.plugin as plugin\nplugin._DEVICES = (os.devnull,)\n"
+        "import os\nimport plumbline.pytest_ranks.plugin as plugin\nplugin._DEVICES = (os.devnull,)\n"
     )
     run = users(
         "import pytest\n\ndef test_one():\n    pass\n\n"

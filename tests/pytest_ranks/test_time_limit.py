@@ -46,5 +46,5 @@ def test_it_shows_the_stacks_of_the_ranks(method, users):
     assert "torn down here" in run.stdout
     assert run["test_has_less_time_by_its_marker"].message == "ranks 0, 1 of 2 had not ended after 1 s"
     assert run["test_ends"].outcome == "passed"
-    assert "harness" not in run.stdout
+    assert "harness/plumbline" not in run.stdout
     assert "Stack of" not in run.stdout

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.errors import LaunchError
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launchers import find_launcher
-from harness.launch.launchers import ray as ray_launcher
-from harness.launch.launchers.base import LauncherOptions
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import LaunchError
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers import ray as ray_launcher
+from plumbline.launch.launchers.base import LauncherOptions
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.workloads import WORKLOADS
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

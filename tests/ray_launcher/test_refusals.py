@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.errors import PlanError
-from harness.launch.launchers import find_launcher
-from harness.launch.launchers import ray as ray_launcher
-from harness.launch.launchers.base import LauncherOptions
-from harness.launch.launchers.ray import DRIVER, find_cluster
-from harness.launch.remote.ray_nodes import NodeServer, name_of, room_for, too_small
+from plumbline.core.errors import PlanError
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers import ray as ray_launcher
+from plumbline.launch.launchers.base import LauncherOptions
+from plumbline.launch.launchers.ray import DRIVER, find_cluster
+from plumbline.launch.remote.ray_nodes import NodeServer, name_of, room_for, too_small
 
 
 def node(number, alive=True, **resources):

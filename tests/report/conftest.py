@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.backend import BACKENDS
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Measurement, PlannedCell, Result
-from harness.results.run import Run
-from harness.results.run_writer import RunWriter
+from plumbline.core.backend import BACKENDS
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Measurement, PlannedCell, Result
+from plumbline.results.run import Run
+from plumbline.results.run_writer import RunWriter
 
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(1, 8), Topology(2, 2), Topology(2, 4), Topology(4, 2)]
 WORKLOADS = ["linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens"]

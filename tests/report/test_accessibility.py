@@ -19,14 +19,14 @@ from test_beside_figures import with_pipeline
 from test_browser import CHROMIUM, WIDE, Browser, on_disk
 from test_diagnosis import RIGHT, SUMMED, cell
 
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.machine.fingerprint import Fingerprint
-from harness.report.history.site import write_site
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Result
-from harness.results.run import Run, read_run
-from harness.results.run_writer import RunWriter
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.history.site import write_site
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Result
+from plumbline.results.run import Run, read_run
+from plumbline.results.run_writer import RunWriter
 
 del sys.path[0]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to look at the page with")

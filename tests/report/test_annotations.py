@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sarif_pydantic import Sarif
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.report.annotations.annotation import Annotation, annotations_of
-from harness.report.annotations.github import github_commands, run_commands
-from harness.report.annotations.sarif import run_sarif
-from harness.results.records import Expected, Result, SourceLine
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.report.annotations.annotation import Annotation, annotations_of
+from plumbline.report.annotations.github import github_commands, run_commands
+from plumbline.report.annotations.sarif import run_sarif
+from plumbline.results.records import Expected, Result, SourceLine
+from plumbline.results.run import Run
 
 TRAINER = SourceLine(file="my trainers/ddp.py", line=12)
 

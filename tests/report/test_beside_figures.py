@@ -9,18 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.html.charts import STEP_SHARES, share_chart
-from harness.report.html.page import report_page
-from harness.report.html.pipelines import pipeline_timelines
-from harness.report.markdown.one_screen import one_screen
-from harness.report.tables.measured import measured_cells
-from harness.report.terminal.one_cell import one_cell
-from harness.results.records import PERFORMANCE, Measurement, Profile, Result, TimelineChunk
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.html.charts import STEP_SHARES, share_chart
+from plumbline.report.html.page import report_page
+from plumbline.report.html.pipelines import pipeline_timelines
+from plumbline.report.markdown.one_screen import one_screen
+from plumbline.report.tables.measured import measured_cells
+from plumbline.report.terminal.one_cell import one_cell
+from plumbline.results.records import PERFORMANCE, Measurement, Profile, Result, TimelineChunk
+from plumbline.results.run import Run
 
 CELL = Cell("reference", "perf-gpt", "pp", Topology(1, 2), "32", "cpu")
 PLACE = f"profiles/{CELL.id}"

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.report.formats import write_report
-from harness.results.header_footer import Footer
-from harness.results.run import Run
-from harness.results.run_writer import RunWriter
+from plumbline.core.cell import Cell
+from plumbline.report.formats import write_report
+from plumbline.results.header_footer import Footer
+from plumbline.results.run import Run
+from plumbline.results.run_writer import RunWriter
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

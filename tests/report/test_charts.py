@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.topology import Topology
-from harness.report.html.axis import Axis, positions
-from harness.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
-from harness.report.tables.measured import Conformance, MeasuredCell
-from harness.report.text import between, digits, in_words
-from harness.results.records import Measurement, PlannedCell
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.report.html.axis import Axis, positions
+from plumbline.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
+from plumbline.report.tables.measured import Conformance, MeasuredCell
+from plumbline.report.text import between, digits, in_words
+from plumbline.results.records import Measurement, PlannedCell
 
 Measure = Callable[..., Measurement]
 RIGHT = Conformance("Y", False, "passed")

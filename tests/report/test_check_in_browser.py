@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "check")]
 from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training  # noqa: E402
 from test_browser import CHROMIUM, CONTRASTS, PHONE, WIDE, Browser  # noqa: E402
 
-from harness.check.report.files import write_files  # noqa: E402
-from harness.check.verdict.verdict import verdict_of  # noqa: E402
+from plumbline.check.report.files import write_files  # noqa: E402
+from plumbline.check.verdict.verdict import verdict_of  # noqa: E402
 
 del sys.path[:2]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to look at the page with")

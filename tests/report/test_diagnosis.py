@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import ErrorGrid, Finding, RankShares
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import Fingerprint
-from harness.report.html.page import report_page
-from harness.report.html.pictures import heat_map, rank_paths
-from harness.report.tables.diagnosis import diagnoses
-from harness.report.tables.failures import failures
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Result
-from harness.results.run import Run, read_run
-from harness.results.run_writer import RunWriter
+from plumbline.core.cell import Cell
+from plumbline.core.finding import ErrorGrid, Finding, RankShares
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.html.page import report_page
+from plumbline.report.html.pictures import heat_map, rank_paths
+from plumbline.report.tables.diagnosis import diagnoses
+from plumbline.report.tables.failures import failures
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Result
+from plumbline.results.run import Run, read_run
+from plumbline.results.run_writer import RunWriter
 
 HINT = "the all-reduce is not divided by the world size"
 GRID = ErrorGrid(("layers.0.weight", "layers.0.bias"), (0, 1), ((4e6, math.inf), (0.8, None)))

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.markdown.support_page import support_page
-from harness.report.tables.support import MARKS, mark_columns, support_table
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.header_footer import Footer
-from harness.results.records import Expected
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.tables.support import MARKS, mark_columns, support_table
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.header_footer import Footer
+from plumbline.results.records import Expected
+from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.report.tables.claims import Claim, claims
-from harness.report.tables.measured import NOT_EXAMINED, measured_cells
-from harness.results.records import Expected, Measurement, Result
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
+from plumbline.report.tables.claims import Claim, claims
+from plumbline.report.tables.measured import NOT_EXAMINED, measured_cells
+from plumbline.results.records import Expected, Measurement, Result
+from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]
 Measure = Callable[..., Measurement]

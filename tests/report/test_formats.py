@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from harness.cli.main import main
-from harness.report.formats import ENTRY_POINTS, FORMATS, ReportFormat, format_names, report_format, write_report
-from harness.results.run import Run
+from plumbline.cli.main import main
+from plumbline.report.formats import ENTRY_POINTS, FORMATS, ReportFormat, format_names, report_format, write_report
+from plumbline.results.run import Run
 
 
 def outcomes_of(run: Run) -> str:
@@ -37,7 +37,7 @@ def test_a_format_of_another_package_works_as_those_that_ship(
     else:
         entry = importlib.metadata.EntryPoint("outcomes", module, ENTRY_POINTS)
         monkeypatch.setattr(
-            "harness.report.formats.entry_points", lambda group: [entry] if group == entry.group else []
+            "plumbline.report.formats.entry_points", lambda group: [entry] if group == entry.group else []
         )
     assert format_names()[-1] == "outcomes"
     assert main(["report", str(recorded_run), "--format", "outcomes"]) == 0

@@ -12,23 +12,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.cli.main import main
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.software import Software
-from harness.core.topology import Topology
-from harness.report.formats import write_report
-from harness.report.history.badge import BAD, GOOD, badge_of
-from harness.report.history.cell_history import cell_histories
-from harness.report.history.changes import all_steps, counts
-from harness.report.history.feed import NAMESPACE
-from harness.report.history.figure_history import figure_histories
-from harness.results.errors import RunNotFound
-from harness.results.header_footer import Footer, Header, SubjectCode
-from harness.results.records import Expected, Measurement, Result
-from harness.results.run import Run
-from harness.results.run_writer import RunWriter
+from plumbline.cli.main import main
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.software import Software
+from plumbline.core.topology import Topology
+from plumbline.report.formats import write_report
+from plumbline.report.history.badge import BAD, GOOD, badge_of
+from plumbline.report.history.cell_history import cell_histories
+from plumbline.report.history.changes import all_steps, counts
+from plumbline.report.history.feed import NAMESPACE
+from plumbline.report.history.figure_history import figure_histories
+from plumbline.results.errors import RunNotFound
+from plumbline.results.header_footer import Footer, Header, SubjectCode
+from plumbline.results.records import Expected, Measurement, Result
+from plumbline.results.run import Run
+from plumbline.results.run_writer import RunWriter
 
 RIGHT, WRONG = (
     Cell("mine", "mlp", "ddp", Topology(1, 2), "32", "cpu"),
@@ -73,7 +73,7 @@ def write(measured: Callable[..., Measurement], tmp_path: Path) -> Write:
 
 
 def _machine():
-    from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+    from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
 
     return Fingerprint(key=ComparabilityKey(accelerator="cpu", device="A CPU", cpu_cores=2), commit="0123456789abcdef")
 

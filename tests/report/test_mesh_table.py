@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from harness.core.backend import BACKENDS
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.results.run import Run
-from harness.workloads import WORKLOADS
+from plumbline.core.backend import BACKENDS
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.results.run import Run
+from plumbline.workloads import WORKLOADS
 
 CI = Path(__file__).parents[2] / "ci"
 MARGINS = "| precision |\n|---|\n| 32 |"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.markdown.one_screen import MOST_LINES, one_screen
-from harness.results.header_footer import Footer
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.markdown.one_screen import MOST_LINES, one_screen
+from plumbline.results.header_footer import Footer
+from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]
 

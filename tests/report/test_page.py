@@ -15,24 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import harness.report.html
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.report.formats import write_report
-from harness.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
-from harness.results.header_footer import Footer, Header
-from harness.results.logs import LONGEST_LINE, MOST_LINES
-from harness.results.records import ErrorGrid, Expected, Measurement, RankShares, Result
-from harness.results.run import Run
-from harness.results.run_writer import RunWriter
+import plumbline.report.html
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
+from plumbline.report.formats import write_report
+from plumbline.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.logs import LONGEST_LINE, MOST_LINES
+from plumbline.results.records import ErrorGrid, Expected, Measurement, RankShares, Result
+from plumbline.results.run import Run
+from plumbline.results.run_writer import RunWriter
 
 BuildRun = Callable[..., Run]
 
 HOSTILE = "evil\"'><img src=x onerror=alert(1)><script>alert(1)</script>{{ 7*7 }}{% raw %}\x1b[31m\u202e\x00\x9b31m"
-SCRIPT = Path(harness.report.html.__path__[0]) / "templates" / "find.js"
+SCRIPT = Path(plumbline.report.html.__path__[0]) / "templates" / "find.js"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 

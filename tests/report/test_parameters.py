@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.report.tables.failures import MOST_ROWS, parameter_table
+from plumbline.report.tables.failures import MOST_ROWS, parameter_table
 
 names = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5).map(".".join)
 errors = st.floats(min_value=0) | st.just(math.nan)

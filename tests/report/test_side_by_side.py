@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.html.page import report_page
-from harness.report.markdown.support_page import support_page
-from harness.report.tables.support import ROW_COLUMNS, side_by_side
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.html.page import report_page
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.tables.support import ROW_COLUMNS, side_by_side
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]
 TRAINERS = ("reference", "train-loop", "torch", "lightning", "fabric", "accelerate", "transformers", "ignite", "mine")

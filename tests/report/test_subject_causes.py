@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.html.page import report_page
-from harness.report.json_report import as_json
-from harness.report.markdown.support_page import support_page
-from harness.report.tables.failures import subject_causes
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.header_footer import Footer, Header
-from harness.results.records import Result
-from harness.results.run import Run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.html.page import report_page
+from plumbline.report.json_report import as_json
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.tables.failures import subject_causes
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Result
+from plumbline.results.run import Run
 
 NEVER = ("not-synchronised", "sync", "they were never all-reduced")
 

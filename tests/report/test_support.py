@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.markdown.support_page import support_page
-from harness.report.tables.support import MARKS, mark_columns, rare_columns, support_columns, support_table
-from harness.report.terminal.end_of_run import support_for_terminal
-from harness.results.run import Run
+from plumbline.core.backend import BACKENDS
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.tables.support import MARKS, mark_columns, rare_columns, support_columns, support_table
+from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]
 

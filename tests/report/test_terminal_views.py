@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from harness.core.cell import Cell
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.report.terminal.end_of_run import MOST_ROWS, speed_for_terminal
-from harness.report.terminal.one_cell import one_cell
-from harness.results.records import Expected, Measurement
-from harness.results.run import Run, read_run
+from plumbline.core.cell import Cell
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.report.terminal.end_of_run import MOST_ROWS, speed_for_terminal
+from plumbline.report.terminal.one_cell import one_cell
+from plumbline.results.records import Expected, Measurement
+from plumbline.results.run import Run, read_run
 
 BuildRun = Callable[..., Run]
 

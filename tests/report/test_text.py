@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.report.text import compact, markdown, markdown_code, markdown_table_code, printable, shortened
+from plumbline.report.text import compact, markdown, markdown_code, markdown_table_code, printable, shortened
 
 any_text = st.text(st.characters(exclude_categories=()))
 signs = st.text("|\\`<>&*_~$[]()!#-+.: \nab")

@@ -12,18 +12,18 @@ import pandas as pd
 import pytest
 from jsonschema import Draft202012Validator
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.report.formats import write_report
-from harness.report.json_report import FILE, as_json
-from harness.report.markdown.support_page import support_page
-from harness.report.tables.cells import cell_table
-from harness.report.tables.measured import METRIC_COLUMNS, metrics_table
-from harness.report.tables.support import support_table
-from harness.results.errors import RunNotFound
-from harness.results.records import Result
-from harness.results.run import Run, read_run
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.report.formats import write_report
+from plumbline.report.json_report import FILE, as_json
+from plumbline.report.markdown.support_page import support_page
+from plumbline.report.tables.cells import cell_table
+from plumbline.report.tables.measured import METRIC_COLUMNS, metrics_table
+from plumbline.report.tables.support import support_table
+from plumbline.results.errors import RunNotFound
+from plumbline.results.records import Result
+from plumbline.results.run import Run, read_run
 
 REPORT = Draft202012Validator(json.loads(FILE.read_text()))
 
@@ -145,5 +145,7 @@ def test_no_run_no_report(tmp_path: Path) -> None:
 
 
 def test_a_report_needs_no_torch() -> None:
-    code = "import sys, harness.report.formats, harness.report.terminal.end_of_run; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, plumbline.report.formats, plumbline.report.terminal.end_of_run; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

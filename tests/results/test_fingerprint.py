@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.fingerprint import public_environment, take_fingerprint
-from harness.machine.installed_software import project_commit
+from plumbline.machine.fingerprint import public_environment, take_fingerprint
+from plumbline.machine.installed_software import project_commit
 
 
 def git(root: Path, *command: str) -> str:
@@ -93,7 +93,7 @@ def test_a_git_hooks_variables_do_not_mislead(checkout: Path, monkeypatch: pytes
 
 
 def test_the_store_does_not_need_torch_to_be_imported() -> None:
-    code = "import sys, harness.results.run, harness.machine.fingerprint; assert 'torch' not in sys.modules"
+    code = "import sys, plumbline.results.run, plumbline.machine.fingerprint; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

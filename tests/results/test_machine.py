@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine import hardware
-from harness.machine.fingerprint import take_fingerprint
+from plumbline.machine import hardware
+from plumbline.machine.fingerprint import take_fingerprint
 
 
 @pytest.fixture

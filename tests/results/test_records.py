@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.core.training_behavior import TrainingBehavior
-from harness.machine.fingerprint import Fingerprint
-from harness.results.header_footer import Footer, Header, new_run_id
-from harness.results.json_lines import line_of, record_of
-from harness.results.records import Expected, PlannedCell, Result
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.results.header_footer import Footer, Header, new_run_id
+from plumbline.results.json_lines import line_of, record_of
+from plumbline.results.records import Expected, PlannedCell, Result
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.repository import repository_commit
+from plumbline.machine.repository import repository_commit
 
 
 def git(root: Path, *command: str) -> str:

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import Fingerprint
-from harness.results.errors import NothingToResume
-from harness.results.header_footer import Footer, Header
-from harness.results.json_lines import line_of
-from harness.results.records import Result
-from harness.results.run import RESULTS, read_run
-from harness.results.run_writer import RunWriter
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.results.errors import NothingToResume
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.json_lines import line_of
+from plumbline.results.records import Result
+from plumbline.results.run import RESULTS, read_run
+from plumbline.results.run_writer import RunWriter
 
 CELLS = [Cell("reference", "mlp", "ddp", Topology(1, gpus), "32", "cpu") for gpus in (2, 3, 4)]
 HEADER = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.core.cell import Cell
-from harness.core.errors import PlumblineError
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.machine.fingerprint import Fingerprint
-from harness.results.errors import (
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlumblineError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.results.errors import (
     CorruptRecord,
     MissingHeader,
     NewerSchema,
@@ -25,11 +25,11 @@ from harness.results.errors import (
     ResultsError,
     RunNotFound,
 )
-from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
-from harness.results.json_lines import line_of
-from harness.results.records import Result
-from harness.results.run import RESULTS, Run, read_run
-from harness.results.run_writer import RunWriter, check_report_dir
+from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
+from plumbline.results.json_lines import line_of
+from plumbline.results.records import Result
+from plumbline.results.run import RESULTS, Run, read_run
+from plumbline.results.run_writer import RunWriter, check_report_dir
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]
 
@@ -152,7 +152,7 @@ def test_no_run_is_said_so(tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_any_run_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.results.run.LARGEST_FILE", 100)
+    monkeypatch.setattr("plumbline.results.run.LARGEST_FILE", 100)
     with pytest.raises(ResultsError, match="larger"):
         read_bytes(tmp_path, whole_file())
 

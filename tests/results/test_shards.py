@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.errors import TraceError
-from harness.core.outcome import Outcome
-from harness.evidence.rank_file import write_rank
-from harness.evidence.read import read_trace, whole_tensors
-from harness.evidence.trace import Exit, RankTrace, Shard, Step, Trace
+from plumbline.core.errors import TraceError
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.rank_file import write_rank
+from plumbline.evidence.read import read_trace, whole_tensors
+from plumbline.evidence.trace import Exit, RankTrace, Shard, Step, Trace
 
 SHAPE = (5, 3)
 

@@ -10,25 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.cli.main import main
-from harness.core.cell import Cell
-from harness.core.errors import TraceError
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.core.topology import Topology
-from harness.engine.rejudge import rejudge
-from harness.evidence import read, tensor_store
-from harness.evidence.rank_file import write_rank
-from harness.evidence.trace import RankTrace
-from harness.machine.fingerprint import Fingerprint
-from harness.pytest_plugin.conformance_case import ConformanceCase
-from harness.report.formats import write_content
-from harness.results.errors import RunNotFound
-from harness.results.header_footer import Footer, Header, WorkloadSource
-from harness.results.logs import trace_folder
-from harness.results.records import Result
-from harness.results.run import read_run
-from harness.results.run_writer import RunWriter
+from plumbline.cli.main import main
+from plumbline.core.cell import Cell
+from plumbline.core.errors import TraceError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.engine.rejudge import rejudge
+from plumbline.evidence import read, tensor_store
+from plumbline.evidence.rank_file import write_rank
+from plumbline.evidence.trace import RankTrace
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.pytest_plugin.conformance_case import ConformanceCase
+from plumbline.report.formats import write_content
+from plumbline.results.errors import RunNotFound
+from plumbline.results.header_footer import Footer, Header, WorkloadSource
+from plumbline.results.logs import trace_folder
+from plumbline.results.records import Result
+from plumbline.results.run import read_run
+from plumbline.results.run_writer import RunWriter
 
 HOSTILE = "evil\x1b[31m\x1b]0;title\x07\u202e\x9b31m<script>alert(1)</script>"
 CELL = Cell(HOSTILE, "mlp", "ddp", Topology(1, 2), "32", "cpu")
@@ -59,8 +59,8 @@ def shows_nothing_that_acts(text):
 
 @pytest.mark.parametrize("command", ["judge", "show"])
 def test_what_a_run_says_does_not_act_on_a_terminal(run, command, monkeypatch, capsys):
-    monkeypatch.setattr("harness.engine.rejudge.trace_folder", lambda path, cell: path)
-    monkeypatch.setattr("harness.engine.rejudge.read_trace", no_trace)
+    monkeypatch.setattr("plumbline.engine.rejudge.trace_folder", lambda path, cell: path)
+    monkeypatch.setattr("plumbline.engine.rejudge.read_trace", no_trace)
     main([command, str(run), *(["mlp"] if command == "show" else [])])
     said = capsys.readouterr()
     shows_nothing_that_acts(said.out + said.err)

@@ -45,7 +45,7 @@ def words(tmp_path, monkeypatch):
     def words(*mode):
         command = ["srun", "--quiet", "-N2", "-n2", sys.executable, tmp_path / "train.py", tmp_path / "store", *mode]
         options = ["--steps", "3", "--json", tmp_path / "verdict.json"]
-        return [sys.executable, "-m", "harness.cli.main", "check", *map(str, options), "--", *map(str, command)]
+        return [sys.executable, "-m", "plumbline.cli.main", "check", *map(str, options), "--", *map(str, command)]
 
     yield words
     assert not list((tmp_path / "evidence").glob("plumbline-*")), "evidence was left behind"

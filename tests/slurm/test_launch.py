@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.errors import LaunchError, PlanError, SubjectError
-from harness.judge.judge import judge
-from harness.launch.cell_launch import launch
-from harness.launch.launchers import check_nodes, find_launcher
-from harness.launch.launchers.slurm import nodes_of_job
-from harness.launch.settings import Settings
-from harness.results.run import read_run
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import LaunchError, PlanError, SubjectError
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.launchers import check_nodes, find_launcher
+from plumbline.launch.launchers.slurm import nodes_of_job
+from plumbline.launch.settings import Settings
+from plumbline.results.run import read_run
+from plumbline.workloads import WORKLOADS
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

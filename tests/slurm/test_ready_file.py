@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.results.run import read_run
+from plumbline.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
 MATRIX = ("--workloads", "mlp", "--precisions", "32", "--backends", "none,ddp", "-p", "no:cacheprovider")
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     programs = {
         "ci/slurm_nightly.sh": (ROOT / "ci" / "slurm_nightly.sh").read_text(),
-        ".venv/bin/plumbline": f'#!/bin/sh\nexec "{sys.executable}" -m harness.cli.main "$@"\n',
+        ".venv/bin/plumbline": f'#!/bin/sh\nexec "{sys.executable}" -m plumbline.cli.main "$@"\n',
         ".venv/bin/pip": "#!/bin/sh\n",
         "path/python3": "#!/bin/sh\n",
     }

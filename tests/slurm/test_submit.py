@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.results.run import read_run
-from harness.submit.engines.slurm import SlurmEngine
-from harness.submit.follow import Follower
-from harness.submit.request import SubmitRequest, prepare
-from harness.submit.submission import Submission
+from plumbline.cli.main import main
+from plumbline.results.run import read_run
+from plumbline.submit.engines.slurm import SlurmEngine
+from plumbline.submit.follow import Follower
+from plumbline.submit.request import SubmitRequest, prepare
+from plumbline.submit.submission import Submission
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"

@@ -7,8 +7,8 @@ import platform
 import pytest
 import torch
 
-from harness.core.errors import SubjectError
-from harness.subjects.declare import subject
+from plumbline.core.errors import SubjectError
+from plumbline.subjects.declare import subject
 
 
 def declaration(**said):

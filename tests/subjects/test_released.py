@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from harness.core.errors import SubjectError
-from harness.core.outcome import Outcome, worst
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
-from harness.subjects.load import load
-from harness.subjects.short_names import SHORT_NAMES
+from plumbline.core.errors import SubjectError
+from plumbline.core.outcome import Outcome, worst
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
+from plumbline.subjects.load import load
+from plumbline.subjects.short_names import SHORT_NAMES
 
 LIBRARIES = {
     "lightning": ("lightning", "pip install lightning"),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from harness.core.backend import declared_for
-from harness.core.errors import SubjectError
-from harness.core.outcome import Outcome, worst
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
-from harness.subjects import torch_schedules
-from harness.subjects.load import load
+from plumbline.core.backend import declared_for
+from plumbline.core.errors import SubjectError
+from plumbline.core.outcome import Outcome, worst
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
+from plumbline.subjects import torch_schedules
+from plumbline.subjects.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
 TWICE = """
-from harness import subject
+from plumbline import subject
 
 @subject(name="mine", backends=["none", "ddp"], capabilities=["clipping"])
 def train(job): ...

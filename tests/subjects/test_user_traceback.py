@@ -8,10 +8,10 @@ from contextlib import closing
 
 import pytest
 
-from harness.cli.main import main
-from harness.core.errors import SubjectError
-from harness.launch.pool import Pool
-from harness.subjects.load import load
+from plumbline.cli.main import main
+from plumbline.core.errors import SubjectError
+from plumbline.launch.pool import Pool
+from plumbline.subjects.load import load
 
 HELPER = """
 def read():
@@ -25,13 +25,13 @@ BROKEN = {
     "import": ("import torch\nimport no_such_library\n", 2, "import no_such_library", "ModuleNotFoundError"),
     "syntax": ("import torch\n\ndef train(job)\n    pass\n", 3, "def train(job)", "SyntaxError"),
     "declaration": (
-        "from harness import subject\n\n@subject(name='x', backends=['dpp'])\ndef train(job): pass\n",
+        "from plumbline import subject\n\n@subject(name='x', backends=['dpp'])\ndef train(job): pass\n",
         3,
         "@subject(name='x', backends=['dpp'])",
         "there is no backend 'dpp'",
     ),
     "argument": (
-        "from harness import subject\n\n@subject(name='x', backend=['ddp'])\ndef train(job): pass\n",
+        "from plumbline import subject\n\n@subject(name='x', backend=['ddp'])\ndef train(job): pass\n",
         3,
         "@subject(name='x', backend=['ddp'])",
         "TypeError: subject() got an unexpected keyword argument",
@@ -62,7 +62,7 @@ def test_a_file_comes_with_the_user_s_line_and_no_frame_of_ours(broken):
     assert error in said.partition("\n")[0]
     assert lines_of(said)[0] == (str(file), str(number), source)
     assert "importlib" not in said
-    assert "harness/" not in said
+    assert "plumbline/" not in said
 
 
 def test_a_module_comes_with_the_user_s_line_too(broken, monkeypatch):

@@ -13,16 +13,16 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from harness.cli.main import main
-from harness.core.errors import PlanError
-from harness.results.run import read_run
-from harness.submit import pod
-from harness.submit.engine import EngineError, Phase
-from harness.submit.engines.kubernetes import KubernetesEngine
-from harness.submit.kubernetes.manifests import PORT, merged
-from harness.submit.kubernetes.states import states_of
-from harness.submit.select_cells import SelectedCell
-from harness.submit.submission import Submission, Work
+from plumbline.cli.main import main
+from plumbline.core.errors import PlanError
+from plumbline.results.run import read_run
+from plumbline.submit import pod
+from plumbline.submit.engine import EngineError, Phase
+from plumbline.submit.engines.kubernetes import KubernetesEngine
+from plumbline.submit.kubernetes.manifests import PORT, merged
+from plumbline.submit.kubernetes.states import states_of
+from plumbline.submit.select_cells import SelectedCell
+from plumbline.submit.submission import Submission, Work
 
 ROOT = Path(__file__).parents[2]
 KUBECTL = Path(__file__).parent / "kubectl"
@@ -200,7 +200,7 @@ def test_a_task_of_several_nodes_runs_when_all_of_its_pods_do(submission, kind, 
     [
         ({"mount": "/elsewhere"}, r"report directory .* is not on the volume reports, .* at /elsewhere"),
         ({"subjects": (f"{ROOT}/suites/detection/sync.py::right",)}, "copy the file to the volume"),
-        ({"workloads": (f"{ROOT}/harness/own_workloads/skeleton.py",)}, "copy the file to the volume"),
+        ({"workloads": (f"{ROOT}/harness/plumbline/own_workloads/skeleton.py",)}, "copy the file to the volume"),
         ({"nodes": 2, "kind": "job"}, "--kind jobset or pytorchjob"),
         ({"nodes": 2, "subjects": ("torch", "reference")}, "one subject"),
         ({"nodes": 2, "subjects": ("torch;python=/venv/bin/python",)}, "the image's own interpreter"),

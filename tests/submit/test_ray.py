@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from harness.core.errors import PlanError
-from harness.launch.launchers import LAUNCHERS
-from harness.results.run import read_run
-from harness.submit.engine import FORGOTTEN, EngineError
-from harness.submit.engines.ray import RayEngine
-from harness.submit.follow import Follower
-from harness.submit.request import SubmitRequest, prepare
-from harness.submit.submission import Submission, Work
+from plumbline.core.errors import PlanError
+from plumbline.launch.launchers import LAUNCHERS
+from plumbline.results.run import read_run
+from plumbline.submit.engine import FORGOTTEN, EngineError
+from plumbline.submit.engines.ray import RayEngine
+from plumbline.submit.follow import Follower
+from plumbline.submit.request import SubmitRequest, prepare
+from plumbline.submit.submission import Submission, Work
 
 CLUSTER = """
 import sys
@@ -67,7 +67,7 @@ def test_two_jobs_of_a_cluster_make_one_run(address, tmp_path, launcher):
 @pytest.mark.nightly
 def test_who_has_another_token_is_told_in_ray_s_words(address):
     asking = (
-        "import sys; from harness.submit.engines.ray import RayEngine; RayEngine(sys.argv[1]).states(None, {0: ''})"
+        "import sys; from plumbline.submit.engines.ray import RayEngine; RayEngine(sys.argv[1]).states(None, {0: ''})"
     )
     # Another process: Ray reads its token once.
     command = [sys.executable, "-c", asking, address]

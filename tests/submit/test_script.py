@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.errors import PlanError
-from harness.slurm.script import BatchScript
-from harness.submit.engines.slurm import SlurmEngine
-from harness.submit.pairs import pairs, variables
-from harness.submit.request import SubmitRequest
-from harness.submit.submission import split_cells
+from plumbline.core.errors import PlanError
+from plumbline.slurm.script import BatchScript
+from plumbline.submit.engines.slurm import SlurmEngine
+from plumbline.submit.pairs import pairs, variables
+from plumbline.submit.request import SubmitRequest
+from plumbline.submit.submission import split_cells
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 

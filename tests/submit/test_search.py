@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import HyperOptArgumentParser
-from harness.slurm.grid_search.hyperparameters import SearchError
+from plumbline import HyperOptArgumentParser
+from plumbline.slurm.grid_search.hyperparameters import SearchError
 
 
 def parsed(strategy, options, seed=0, arguments=()):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from harness.trainer import Module
+from plumbline.trainer import Module
 
 LAUNCHER_VARIABLES = (
     "SLURM_",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.trainer import MisconfigurationError, Trainer
-from harness.trainer.checkpoint_file import read, write
+from plumbline.trainer import MisconfigurationError, Trainer
+from plumbline.trainer.checkpoint_file import read, write
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from harness.trainer import MisconfigurationError, Trainer
-from harness.trainer.connector import connect
-from harness.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
-from harness.trainer.rank_training import rank_devices
+from plumbline.trainer import MisconfigurationError, Trainer
+from plumbline.trainer.connector import connect
+from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
+from plumbline.trainer.rank_training import rank_devices
 
 DEFAULTS = {
     "gpus": None,

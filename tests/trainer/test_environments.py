@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.trainer import MisconfigurationError, PlainEnvironment, SlurmEnvironment, TorchrunEnvironment
-from harness.trainer.environments import detect_environment
-from harness.trainer.environments.plain import free_port
-from harness.trainer.environments.roll_call import call_roll
-from harness.trainer.environments.slurm import expand_hosts, tasks_per_node
+from plumbline.trainer import MisconfigurationError, PlainEnvironment, SlurmEnvironment, TorchrunEnvironment
+from plumbline.trainer.environments import detect_environment
+from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments.roll_call import call_roll
+from plumbline.trainer.environments.slurm import expand_hosts, tasks_per_node
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {

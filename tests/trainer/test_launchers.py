@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import start_processes
 
-from harness.trainer import Trainer
-from harness.trainer.environments.plain import free_port
+from plumbline.trainer import Trainer
+from plumbline.trainer.environments.plain import free_port
 
 
 def torchrun_node(rank, port):
@@ -194,7 +194,7 @@ def test_torchrun_itself_and_an_error_that_ends_all_ranks(tmp_path):
             import torch
             from torch import nn
             from torch.utils.data import DataLoader, TensorDataset
-            from harness.trainer import Module, Trainer
+            from plumbline.trainer import Module, Trainer
 
             class Slope(Module):
                 def __init__(self):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from harness.trainer import MisconfigurationError, Module, Trainer
+from plumbline.trainer import MisconfigurationError, Module, Trainer
 
 
 def fit(module, **options):

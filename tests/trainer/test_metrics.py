@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from harness.trainer import Trainer
+from plumbline.trainer import Trainer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.trainer import Trainer
+from plumbline.trainer import Trainer
 
 HALF = {16: torch.float16, "bf16": torch.bfloat16}
 

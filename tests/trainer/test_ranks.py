@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from harness.trainer import MisconfigurationError, RankError, Trainer
+from plumbline.trainer import MisconfigurationError, RankError, Trainer
 
 
 def ddp(world, **options):
@@ -244,7 +244,7 @@ def test_what_is_refused_before_any_process_starts(problem, monkeypatch):
     def started(*_, **__):
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("harness.trainer.spawn.start_processes", started)
+    monkeypatch.setattr("plumbline.trainer.spawn.start_processes", started)
     for module, sentence in (
         (Streamed(), "shard"),
         (Listed(), "DataLoader"),
@@ -280,7 +280,7 @@ def test_spawned_ranks(tmp_path):
             import torch
             from torch import nn
             from torch.utils.data import DataLoader, TensorDataset
-            from harness.trainer import Module, Trainer
+            from plumbline.trainer import Module, Trainer
 
             class Slope(Module):
                 def __init__(self):

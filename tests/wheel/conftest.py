@@ -49,7 +49,7 @@ def environment(wheel, tmp_path_factory):
             if not ours and not (packages / entry.name).exists():
                 (packages / entry.name).symlink_to(entry)
     scripts = configparser.ConfigParser()
-    scripts.read(next(packages.glob("plumbline-*.dist-info/entry_points.txt")))
+    scripts.read(next(packages.glob("torch_plumbline-*.dist-info/entry_points.txt")))
     for name, target in {**scripts["console_scripts"], "pytest": "pytest:main"}.items():
         module, _, function = target.partition(":")
         script = folder / "bin" / name

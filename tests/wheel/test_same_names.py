@@ -49,8 +49,6 @@ def test_a_marked_test_has_its_ranks(rank, world_size):
     assert (rank in (0, 1), world_size) == (True, 2)
 """
 
-ONE_NAME = "the wheel installs a package `harness`: it hides the project's, or the project's hides it"
-
 
 @pytest.fixture
 def project(shell):
@@ -74,7 +72,6 @@ def test_a_trainer_is_smoke_tested_beside_them(project):
     assert "The trainer is right" in project("plumbline smoke my_trainer.py")
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ONE_NAME)
 @pytest.mark.parametrize("command", ["pytest", "{python} -m pytest"])
 def test_the_projects_tests_and_its_marked_ones_pass(project, command):
     python = project.environment / "bin" / "python"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOM = ("harness/", "plumbline_suites/", "plumbline-")
+ROOM = ("plumbline/", "plumbline_suites/", "torch_plumbline-")
 SMALL = "--gpus 2 --workloads mlp --precisions 32"
 
 
@@ -23,9 +23,9 @@ def test_the_wheel_has_the_suites_and_nothing_that_is_not_used(wheel):
     assert "plumbline_suites/performance/yardsticks.py" in names
     assert "plumbline_suites/expectations/lightning.toml" in names
     assert "plumbline_suites/expectations/reproductions/lightning_short_window.py" in names
-    assert "harness/py.typed" in names
-    for template in (ROOT / "harness").rglob("templates/*"):
-        assert str(template.relative_to(ROOT)) in names
+    assert "plumbline/py.typed" in names
+    for template in (ROOT / "harness" / "plumbline").rglob("templates/*"):
+        assert str(template.relative_to(ROOT / "harness")) in names
     assert not [name for name in names if "__pycache__" in name or "tests/" in name or "reports/" in name]
 
 
@@ -59,7 +59,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_what_a_reader_wants(dist
         ".gitignore",
     }
     assert "suites/expectations/reproductions/lightning_short_window.py" in names
-    assert "harness/py.typed" in names
+    assert "harness/plumbline/py.typed" in names
     assert "docs/your-own-trainer.md" in names
     assert not [name for name in names if "__pycache__" in name]
 

@@ -7,12 +7,12 @@ import json
 import subprocess
 import sys
 
-from harness.worker.assignment import Assignment
+from plumbline.worker.assignment import Assignment
 
 SCRIPT = """
 import json, os, sys, torch
-from harness.worker.assignment import Assignment
-from harness.worker.rank import prepare_process
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.rank import prepare_process
 for assignment in json.loads(sys.argv[1]):
     if not os.fork():
         prepare_process(Assignment.from_json(assignment))

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from harness import current_job
-from harness.worker.assignment import Assignment
-from harness.worker.job import Job
-from harness.worker.recording.recorder import Recorder
+from plumbline import current_job
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.job import Job
+from plumbline.worker.recording.recorder import Recorder
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.judge.oracle.oracle import Oracle
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import WORKLOADS
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["random-masks"]
 SAMPLES = (3, 8, 5, 20)

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.core.errors import TraceError
-from harness.evidence.rank_file import flatten, write_rank
-from harness.evidence.read import read_rank
-from harness.evidence.trace import MicroBatch, RankTrace, Step
+from plumbline.core.errors import TraceError
+from plumbline.evidence.rank_file import flatten, write_rank
+from plumbline.evidence.read import read_rank
+from plumbline.evidence.trace import MicroBatch, RankTrace, Step
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.examine import examine
-from harness.launch.settings import Settings
+from plumbline.engine.examine import examine
+from plumbline.launch.settings import Settings
 
 SUBJECT = Path(__file__).parent / "subjects" / "fused.py"
 

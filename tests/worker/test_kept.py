@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 
-from harness.evidence.tensor_store import TensorStore
-from harness.evidence.trace import Shard
-from harness.worker.recording.recorder import Recorder
-from harness.worker.recording.tensor_copies import is_still, is_zero, kept
+from plumbline.evidence.tensor_store import TensorStore
+from plumbline.evidence.trace import Shard
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recording.tensor_copies import is_still, is_zero, kept
 
 WHOLE = torch.arange(12.0).view(4, 3)
 

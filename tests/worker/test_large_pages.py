@@ -6,7 +6,7 @@ import mmap
 import os
 import random
 
-from harness.worker.preload import gather_in_large_pages
+from plumbline.worker.preload import gather_in_large_pages
 
 
 def test_what_is_in_memory_stays_here_and_in_a_fork():

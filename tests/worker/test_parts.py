@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.evidence.trace import Step
-from harness.worker.recording.optimizer_parts import OptimizerPart, joined
-from harness.worker.recording.recorder import Recorder
+from plumbline.evidence.trace import Step
+from plumbline.worker.recording.optimizer_parts import OptimizerPart, joined
+from plumbline.worker.recording.recorder import Recorder
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), "index": torch.arange(6)}
 OTHER = {**BATCH, "index": torch.arange(6, 12)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import WORKLOADS
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import WORKLOADS
 
 
 class Watched:

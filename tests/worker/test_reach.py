@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from harness.worker.connectivity import ConnectivityProbe, free_port, reach
+from plumbline.worker.connectivity import ConnectivityProbe, free_port, reach
 
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737)."""

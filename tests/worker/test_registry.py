@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from harness.worker.child_registry import Registry, connect
+from plumbline.worker.child_registry import Registry, connect
 
 
 @pytest.fixture

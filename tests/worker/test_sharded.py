@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.core.errors import TraceError
-from harness.core.flat_part import FlatPart
-from harness.evidence.read import read_rank, read_trace
-from harness.evidence.trace import Shard
-from harness.launch.cell_launch import launch
-from harness.launch.settings import Settings
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import WORKLOADS
+from plumbline.core.errors import TraceError
+from plumbline.core.flat_part import FlatPart
+from plumbline.evidence.read import read_rank, read_trace
+from plumbline.evidence.trace import Shard
+from plumbline.launch.cell_launch import launch
+from plumbline.launch.settings import Settings
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import WORKLOADS
 
 SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.evidence import projection as sketches
-from harness.evidence.projection import CHUNK, fingerprint, project, sketch
+from plumbline.evidence import projection as sketches
+from plumbline.evidence.projection import CHUNK, fingerprint, project, sketch
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

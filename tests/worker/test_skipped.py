@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.worker.recording.recorder import Recorder
+from plumbline.worker.recording.recorder import Recorder
 
 
 class Model(nn.Module):

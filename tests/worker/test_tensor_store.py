@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.core.errors import TraceError
-from harness.evidence.rank_file import flatten, write_rank
-from harness.evidence.read import read_rank, read_trace
-from harness.evidence.tensor_store import FOLDER, TensorStore, load
-from harness.evidence.trace import RankTrace, StoredTensor
-from harness.worker.recording.recorder import Recorder
-from harness.worker.recording.tensor_copies import is_still, kept
+from plumbline.core.errors import TraceError
+from plumbline.evidence.rank_file import flatten, write_rank
+from plumbline.evidence.read import read_rank, read_trace
+from plumbline.evidence.tensor_store import FOLDER, TensorStore, load
+from plumbline.evidence.trace import RankTrace, StoredTensor
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recording.tensor_copies import is_still, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
@@ -134,7 +134,7 @@ def test_a_reference_that_cannot_be_right_is_refused(reference, store, tmp_path,
     (tmp_path / FOLDER / "0000000000000001--float32").write_bytes(bytes(4))
     (tmp_path / FOLDER / "0000000000000001-0-float32").write_bytes(b"")
     rank = flatten(RankTrace(0, 1, ()))[0] | {"final": "own", "stored": {"0/final/weight": reference}}
-    monkeypatch.setattr("harness.evidence.rank_file.flatten", lambda trace: (rank, {}))
+    monkeypatch.setattr("plumbline.evidence.rank_file.flatten", lambda trace: (rank, {}))
     write_rank(str(tmp_path / "rank-0.safetensors"), RankTrace(0, 1, ()))
     (tmp_path / "rank-0.log").touch()
     with pytest.raises(TraceError, match=r"is not (a )?whole"):
@@ -158,7 +158,7 @@ def test_a_store_that_cannot_be_written_disturbs_no_training_and_leaves_no_evide
 def test_a_trace_with_projections_in_the_place_of_tensors_says_so(tmp_path, monkeypatch):
     path = tmp_path / "rank-0.safetensors"
     flattened = {"steps": [], "sketches": {"0/final/weight": [1.0, 2, [3], "float32"]}}
-    monkeypatch.setattr("harness.evidence.rank_file.flatten", lambda trace: (flattened, {}))
+    monkeypatch.setattr("plumbline.evidence.rank_file.flatten", lambda trace: (flattened, {}))
     write_rank(str(path), RankTrace(0, 1, ()))
     with pytest.raises(TraceError, match="random projections in the place of large tensors"):
         read_rank(path)

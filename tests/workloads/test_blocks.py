@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.trainer.balanced.chain import find_chain
-from harness.workloads import WORKLOADS
-from harness.workloads.generated import LAYERS, Generated, Recipe
+from plumbline.trainer.balanced.chain import find_chain
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.generated import LAYERS, Generated, Recipe
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

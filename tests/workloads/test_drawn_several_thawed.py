@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.judge.oracle.oracle import Oracle
-from harness.worker.assignment import Assignment
-from harness.worker.job import Job
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import WORKLOADS
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.job import Job
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import WORKLOADS
 
 
 def batch_of(workload, count=12):

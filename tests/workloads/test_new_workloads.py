@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from harness.core.accelerator import ACCELERATORS
-from harness.core.backend import BACKENDS
-from harness.core.precision import PRECISIONS
-from harness.core.topology import Topology
-from harness.judge.oracle.oracle import Oracle, gather, mean_gradient
-from harness.planning.declaration import Declaration
-from harness.planning.plan import Matrix, plan
-from harness.subjects.declare import CAPABILITIES
-from harness.trainer.replicas import gather as trainers_gather
-from harness.workloads import WORKLOADS
-from harness.workloads.randomness import KeyedDropout
+from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.backend import BACKENDS
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.judge.oracle.oracle import Oracle, gather, mean_gradient
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
+from plumbline.subjects.declare import CAPABILITIES
+from plumbline.trainer.replicas import gather as trainers_gather
+from plumbline.workloads import WORKLOADS
+from plumbline.workloads.randomness import KeyedDropout
 
 NARROW = [name for name, workload in WORKLOADS.items() if workload.narrow]
 DEVICES = (1, 3, 4)

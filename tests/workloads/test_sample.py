@@ -7,7 +7,7 @@ import copy
 import torch
 from torch.utils.data import DataLoader, StackDataset
 
-from harness.workloads import find
+from plumbline.workloads import find
 
 
 def test_a_loader_s_batch_has_to():

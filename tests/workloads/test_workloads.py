@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.worker.assignment import Assignment
-from harness.worker.job import Job
-from harness.worker.recording.recorder import Recorder
-from harness.workloads import PERFORMANCE, WORKLOADS
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.job import Job
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 EVERY = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 PLAIN = pytest.mark.parametrize(

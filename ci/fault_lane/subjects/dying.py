@@ -12,7 +12,7 @@ import tempfile
 import torch
 from right import declare, fit, nothing
 
-from harness import subject
+from plumbline import subject
 
 GROUP = "PLUMBLINE_FAULTS_MEMORY_GROUP"
 """The variable with the folder of a memory control group, which has little to give."""

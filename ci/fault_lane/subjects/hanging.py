@@ -10,7 +10,7 @@ import threading
 import torch.distributed
 from right import declare, fit, nothing
 
-from harness import subject
+from plumbline import subject
 
 
 def for_ever(job):

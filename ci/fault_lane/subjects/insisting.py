@@ -7,7 +7,7 @@ import os
 import torch.distributed
 from right import fit, nothing
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="insists-on-a-port", backends=["ddp"])

@@ -7,7 +7,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 STEP = 2
 """How many optimizer steps are done when it happens."""

@@ -7,8 +7,8 @@ from hanging import for_ever
 from right import STEP, declare
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness import subject
-from harness.subjects import reference
+from plumbline import subject
+from plumbline.subjects import reference
 
 
 def in_optimizer(name, fault):

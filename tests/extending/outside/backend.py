@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
-from harness.core.backend import BACKENDS, Backend, Dimension, devices
+from plumbline import subject
+from plumbline.core.backend import BACKENDS, Backend, Dimension, devices
 
 BACKENDS.register(Backend("gather", (Dimension("replicate", devices),), column="GATHER", rare=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import DataLoader
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="mirrors", backends=["none"], precisions=["32"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.utils.data import DataLoader
 
-from harness import subject
-from harness.core.precision import PRECISIONS, Precision
+from plumbline import subject
+from plumbline.core.precision import PRECISIONS, Precision
 
 PRECISIONS.register(Precision("16-unscaled", storage="float32", autocast="float16"))
 

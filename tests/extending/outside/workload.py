@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.subjects.handwritten import train as train
-from harness.workloads import Workload, register
+from plumbline.subjects.handwritten import train as train
+from plumbline.workloads import Workload, register
 
 
 class _Regression(nn.Module):

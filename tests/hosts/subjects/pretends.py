@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from harness import subject
+from plumbline import subject
 
 second = socket.gethostname() == "host-1"
 if os.environ["PLUMBLINE_TEST_PRETENDS"] == "devices":

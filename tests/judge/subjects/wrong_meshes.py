@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from harness.subjects.declare import subject
-from harness.subjects.handwritten import CAPABILITIES, fit
-from harness.subjects.torch_ep import Ep
-from harness.subjects.torch_tp import Tp
+from plumbline.subjects.declare import subject
+from plumbline.subjects.handwritten import CAPABILITIES, fit
+from plumbline.subjects.torch_ep import Ep
+from plumbline.subjects.torch_tp import Tp
 
 
 @subject(name="tp-by-rank", backends=["tp", "ddp+tp"], capabilities=CAPABILITIES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.subjects import reference
-from harness.subjects.declare import subject
-from harness.trainer.balanced import pipeline, shared_weights, stage_replicas, stage_training
+from plumbline.subjects import reference
+from plumbline.subjects.declare import subject
+from plumbline.trainer.balanced import pipeline, shared_weights, stage_replicas, stage_training
 
 
 def mistaken(name):

@@ -9,7 +9,7 @@ import sys
 
 from right_training import fit, for_ever
 
-from harness import subject
+from plumbline import subject
 
 
 def declare(name, in_the_middle, **settings):

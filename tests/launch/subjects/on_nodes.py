@@ -11,7 +11,7 @@ from pathlib import Path
 
 from right_training import fit
 
-from harness import subject
+from plumbline import subject
 
 NAMES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from harness import Trainer, subject
-from harness.subjects import reference
+from plumbline import Trainer, subject
+from plumbline.subjects import reference
 
 BACKENDS = ["none", "auto", "dp", "ddp", "ddp2"]
 PRECISIONS = ["64", "32", "16", "bf16"]

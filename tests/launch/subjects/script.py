@@ -7,9 +7,9 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-import harness
+import plumbline
 
-job = harness.current_job()
+job = plumbline.current_job()
 torch.distributed.init_process_group(job.comm)
 model = DistributedDataParallel(job.model())
 sampler = DistributedSampler(job.dataset, seed=job.seed)

@@ -14,7 +14,7 @@ from right_training import fit, for_ever
 from torch.multiprocessing import start_processes
 from torch.utils.data import DataLoader
 
-from harness import subject
+from plumbline import subject
 
 SCRIPT = Path(__file__).with_name("script.py")
 

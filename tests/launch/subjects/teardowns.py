@@ -14,7 +14,7 @@ from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 def hold_the_interpreter_lock_for_ever():

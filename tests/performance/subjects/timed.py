@@ -14,7 +14,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 def at_once(number, step, begun):

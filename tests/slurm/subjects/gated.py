@@ -11,7 +11,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="gated", backends=["none", "ddp"], precisions=["32"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness import HyperOptArgumentParser, Module, SlurmCluster, Trainer
+from plumbline import HyperOptArgumentParser, Module, SlurmCluster, Trainer
 
 NODES, GPUS = 2, 1
 

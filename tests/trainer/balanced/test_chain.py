@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.trainer import MisconfigurationError
-from harness.trainer.balanced.blocks import same_random_numbers
-from harness.trainer.balanced.chain import find_chain
-from harness.trainer.balanced.plan import plan
+from plumbline.trainer import MisconfigurationError
+from plumbline.trainer.balanced.blocks import same_random_numbers
+from plumbline.trainer.balanced.chain import find_chain
+from plumbline.trainer.balanced.plan import plan
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

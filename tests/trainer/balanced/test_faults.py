@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.trainer import Module, RankError, Trainer
+from plumbline.trainer import Module, RankError, Trainer
 
 PLACES = ["loader", "forward", "backward", "optimizer", "validation"]
 

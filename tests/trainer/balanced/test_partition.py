@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.trainer import MisconfigurationError
-from harness.trainer.balanced.partition import StageCosts, partition
-from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Stage, Travelling
+from plumbline.trainer import MisconfigurationError
+from plumbline.trainer.balanced.partition import StageCosts, partition
+from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Stage, Travelling
 
 
 def block(index, seconds, saved=0, state=0):

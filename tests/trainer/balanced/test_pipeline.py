@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from harness.trainer import MisconfigurationError, Module, RankError, Trainer
-from harness.trainer.balanced import plan
-from harness.trainer.balanced.stages import Stage
-from harness.trainer.rank_training import drawn_seed
+from plumbline.trainer import MisconfigurationError, Module, RankError, Trainer
+from plumbline.trainer.balanced import plan
+from plumbline.trainer.balanced.stages import Stage
+from plumbline.trainer.rank_training import drawn_seed
 
 
 def balanced(devices, micro_batches=4, **options):

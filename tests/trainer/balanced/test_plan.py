@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.trainer import MisconfigurationError
-from harness.trainer.balanced.batches import divisors
-from harness.trainer.balanced.partition import partition
-from harness.trainer.balanced.plan import best_plan, plan, plan_stages
-from harness.trainer.balanced.stages import BlockCost, Profile, Stage, StagePlan
+from plumbline.trainer import MisconfigurationError
+from plumbline.trainer.balanced.batches import divisors
+from plumbline.trainer.balanced.partition import partition
+from plumbline.trainer.balanced.plan import best_plan, plan, plan_stages
+from plumbline.trainer.balanced.stages import BlockCost, Profile, Stage, StagePlan
 
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 SVG = "{http://www.w3.org/2000/svg}"

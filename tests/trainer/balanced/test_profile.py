@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness.trainer.balanced.chain import find_chain
-from harness.trainer.balanced.live_bytes import LiveBytes
-from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
-from harness.trainer.balanced.partition import StageCosts
-from harness.trainer.balanced.plan import plan
-from harness.trainer.balanced.profile import profile
-from harness.trainer.balanced.stages import BlockCost, Profile, Travelling
+from plumbline.trainer.balanced.chain import find_chain
+from plumbline.trainer.balanced.live_bytes import LiveBytes
+from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
+from plumbline.trainer.balanced.partition import StageCosts
+from plumbline.trainer.balanced.plan import plan
+from plumbline.trainer.balanced.profile import profile
+from plumbline.trainer.balanced.stages import BlockCost, Profile, Travelling
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from harness.ranks import run_on_ranks
-from harness.trainer.balanced import shared_weights
+from plumbline.ranks import run_on_ranks
+from plumbline.trainer.balanced import shared_weights
 
 RANKS = 3
 SHAPES = [(), (3,), (0,), (400, 200), (7, 5), (300, 300), (2,)]

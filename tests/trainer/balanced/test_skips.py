@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.trainer import Module, Trainer
-from harness.trainer.balanced.chain import find_chain
-from harness.trainer.balanced.pipeline import note_gradient
-from harness.trainer.balanced.plan import measure_chain, plan
+from plumbline.trainer import Module, Trainer
+from plumbline.trainer.balanced.chain import find_chain
+from plumbline.trainer.balanced.pipeline import note_gradient
+from plumbline.trainer.balanced.plan import measure_chain, plan
 
 CPU = torch.device("cpu")
 

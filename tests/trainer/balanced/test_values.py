@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.trainer import MisconfigurationError, Module, Trainer
-from harness.trainer.balanced.blocks import in_mode
-from harness.trainer.balanced.chain import find_chain
-from harness.trainer.balanced.stage_training import keep_stage
+from plumbline.trainer import MisconfigurationError, Module, Trainer
+from plumbline.trainer.balanced.blocks import in_mode
+from plumbline.trainer.balanced.chain import find_chain
+from plumbline.trainer.balanced.stage_training import keep_stage
 
 CPU = torch.device("cpu")
 

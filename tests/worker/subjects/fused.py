@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness import subject
+from plumbline import subject
 
 
 @subject(name="fused", backends=["none"], precisions=["32", "16"])

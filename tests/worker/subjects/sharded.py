@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import FlatPart, subject
+from plumbline import FlatPart, subject
 
 PRECISIONS = ["64", "32"]
 

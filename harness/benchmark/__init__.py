@@ -1,4 +1,0 @@
-"""Measures speed and memory: launches whose ranks train in timed rounds, and the figures computed from them.
-
-Statistics over figures belong to ``harness.statistics``; tables of them to ``harness.report``.
-"""

@@ -1,4 +1,0 @@
-"""What the evidence of a user's training shows: pure functions from a recorded training to findings.
-
-One file a question; ``harness.check.judge.judge`` has the list. Processes, clocks and files do not belong here.
-"""

@@ -1,0 +1,95 @@
+"""The measurement records of one cell, from its launches, and the digest of what was measured."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from plumbline.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
+from plumbline.benchmark.pipeline_timeline import timeline
+from plumbline.benchmark.sample_work import work_of
+from plumbline.core.cell import Cell
+from plumbline.results.records import Measurement
+from plumbline.statistics.intervals import figure_interval
+from plumbline.workloads import PERFORMANCE, Columns, Workload
+
+
+def measurements(
+    cell: Cell, launches: Sequence[LaunchSample], reproduce: str, device: str | None = None
+) -> list[Measurement]:
+    """Return every figure of ``cell``; one that is too uncertain has a refusal instead of a value.
+
+    ``device`` is the name of what computed it: without one whose peak is known there is no utilisation.
+
+    Raises:
+        SamplesError: throughput is undefined.
+    """
+    replicas = cell.contract.replicas(cell.topology)
+    work = work_of(cell, device)
+    found = samples_of(launches, cell.topology.devices, work, replicas)
+    same = {"workload_key": workload_key(cell), "reproduce": reproduce}
+    further: dict[str, dict[str, object]] = {
+        "step_p50": {"quantiles": step_quantiles(launches)},
+        "pipeline_bubble": {
+            "timeline": timeline(launches[-1].timed, replicas),
+            "formula": "1 - computing / (ranks × time), from a step's first chunk to its last one",
+        },
+    }
+    if not isinstance(work.peak, str):
+        over = f"{work.peak.flops:.5g} FLOP/s ({work.peak.source})"
+        further["mfu"] = {"formula": f"{work.flops:.5g} FLOP a sample × samples a second and device / {over}"}
+        further["hfu"] = {"formula": f"FLOP that the ranks executed a second and device / {over}"}
+    return [_measurement(cell, key, samples, same | further.get(key[0], {})) for key, samples in found.items()]
+
+
+def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | None = None) -> dict[str, str]:
+    """Return which metrics do not apply to ``cell``, or not here, by their names, and why."""
+    found: dict[str, str] = {}
+    peak, looked = work_of(cell, device).peak, [rank for launch in launches for rank in launch.timed.ranks]
+    if isinstance(peak, str):
+        found |= {"mfu": peak, "hfu": peak}
+    elif cell.processes < cell.topology.devices or any(rank.flops is None for rank in looked):
+        found["hfu"] = "what a process executes on several devices is not counted"
+    energy = next((launch.timed.energy for launch in launches if isinstance(launch.timed.energy, str)), None)
+    if energy is not None:
+        found |= {"energy_per_step": energy, "energy_per_sample": energy}
+    return found
+
+
+def _measurement(cell: Cell, key: Key, samples: Sequence[float], further: Mapping[str, object]) -> Measurement:
+    name, rank = key
+    metric = METRICS[name]
+    figures: dict[str, object] = {"samples": samples, "rank": rank, **further}
+    if metric.unit == "count":
+        # Such as out-of-memory events: one in any launch must not disappear in a median.
+        return Measurement.of(cell, name, metric.unit, metric.better, value=max(samples), **figures)
+    interval = figure_interval(samples, share=metric.unit == "share")
+    value = None if interval.refusal else interval.value
+    bounds = {"value": value, "low": interval.low, "high": interval.high, "refusal": interval.refusal}
+    return Measurement.of(cell, name, metric.unit, metric.better, **bounds, **figures)
+
+
+def workload_key(cell: Cell) -> str:
+    """Return a digest of what the cell trains and how long: it depends on code, sizes and steps.
+
+    Comments, docstrings and the seed do not count.
+    """
+    workload = PERFORMANCE[cell.workload].on(cell.accelerator)
+    devices = cell.topology.devices
+    code = [_code(kind) for kind in (*type(workload).__mro__, Columns) if issubclass(kind, (Workload, Columns))]
+    size, extent = workload.size, workload.extent(devices)
+    definition = [code, vars(size), vars(extent), workload.global_batch_size(devices), workload.rounds]
+    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _code(kind: type) -> str:
+    """Return the module in which a class is defined, without its comments and docstrings."""
+    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

@@ -1,0 +1,175 @@
+"""A launch whose ranks train in rounds and are timed: begun, timed round by round, ended."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from plumbline.benchmark.energy_use import EnergyUse
+from plumbline.benchmark.round_control import MissingRanksError, RoundControl
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, TraceError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.timing import RankTiming
+from plumbline.evidence.trace import Trace
+from plumbline.judge.checks.launch import launch as check_launch
+from plumbline.launch.cell_launch import CellLaunch, start
+from plumbline.launch.launch_progress import EXIT_GRACE_S
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.machine.energy import meter_of
+from plumbline.results.records import PERFORMANCE
+
+
+class TimedLaunchError(Exception):
+    """A launch that did not train to its end: the finding says why; its logs lie in ``folder``."""
+
+    def __init__(self, finding: Finding, folder: Path) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class LaunchTimings:
+    """What one launch measured, by rank; ``seconds`` is its wall time, from the start of its ranks to their end.
+
+    ``energy`` is what its devices consumed in the timed rounds, in joules, or why that is not known.
+    """
+
+    ranks: tuple[RankTiming, ...]
+    seconds: float
+    energy: float | str = "it was not measured"
+
+
+class TimedLaunch:
+    """One launch of a cell of a performance workload. When ``begin`` returns, its ranks are warmed up and wait.
+
+    Every method but ``close`` may raise ``TimedLaunchError`` (a rank raised, died or hung, or did not make one step of
+    each batch) and ``LaunchError`` (the pool's server has died). After either, and after ``end``, the launch is over. A
+    pool has one launch at a time; launches of several pools may take turns, since waiting ranks use no processor time.
+    """
+
+    def __init__(self, cell: Cell, folder: Path, control: RoundControl, launched: CellLaunch, seconds: float) -> None:
+        self._cell = cell
+        self.folder = folder
+        self._control = control
+        self._launched = launched
+        self._seconds = seconds
+        self._energy = EnergyUse(meter_of(cell.accelerator))
+        self._is_over = False
+
+    @classmethod
+    def begin(
+        cls, pool: Pool, cell: Cell, folder: Path, settings: Settings, profile: Path | None = None
+    ) -> TimedLaunch:
+        """Start the ranks and let them train their warm-up; ``folder`` exists, and is removed at the end.
+
+        With ``profile`` the first steps of the first round are profiled, and leave their files in that folder.
+        """
+        control = RoundControl(folder / "gate", cell.processes)
+        try:
+            launched = start(pool, cell, folder, settings, gate=folder / "gate", profile=profile)
+        except BaseException:
+            control.close()
+            raise
+        timed = cls(cell, folder, control, launched, settings.time_limit)
+        timed._wait()
+        return timed
+
+    def round(self) -> None:
+        """Let all ranks train the next round, and wait until the last of them is done."""
+        self._energy.begin_round()
+        self._train()
+        self._energy.end_round()
+
+    def profile(self) -> None:
+        """After all rounds: let the ranks train once to count tensors, and once to time collectives."""
+        for _ in range(2):
+            self._train()
+
+    def end(self) -> LaunchTimings:
+        """Take the ranks' reports, and let them train to the end."""
+        try:
+            reports = self._control.reports(self._seconds)
+        except MissingRanksError as missing:
+            raise self._failed(missing) from None
+        trace = self._finish(self._seconds)
+        wrong = check_launch(trace, self._cell)
+        if wrong is not None:
+            raise self._error(wrong)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        ranks = tuple(map(RankTiming.from_json, reports))
+        return LaunchTimings(ranks, trace.seconds or 0.0, self._energy.of(ranks))
+
+    def close(self) -> None:
+        """End the launch early. After its end nothing is done."""
+        if self._is_over:
+            return
+        self._control.close()  # ranks that wait take it as the end
+        with suppress(TimedLaunchError, LaunchError):
+            self._finish(EXIT_GRACE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _train(self) -> None:
+        self._control.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        try:
+            self._control.wait(self._seconds)
+        except MissingRanksError as missing:
+            raise self._failed(missing) from None
+
+    def _failed(self, missing: MissingRanksError) -> TimedLaunchError:
+        """Return why ranks are missing at a round's boundary."""
+        if not missing.late:
+            self._control.close()  # a rank has ended: the others need not wait
+        trace = self._finish(0.0 if missing.late else EXIT_GRACE_S)
+        rank = min(missing.ranks)
+        if missing.late and rank in trace.exits:
+            # The ranks that waited were ended too; their exits do not say what took too long.
+            exit = trace.exits[rank]
+            return self._error(Finding(PERFORMANCE, exit.outcome, f"rank {rank}: {exit.message}", rank=rank))
+        wrong = check_launch(trace, self._cell)
+        unknown = Finding(
+            PERFORMANCE, Outcome.ERRORED, f"rank {rank} ended between two rounds for an unknown reason", rank=rank
+        )
+        return self._error(wrong or unknown)
+
+    def _finish(self, seconds: float) -> Trace:
+        """Wait at most so many seconds for the ranks' end, then end them; return their trace."""
+        self._is_over = True
+        running = replace(self._launched.running, deadline=time.monotonic() + seconds)
+        try:
+            return replace(self._launched, running=running).trace()
+        except TraceError as error:
+            raise self._error(Finding(PERFORMANCE, Outcome.ERRORED, str(error))) from error
+        finally:
+            self._control.close()
+
+    def _error(self, finding: Finding) -> TimedLaunchError:
+        return TimedLaunchError(replace(finding, check=PERFORMANCE), self.folder)
+
+
+class TrainsRounds(Protocol):
+    """Whatever trains a round at a time."""
+
+    def round(self) -> object:
+        """Train a round."""
+
+
+def interleaved(launches: Sequence[TrainsRounds], rounds: int) -> None:
+    """Let ``launches``, which have begun, train ``rounds`` rounds in turns.
+
+    Every second time in reverse order (A B, B A, …), so that a machine which grows slower slows both equally.
+    """
+    for number in range(rounds):
+        for launch in launches if number % 2 == 0 else reversed(launches):
+            launch.round()

@@ -1,0 +1,75 @@
+"""Warm fork servers to measure from: one for each launch of a cell, kept for all the cells of a run.
+
+Ranks that are forked from one server share its memory layout and its hash seed. These move figures by a few per cent,
+the same way in each of its launches, and one of two trainers more than the other (Mytkowicz, Diwan, Hauswirth and
+Sweeney, ASPLOS 2009; measured here: 2 % between servers, 1 % between launches of one). Only launches from different
+servers sample that variation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plumbline.core.errors import LaunchError
+from plumbline.launch.pool import Pool
+from plumbline.machine.hardware import memory_left
+
+GIB = 1 << 30
+SERVER = 0.4 * GIB
+"""Memory of a server with torch and a large library in it, in bytes: 220 to 350 MB were measured."""
+
+SPARE = GIB
+"""Memory to leave for ranks and other processes, in bytes."""
+
+
+class WarmPools:
+    """Pools by locator; ``make`` starts one. Where memory is short, the least recently used are ended."""
+
+    def __init__(self, make: Callable[[str], Pool], left: Callable[[], float | None] = memory_left) -> None:
+        self._make = make
+        self._left = left
+        self._pools: dict[str, list[Pool]] = {}  # the most recently used last
+
+    def several(self, *locators: str, count: int) -> list[list[Pool]]:
+        """Return ``count`` pools of each of ``locators``, alive and idle: their warm-up is done.
+
+        Raises:
+            SubjectError: there is no such subject, or it cannot be imported.
+            LaunchError: there is not enough memory for so many, or a server has died.
+        """
+        found = [self._alive(locator) for locator in locators]
+        self._make_room(sum(max(0, count - len(pools)) for pools in found), locators)
+        for locator, pools in zip(locators, found, strict=True):
+            pools += [self._make(locator) for _ in range(count - len(pools))]
+        for pools in found:
+            for pool in pools:
+                pool.settle()
+        return [pools[:count] for pools in found]
+
+    def _alive(self, locator: str) -> list[Pool]:
+        """Return the living pools of a locator, and mark it as the most recently used."""
+        pools = self._pools[locator] = self._pools.pop(locator, [])
+        for dead in [pool for pool in pools if not pool.alive]:
+            dead.close()
+            pools.remove(dead)
+        return pools
+
+    def _make_room(self, more: int, wanted: tuple[str, ...]) -> None:
+        """End pools that are not ``wanted`` until there is memory for ``more`` of them."""
+        others = [locator for locator in self._pools if locator not in wanted]
+        while more and (left := self._left()) is not None and left < more * SERVER + SPARE:
+            if not others:
+                raise LaunchError(
+                    f"there is no room for {more} more interpreters, one for each launch and as many for the loop by "
+                    f"hand: {left / GIB:.1f} GiB are left, and they need {(more * SERVER + SPARE) / GIB:.1f}: "
+                    "take fewer --launches, or end other processes"
+                )
+            for pool in self._pools.pop(others.pop(0)):
+                pool.close()
+
+    def close(self) -> None:
+        """End all of them."""
+        for pools in self._pools.values():
+            for pool in pools:
+                pool.close()
+        self._pools.clear()

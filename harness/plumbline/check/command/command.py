@@ -1,0 +1,102 @@
+"""Runs a user's command with recording on, and judges what its processes left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from plumbline.check.command.process_notes import PythonProcess, read_processes
+from plumbline.check.command.running import CommandEnd, CommandError, run_command
+from plumbline.check.command.watch import ProcessWatch
+from plumbline.check.evidence.options import RecordingOptions, write_options
+
+if TYPE_CHECKING:
+    from plumbline.check.judge.judging import CheckedTraining
+
+ENVIRONMENT = "PLUMBLINE_CHECK"
+"""The variable that names the folder of a check; processes below the command inherit it."""
+
+START_FOLDER = Path(__file__).parents[1] / "path"
+
+LEAST_ROOM = 16 * 2**20
+"""Bytes that the temporary folder must have left: with less, evidence may be missing."""
+
+
+@dataclass(frozen=True)
+class CheckedCommand:
+    """A command, how it ended, and what was recorded below it and found.
+
+    ``processes`` are in the order in which they ended, as far as that is known.
+    ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
+    ``has_lost_folder``: the command removed the folder for evidence.
+    ``judging_s`` is the time that judging took.
+    """
+
+    command: tuple[str, ...]
+    options: RecordingOptions
+    end: CommandEnd
+    processes: list[PythonProcess]
+    trainings: list[CheckedTraining]
+    judging_s: float
+    time_limit: float | None = None
+    full_folder: Path | None = None
+    has_lost_folder: bool = False
+
+
+def check(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
+    """Run a command, record the first optimizer steps of every process below it, and judge them.
+
+    Its output goes where this process's goes. After ``time_limit`` seconds it is ended, and what was recorded until
+    then is judged. Nothing is left in its folder.
+
+    Raises:
+        CommandError: the command cannot be started, or there is no folder for evidence.
+        TraceError: evidence cannot be read.
+    """
+    with _folder() as folder:
+        write_options(folder, options)
+        # Importing torch takes a second or more: the command runs meanwhile.
+        loading = Thread(target=import_module, args=("plumbline.check.judge.judging",), daemon=True)
+        loading.start()
+        with closing(ProcessWatch(folder)) as watch:
+            ended = options.stop or options.dry_run
+            variables = environment(str(folder))
+            end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
+        lost = not folder.is_dir()
+        full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
+        loading.join()
+        from plumbline.check.judge.judging import judged_trainings
+
+        begun = time.monotonic()
+        trainings = judged_trainings(folder)
+        took = time.monotonic() - begun
+        processes = read_processes(folder, watch.ended)
+        return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="plumbline-check-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise CommandError(
+            f"evidence cannot be written to a temporary folder ({error.strerror or error}): name one that is writable "
+            "with the variable TMPDIR"
+        ) from error
+    with made as folder:
+        yield Path(folder)
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Return the environment in which every Python process records to ``folder``."""
+    path = os.pathsep.join(filter(None, [str(START_FOLDER), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, ENVIRONMENT: folder, "PYTHONPATH": path}

@@ -1,0 +1,136 @@
+"""Runs a user's command to its end, or ends it: at a time limit, at Ctrl-C, or when this program is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+
+from plumbline.check.command.watch import ProcessWatch
+from plumbline.core.errors import PlumblineError
+from plumbline.launch.process_tags import end_tagged
+from plumbline.worker.processes import kills_for_memory
+
+GRACE_S = 10.0
+"""Time that a command has to end after it was asked to, each time."""
+
+
+class CommandError(PlumblineError):
+    """A command that cannot be started."""
+
+
+class EndedBy(Enum):
+    """Who ended a command."""
+
+    ITSELF = "itself"
+    TIME_LIMIT = "time limit"
+    USER = "user"
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """How a command ended: its exit code, negative for a signal, after so many seconds.
+
+    ``out_of_memory`` counts the processes that the kernel killed meanwhile for want of memory, on the whole machine.
+    """
+
+    exit_code: int
+    by: EndedBy
+    seconds: float
+    out_of_memory: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the command itself says that it failed."""
+        return self.by is EndedBy.ITSELF and self.exit_code != 0
+
+    @property
+    def in_words(self) -> str:
+        """How it ended, for example ``exit code 1`` or ``signal SIGKILL``."""
+        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128 if self.exit_code > 128 else 0
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            return f"exit code {self.exit_code}"
+        return f"signal {name}" if self.exit_code < 0 else f"exit code {self.exit_code} ({name})"
+
+
+def run_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    tag: str,
+    watch: ProcessWatch,
+    time_limit: float | None = None,
+    *,
+    leaves_nothing: bool = False,
+) -> CommandEnd:
+    """Run a command, with its output and input those of this process.
+
+    Where it does not end by itself, or ``leaves_nothing``, all its processes end with it: they have the environment's
+    variable ``tag``.
+
+    Raises:
+        CommandError: it cannot be started.
+    """
+    begun, killed = time.monotonic(), kills_for_memory()
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        raise CommandError(f"cannot start {command[0]}: {error.strerror}") from error
+    by = EndedBy.ITSELF
+    with _termination_as_interrupt():
+        try:
+            watch.wait(process, time_limit)
+        except subprocess.TimeoutExpired:
+            by = EndedBy.TIME_LIMIT
+        except KeyboardInterrupt:
+            by = EndedBy.USER
+        try:
+            if by is not EndedBy.ITSELF:
+                _ask_to_end(process, (signal.SIGINT, signal.SIGTERM) if by is EndedBy.USER else (signal.SIGTERM,))
+        except KeyboardInterrupt:  # at once
+            pass
+        if by is not EndedBy.ITSELF or leaves_nothing:
+            _kill(process, tag, environment[tag])
+    return CommandEnd(process.wait(), by, time.monotonic() - begun, kills_for_memory() - killed)
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP to this program as Ctrl-C: its command is in a session of its own and gets neither."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ask_to_end(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
+    """Send the signals, each after the time to follow the one before, or at once if the user interrupts again.
+
+    A command that lets one Ctrl-C pass, as srun does, still gives back what it holds elsewhere when it is terminated.
+    """
+    for number in signals:
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            process.wait(GRACE_S)
+            return
+
+
+def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
+    """End what is left of a command: its session, and launchers' ranks, which have sessions of their own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    end_tagged(value, tag)

@@ -1,0 +1,84 @@
+"""Reads what the processes of a checked command wrote."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.core.errors import TraceError
+from plumbline.evidence.read import read_file
+
+
+def read_trainings(folder: Path) -> list[RecordedTraining]:
+    """Return the trainings that processes recorded below ``folder``: usually one, none if nothing took a step.
+
+    Processes that are one group make one training; each that is alone, without a group, makes one of its own.
+
+    Raises:
+        TraceError: a file cannot be read; the message names it.
+    """
+    groups: dict[tuple[int, int], list[RecordedRank]] = defaultdict(list)
+    for own in sorted(folder.glob("rank-*-*"), key=lambda path: [int(part) for part in path.name.split("-")[1:]]):
+        rank = _read_rank(own)
+        if rank is not None:
+            alone = int(own.name.rpartition("-")[2]) if rank.world_size == 1 and not rank.facts.get("launch") else 0
+            groups[rank.world_size, alone].append(rank)
+    return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank))) for ranks in groups.values()]
+
+
+def _read_rank(folder: Path) -> RecordedRank | None:
+    steps = sorted(folder.glob("step-*.safetensors"))
+    if not steps:
+        return None
+    recorded = [_read(path) for path in steps]
+    end = _read(folder / "end.safetensors")[0] if (folder / "end.safetensors").is_file() else {}
+    later = _read(folder / "later.safetensors")[0] if (folder / "later.safetensors").is_file() else {}
+    first = recorded[0][0]
+    return RecordedRank(
+        first["rank"],
+        max(values["world_size"] for values, _ in recorded),
+        tuple(_step(values, tensors) for values, tensors in recorded),
+        {**end.get("facts", {}), **later.get("facts", {})},
+        end.get("error", "" if end else "the process ended without writing its last evidence: was it killed?"),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        return read_file(path)
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(f"{path} is not whole ({type(error).__name__}: {error}); run the command again") from error
+
+
+def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
+    return RecordedStep(
+        values["optimizer"],
+        values["number"],
+        tuple(Parameter(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]),
+        tensors["received"],
+        _passes("pass", values["passes"], tensors),
+        _passes("other", values["other_passes"], tensors),
+        values["skipped"],
+        values["facts"],
+        values["norm"],
+        tensors.get("unclipped"),
+    )
+
+
+def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Tensor]) -> tuple[BackwardPass, ...]:
+    return tuple(
+        BackwardPass(
+            one["number"],
+            tensors[f"{kind} {place}/local"],
+            tensors.get(f"{kind} {place}/exact"),
+            one["scale"],
+            one["facts"],
+            tensors.get(f"{kind} {place}/native"),
+        )
+        for place, one in enumerate(values)
+    )

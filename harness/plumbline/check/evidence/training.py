@@ -1,0 +1,187 @@
+"""What the ranks of a user's training recorded: vectors of gradients and weights, and plain facts about each step.
+
+A vector is one-dimensional float64. It has a segment for each parameter: the parameter's entries where there are at
+most ``SEGMENT`` of them, else their random projection. Both are linear, so a combination of vectors is the vector of
+the combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.evidence.projection import project
+
+SEGMENT = 64
+"""Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
+
+COMMUNICATES = "its forward communicates with other ranks"
+"""Why a call is not computed again, where collectives run inside of it."""
+
+Facts = dict[str, Any]
+"""What an observer noted, as JSON values, by the observer's name."""
+
+
+def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
+    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.
+
+    A complex number counts as two entries. ``split``: the projection of float64 values hardly rounds; see ``project``.
+    """
+    tensor = as_real(tensor)
+    if tensor.numel() <= SEGMENT:
+        return tensor.detach().to("cpu", torch.float64, copy=True).reshape(-1)
+    return project(tensor, SEGMENT, split=split).sum(0)
+
+
+def length(tensor: Tensor) -> int:
+    """Return the number of entries of a parameter's segment."""
+    return min(as_real(tensor).numel(), SEGMENT)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex values as real ones, with a last dimension of two, and others as they are."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
+
+    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
+    whether it is judged; vectors have nothing of one that is not. ``named``: a module that was called holds it;
+    otherwise its name is its place in the optimizer, which may be another parameter's on another rank. ``trained``: it
+    requires a gradient, and is not frozen.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    reduced: str = ""
+    sampled: bool = True
+    named: bool = True
+    trained: bool = True
+
+    @property
+    def entries(self) -> int:
+        """The number of its entries."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def length(self) -> int:
+        """The number of entries of its segment."""
+        return min(self.entries, SEGMENT) if self.sampled else 0
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """One backward pass on one rank, as far as it concerns the parameters of one optimizer.
+
+    ``number`` counts the backward passes of the process. ``local`` is the vector of the gradients that arrived at the
+    parameters, before any reduction over ranks; ``exact`` the same computed again in float64 from the recorded inputs,
+    with NaN in the segments of parameters for which it could not be computed; None where there is no replay at all.
+    ``scale`` is the loss scale, 1 without a scaler. ``native`` is what ``exact`` is, but computed in the training's own
+    precision; only where activation checkpoints recomputed something else than their forward.
+    """
+
+    number: int
+    local: Tensor
+    exact: Tensor | None = None
+    scale: float = 1.0
+    facts: Facts = field(default_factory=dict)
+    native: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One call of an optimizer's ``step`` on one rank.
+
+    ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
+    vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
+    ``norm`` is the exact norm of that gradient. ``unclipped`` is the vector before a clipping
+    function was called, after the last backward pass; None without a call.
+    ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
+    gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
+    ``facts`` has what observers noted.
+    """
+
+    optimizer: int
+    number: int
+    parameters: tuple[Parameter, ...]
+    received: Tensor
+    passes: tuple[BackwardPass, ...]
+    other_passes: tuple[BackwardPass, ...] = ()
+    skipped: bool = False
+    facts: Facts = field(default_factory=dict)
+    norm: float = 0.0
+    unclipped: Tensor | None = None
+
+    @property
+    def weights_move_between_passes(self) -> bool:
+        """Whether the optimizer's parameters were written to between the backward passes of the step."""
+        known = (one.facts.get("versions", ()) for one in self.passes)
+        return len({versions[self.optimizer] for versions in known if self.optimizer < len(versions)}) > 1
+
+    def only(self, numbers: Sequence[int]) -> RecordedStep:
+        """Return the step as it concerns the parameters with these numbers; its norm and facts stay the whole one's."""
+
+        def chosen(vector: Tensor) -> Tensor:
+            parts = self.parts(vector)
+            return torch.cat([parts[number] for number in numbers]) if numbers else vector[:0]
+
+        def of(one: BackwardPass) -> BackwardPass:
+            exact, native = (None if each is None else chosen(each) for each in (one.exact, one.native))
+            return replace(one, local=chosen(one.local), exact=exact, native=native)
+
+        return replace(
+            self,
+            parameters=tuple(self.parameters[number] for number in numbers),
+            received=chosen(self.received),
+            passes=tuple(map(of, self.passes)),
+            other_passes=tuple(map(of, self.other_passes)),
+            unclipped=None if self.unclipped is None else chosen(self.unclipped),
+        )
+
+    def parts(self, vector: Tensor) -> Sequence[Tensor]:
+        """Return the segments of a vector, one for each parameter."""
+        lengths = [parameter.length for parameter in self.parameters]
+        return torch.split(vector, lengths) if lengths else ()
+
+    def norms(self, vector: Tensor) -> Tensor:
+        """Return the norm of each parameter's segment."""
+        norms = [part.norm() for part in self.parts(vector)]
+        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class RecordedRank:
+    """One process of the training. ``world_size`` is that of torch.distributed, 1 where there was no group.
+
+    ``facts`` has what observers noted about the whole process; ``error`` says why recording ended early, "" if it did
+    not.
+    """
+
+    rank: int
+    world_size: int
+    steps: tuple[RecordedStep, ...]
+    facts: Facts = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RecordedTraining:
+    """All processes of a training that took optimizer steps, ordered by rank."""
+
+    ranks: tuple[RecordedRank, ...]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of torch.distributed."""
+        return self.ranks[0].world_size
+
+    def at(self, place: int) -> Mapping[int, RecordedStep]:
+        """Return the ``place``-th step of each rank that took as many, by rank."""
+        return {rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)}

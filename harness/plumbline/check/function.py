@@ -1,0 +1,100 @@
+"""Checks a training function on ranks that are forked from this process, in a test or a notebook."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plumbline.check.evidence.options import RecordingOptions, write_options
+from plumbline.check.judge.judging import CheckedTraining, judged_trainings
+from plumbline.check.rank.activation import make_recorder
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.core.finding import Finding
+from plumbline.ranks.rank_end import RankEnd
+from plumbline.ranks.run import run_on_ranks
+
+_OBSTACLE = "obstacle-"
+
+
+@dataclass(frozen=True)
+class CheckedFunction:
+    """What was found in the trainings of a function, and how its ranks ended.
+
+    ``obstacle`` says why recording ended early on a rank that left no step, "" if it did not.
+    """
+
+    trainings: tuple[CheckedTraining, ...]
+    ends: tuple[RankEnd, ...]
+    obstacle: str = ""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, of all trainings."""
+        return [finding for one in self.trainings for finding in one.findings]
+
+    @property
+    def values(self) -> list[Any]:
+        """What the function returned on each rank."""
+        return [end.value for end in self.ends]
+
+    def assert_right(self, *, require_full: bool = False) -> None:
+        """Raise unless every training was judged and nothing in it is wrong.
+
+        ``require_full``: raise also where less than 99 % of gradients and updates was judged.
+
+        Raises:
+            AssertionError: a rank failed, no optimizer stepped, or what is wrong and what to look at.
+        """
+        __tracebackhide__ = True
+        for end in self.ends:
+            if end.has_failed:
+                raise AssertionError(f"rank {end.rank} failed: {end.description or end.how.value}\n{end.stderr}")
+        if not self.trainings:
+            why = self.obstacle or "no optimizer of torch.optim stepped on any rank"
+            raise AssertionError(f"nothing was recorded: {why}")
+        for one in self.trainings:
+            answer = answer_of(one)
+            if answer is not Answer.RIGHT and (require_full or answer is not Answer.RIGHT_IN_PART):
+                raise AssertionError(f"{answer.value}: {sentence_on(one)}{_messages(one)}")
+
+
+def check_function(
+    train: Callable[[], Any], ranks: int = 2, *, steps: int = 4, after: int = 0, timeout: float = 120.0
+) -> CheckedFunction:
+    """Call ``train`` on each of ``ranks`` forked processes, record its first optimizer steps, and judge them.
+
+    Args:
+        train: Called without arguments. It makes model, data and optimizer, and trains; torch.distributed is there.
+        ranks: The number of ranks, at least 1.
+        steps: Optimizer steps to record.
+        after: Optimizer steps to skip first.
+        timeout: Seconds after which ranks that have not ended are ended.
+
+    Raises:
+        LaunchError: the ranks cannot be started here.
+    """
+    with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
+        write_options(Path(folder), RecordingOptions(steps, after))
+
+        def recorded(_: Any) -> Any:
+            recorder = make_recorder(folder)
+            recorder.install()
+            try:
+                return train()
+            finally:
+                recorder.finish()
+                if error := recorder.progress["error"]:
+                    Path(folder, f"{_OBSTACLE}{os.getpid()}").write_text(f"recording failed: {error}", "utf-8")
+
+        ends = run_on_ranks(recorded, ranks, timeout=timeout)
+        obstacles = sorted(Path(folder).glob(f"{_OBSTACLE}*"))
+        obstacle = obstacles[0].read_text("utf-8") if obstacles else ""
+        return CheckedFunction(tuple(judged_trainings(Path(folder))), ends, obstacle)
+
+
+def _messages(one: CheckedTraining) -> str:
+    return "".join(f"\n  {finding.check}: {finding.message}" for finding in one.findings if finding.outcome.is_bad)

@@ -1,0 +1,96 @@
+"""Whether ranks begin a forward with the buffers that DistributedDataParallel promises, all of them numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import failed_observers, information
+from plumbline.check.judge.recorded_passes import aligned_forwards
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+from plumbline.report.text import counted
+
+CHECK = "buffers"
+
+
+def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a failure for running statistics that hold NaN, and one finding about the ranks' buffers."""
+    yield from failed_observers(training, "buffers", CHECK)
+    lost = _not_a_number(training)
+    if lost is not None:
+        yield lost
+    compared = broadcast = differ = 0
+    for place, forwards in aligned_forwards(training, "buffers"):
+        compared += 1
+        differing = _differing(forwards)
+        differ += bool(differing)
+        if all(forward["broadcast"] for forward in forwards):
+            broadcast += 1
+            if differing:
+                yield _not_broadcast(training, place, forwards, differing)
+                return
+    if compared and not lost:
+        yield _what_ranks_begin_with(compared, broadcast, differ, training.world_size)
+
+
+def _not_a_number(training: RecordedTraining) -> Finding | None:
+    """Return the failure of running statistics that hold NaN: whatever is averaged into them, it stays."""
+    for rank in training.ranks:
+        noted = [
+            (place, step.facts["buffers"]["nan"]) for place, step in enumerate(rank.steps) if "buffers" in step.facts
+        ]
+        for place, names in noted:
+            if names:
+                return accuse(
+                    CHECK,
+                    f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
+                    "they stay NaN, and so does evaluation; look for an input or an activation that overflows",
+                    family="buffers",
+                    step=place,
+                    rank=rank.rank,
+                    parameter=names[0],
+                )
+    return None
+
+
+def _differing(forwards: Sequence[Facts]) -> list[str]:
+    """Return the names of the buffers of which a rank has another value than the first rank."""
+    first, *others = [forward["buffers"] for forward in forwards]
+    return [name for name, (bits, _) in first.items() if any(o.get(name, (bits,))[0] != bits for o in others)]
+
+
+def _not_broadcast(
+    training: RecordedTraining, place: int, forwards: Sequence[Facts], differing: Sequence[str]
+) -> Finding:
+    name = differing[0]
+    first = forwards[0]["buffers"][name]
+    rank = next(i for i, forward in enumerate(forwards) if forward["buffers"].get(name, first)[0] != first[0])
+    norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} there"
+    return accuse(
+        CHECK,
+        f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
+        f"({norms}), although DistributedDataParallel broadcasts them before it",
+        "look for code that sets them in a forward hook, or while the wrapper is called",
+        cause="buffers-not-broadcast",
+        family="buffers",
+        rank=training.ranks[rank].rank,
+        parameter=name,
+    )
+
+
+def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: int) -> Finding:
+    if not differ:
+        return passed(CHECK, f"all {world} ranks begin {counted(compared, 'forward')} with the same buffers")
+    if broadcast:
+        return information(
+            CHECK,
+            f"all ranks begin the {broadcast} forwards that follow a broadcast with the same buffers; in {differ} of "
+            f"{compared} forwards each rank has its own",
+        )
+    return information(
+        CHECK,
+        f"each rank has buffers of its own in {differ} of {compared} forwards, since nothing broadcasts them: running "
+        "statistics are those of the rank's own samples, and a checkpoint has those of the rank that writes it",
+    )

@@ -1,0 +1,107 @@
+"""What a script does to gradients itself, between the backward pass and the step: much of it is meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.gradient_case import Fit, ReceivedGradient
+from plumbline.check.judge.noted import information, listed, not_judged
+from plumbline.check.judge.precision import OBSERVER as PRECISION
+from plumbline.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
+from plumbline.check.judge.step_objective import NEAR, step_objectives
+from plumbline.core.finding import Finding, is_unexplained
+
+MULTIPLES = frozenset(
+    {"summed-over-ranks", "averaged-twice", "divided-by-another-count", "divided-twice", "not-divided-by-micro-batches"}
+)
+"""Causes that are one factor: right if the loss is divided accordingly."""
+
+SAME_LENGTH = 1e-3
+"""Relative difference up to which two lengths are one limit of clipping, and two factors one.
+
+Chosen: scripts compute norms in float32, some over many entries. Gradients of one length at all steps are excused as
+clipped by hand, so a larger number would excuse more.
+"""
+
+
+def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:
+    """Return the finding about wrong gradients, changed where the script's own code may have meant them.
+
+    A gradient that nobody changed after the backward pass is as wrong as before. A script that multiplies gradients
+    itself is right if all losses together have the weight 1 then. What is neither known nor explained is not judged.
+    """
+    check, step = finding.check, finding.step
+    if clipped_by_hand(wrong):
+        return information(check, "the script clips gradients with its own code", step)
+    if finding.cause == "not-synchronised" and weights_are_made_equal(training):
+        return not_judged(
+            check,
+            "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
+            "local SGD does; whether they are averaged is not known",
+            step,
+        )
+    if finding.cause == "not-synchronised" and ranks_begin_apart(training):
+        return not_judged(
+            check,
+            "each rank holds weights of its own and steps with its own gradients: these are several trainings, or "
+            "parts of one model. To train one model on all ranks, wrap it in DistributedDataParallel",
+            step,
+        )
+    if any(case.step.weights_move_between_passes for case in wrong):
+        return not_judged(
+            check,
+            "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
+            "does: which passes are meant to count is not known",
+            step,
+        )
+    hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
+    if hooks and is_unexplained(finding):
+        why = f"the communication hook {listed(hooks)} changes gradients, which can be judged only without it"
+        return not_judged(check, why, step)
+    if not any(map(_is_changed, wrong)):
+        return finding
+    if is_unexplained(finding):
+        why = (
+            "the script changes gradients with its own code, and the result matches no known combination of the ranks' "
+            "gradients"
+        )
+        return not_judged(check, why, step)
+    if finding.cause == "some-zero":
+        why = "the script sets the gradients of some parameters to zero with its own code, which may be meant"
+        return not_judged(check, why, step)
+    if finding.cause not in MULTIPLES:
+        return finding
+    # Of a step without any gradient but zeros no factor is known, and none is needed.
+    objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
+    if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
+        return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
+    if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):
+        return finding  # the losses had the weight 1 in total before
+    return not_judged(
+        check,
+        f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); whether its loss "
+        "requires that is not known",
+        step,
+    )
+
+
+def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
+    """Return whether wrong gradients of several steps are right in direction, shorter, and all of one length."""
+    fits = [(case, replace(case, free_factor=True)) for case in wrong]
+    if len({case.place for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
+        return False
+    results: list[Fit] = [free.fit(free.evenly()) for _, free in fits]
+    lengths = [case.step.norm for case in wrong]
+    return (
+        all(fit.holds and 0 < fit.factor < 1 for fit in results)
+        and max(lengths) <= (1 + SAME_LENGTH) * min(lengths)
+        # One factor at every step is no clipping.
+        and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
+    )
+
+
+def _is_changed(case: ReceivedGradient) -> bool:
+    return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))

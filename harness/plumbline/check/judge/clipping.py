@@ -1,0 +1,295 @@
+"""Were gradients clipped once, when they were complete, averaged and unscaled, and by the norm of all of them?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import (
+    Noted,
+    failed_observers,
+    information,
+    listed,
+    not_judged,
+    noted,
+    same_parameters,
+    side_by_side,
+)
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+from plumbline.report.text import counted
+
+OBSERVER = "clipping"
+
+NORM_KNOWN_TO = 0.01
+"""How well a norm is known that the script has computed, as a part of it.
+
+Chosen: sums in float32 over millions of entries are rarely worse, but how a script adds up is not recorded. Clipping by
+a norm that is off by less goes unnoticed.
+"""
+
+_TO_AVOID_ZERO = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
+    flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard]
+    found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
+    if not found and (apart := _shards_by_hand(training)) is not None:
+        found = [apart]
+    if not found and (other := _other_length(training)) is not None:  # than asked for, which those may be the cause of
+        found = [other]
+    yield from found
+    yield from failed_observers(training, OBSERVER, "clipping")
+    clipped = [one for one in noted(training, OBSERVER) if _complete(one)]
+    if clipped and not found:
+        yield from _done(training, clipped)
+    yield from _in_part(clipped)
+    if not found:
+        yield from _by_hand(training)
+
+
+def _asked_for(limit: float, norm: float) -> float:
+    """Return the factor of torch.nn.utils.clip_grad_norm_."""
+    return min(1.0, limit / (norm + _TO_AVOID_ZERO))
+
+
+def _complete(one: Noted) -> list[Facts]:
+    """Return the calls between the last backward pass of a step and the step."""
+    last = _last_pass(one)
+    return [call for call in one.facts["calls"] if not call["late"] and (last is None or call["pass"] >= last)]
+
+
+def _last_pass(one: Noted) -> int | None:
+    return max((each.number for each in one.step.passes), default=None)
+
+
+def _is_effective(call: Facts, facts: Facts) -> bool:
+    return bool(call["factor"] < 1 - facts["roundings"])
+
+
+def _before_unscaling(training: RecordedTraining) -> Finding | None:
+    """Find gradients that were clipped with the loss scale still in them.
+
+    A limit that is multiplied by the scale as well is right; such limits are far larger than those without.
+    """
+    for one in noted(training, OBSERVER):
+        for call in one.facts["calls"]:
+            scaled = call["scale"] >= 1024 and call["limit"] < math.sqrt(call["scale"])
+            if scaled and not call["late"] and _is_effective(call, one.facts):
+                return one.failed(
+                    "clipping",
+                    f"gradients were clipped to {call['limit']:g} while they were still multiplied by the loss scale "
+                    f"of {call['scale']:,g}",
+                    "call scaler.unscale_(optimizer) before clipping",
+                    cause="clipped-before-unscaling",
+                    family="clipping",
+                )
+    return None
+
+
+def _after_the_step(training: RecordedTraining) -> Finding | None:
+    """Find optimizers whose gradients are clipped only after they have been used."""
+    histories: dict[tuple[int, int], list[Noted]] = {}
+    for one in noted(training, OBSERVER):
+        histories.setdefault((one.rank, one.step.optimizer), []).append(one)
+    for steps in histories.values():
+        calls = [(one, call) for one in steps for call in one.facts["calls"]]
+        late = [(one, call) for one, call in calls if call["late"] and _is_effective(call, one.facts)]
+        if late and all(call["late"] for _, call in calls):
+            one, call = late[0]
+            return one.failed(
+                "clipping",
+                f"gradients are clipped to {call['limit']:g} only after the optimizer's step has used them",
+                "clip between the last backward pass and the step",
+                cause="not-clipped",
+                family="clipping",
+            )
+    return None
+
+
+def _every_micro_batch(training: RecordedTraining) -> Finding | None:
+    """Find gradients to which a later backward pass of the same step was added after they had been clipped."""
+    for one in noted(training, OBSERVER):
+        last = _last_pass(one)
+        for call in one.facts["calls"]:
+            early = last is not None and call["pass"] < last and not call["inside"]
+            if early and call["kept"] and not call["late"] and _is_effective(call, one.facts):
+                return one.failed(
+                    "clipping",
+                    f"gradients were clipped to {call['limit']:g} before the last backward pass of their step",
+                    "clip once, after the last backward pass",
+                    cause="clipped-every-micro-batch",
+                    family="clipping",
+                )
+    return None
+
+
+def _before_averaging(training: RecordedTraining) -> Finding | None:
+    """Find ranks that step with one gradient, but each of which clipped by a norm of its own."""
+    for ranks, calls in _last_calls(training, sharded=False):
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if not any(_is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
+            continue
+        known_to = max(NORM_KNOWN_TO, rounding)
+        held = [math.hypot(call["norm"], call["others"]) for call in calls.values()]
+        used = [call["returned"] for call in calls.values()]
+        norms: list[float] = []
+        if _differ(held, rounding) and _are_equal([one.step.received for one in ranks.values()], rounding):
+            norms = held
+        elif _differ(used, known_to) and _are_equal([one.step.unclipped for one in ranks.values()], rounding):
+            norms = used  # which was computed before, of other gradients
+        if norms:
+            first = next(iter(ranks.values()))
+            return accuse(
+                "clipping",
+                f"each rank clipped by a norm of its own ({listed(f'{norm:.6g}' for norm in norms)}), although all of "
+                "them step with the same gradient, first",
+                "clip after the all-reduce",
+                cause="clipped-before-averaging",
+                family="clipping",
+                step=first.step.number,
+            )
+    return None
+
+
+def _shard_by_shard(training: RecordedTraining) -> Finding | None:
+    """Find shards of one gradient that were scaled by different factors."""
+    for ranks, calls in _last_calls(training, sharded=True):
+        factors = [call["factor"] for call in calls.values() if call["norm"]]
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if factors and max(factors) - min(factors) > rounding:
+            first = next(iter(ranks.values()))
+            return accuse(
+                "clipping",
+                f"each rank's shards were scaled by a factor of their own ({listed(f'{one:.6g}' for one in factors)}), "
+                "first",
+                "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=first.step.number,
+            )
+    return None
+
+
+def _shards_by_hand(training: RecordedTraining) -> Finding | None:
+    """Find shards of one gradient that the script itself multiplied by different factors."""
+    if not rank_layout(training).is_sharded:
+        return None
+    for ranks in side_by_side(training, OBSERVER):
+        factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
+            return accuse(
+                "clipping",
+                "the script multiplied each rank's shards by another factor "
+                f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient, first",
+                "compute one factor, from the norm over all shards",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=next(iter(ranks.values())).step.number,
+            )
+    return None
+
+
+def _other_length(training: RecordedTraining) -> Finding | None:
+    """Find gradients that became longer or shorter than the call asked for, by the norm that they had."""
+    for one in noted(training, OBSERVER):
+        for call in one.facts["calls"]:
+            norm = math.hypot(call["norm"], call["others"])
+            if call["kind"] != "norm" or call["norm_type"] != 2.0 or call["sharded"] or call["given"]:
+                continue
+            if not norm or norm == math.inf:
+                continue
+            due = _asked_for(call["limit"], norm)
+            if abs(call["factor"] - due) > max(NORM_KNOWN_TO, one.facts["roundings"]) * due:
+                return one.failed(
+                    "clipping",
+                    f"clipping to {call['limit']:g} multiplied gradients of norm {norm:.6g} by {call['factor']:.6g} "
+                    f"where {due:.6g} was due",
+                    "call torch.nn.utils.clip_grad_norm_, or give clip_grads_with_norm_ the norm of all gradients",
+                    cause="clipped-to-another-length",
+                    family="clipping",
+                )
+    return None
+
+
+def _last_calls(training: RecordedTraining, *, sharded: bool) -> Iterator[tuple[Mapping[int, Noted], dict[int, Facts]]]:
+    """Yield steps that every rank took with the same model, and the last call of each rank before them.
+
+    Only steps before which every rank clipped by a norm, all of them ``sharded`` gradients, or all of them whole ones.
+    """
+    for ranks in side_by_side(training, OBSERVER):
+        calls = {rank: own[-1] for rank, one in ranks.items() if (own := _complete(one))}
+        everywhere = 1 < len(calls) == training.world_size and same_parameters(ranks.values())
+        if everywhere and all(call["kind"] == "norm" and call["sharded"] == sharded for call in calls.values()):
+            yield ranks, calls
+
+
+def _differ(norms: Sequence[float | None], by: float) -> bool:
+    """Return whether norms, all of which are known, differ by more than a part of the largest."""
+    known = [norm for norm in norms if norm is not None]
+    return len(known) == len(norms) and max(known) - min(known) > by * max(known)
+
+
+def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
+    """Return whether gradients, all of which were recorded, are one."""
+    vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
+    if len(vectors) < len(gradients):
+        return False
+    most = rounding * float(vectors[0].norm())
+    return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)
+
+
+def _done(training: RecordedTraining, clipped: list[Noted]) -> Iterator[Finding]:
+    """Yield what the calls did; where none of them changed a gradient, whether they are right is not known.
+
+    A call without a limit only measures the norm.
+    """
+    every = [(call, one.facts) for one in clipped for call in _complete(one)]
+    calls = [(call, facts) for call, facts in every if call["limit"] < math.inf]
+    if not calls:
+        return
+    limits = listed(dict.fromkeys(f"{call['kind']} {call['limit']:g}" for call, _ in calls))
+    shorter = sum(_is_effective(call, facts) for call, facts in calls)
+    over = " over all ranks" if training.world_size > 1 else ""
+    made = f"{counted(len(calls), 'call')}{over}"
+    if shorter:
+        yield passed(
+            "clipping",
+            f"gradients were clipped to {limits} between the last backward pass and the step; {shorter} of {made} made "
+            "them shorter",
+        )
+    else:
+        yield not_judged("clipping", f"no gradient was above the limit ({limits}), so {made} changed nothing")
+
+
+def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
+    for one in clipped:
+        calls = _complete(one)
+        covered = max(call["covered"] for call in calls)
+        if covered < one.facts["of"]:
+            yield information(
+                "clipping",
+                f"a call clipped {covered} of the {one.facts['of']} gradients of an optimizer, first at {one.name}",
+            )
+            return
+
+
+def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
+    for one in noted(training, OBSERVER):
+        factor = (one.facts["by_hand"] or {}).get("factor")
+        if factor is not None:
+            yield information(
+                "clipping",
+                f"the script itself multiplied all gradients by {factor:.6g} between the last backward pass and the "
+                f"step, first at {one.name} on rank {one.rank}",
+            )
+            return

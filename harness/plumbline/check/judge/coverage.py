@@ -1,0 +1,230 @@
+"""Which share of a training's trainable parameters was judged, and why the rest was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.gradient_evidence import (
+    ALIKE_PARTS,
+    NOT_FINITE,
+    REDUCED_IN_STEP,
+    GradientEvidence,
+    gradient_evidence,
+)
+from plumbline.check.judge.recomputation import recomputed_unjudged
+from plumbline.check.judge.update import NOT_MOVED, Key, replayed_updates
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+
+NO_REPLAY = "its backward passes were not computed again"
+IN_PARTS = "each rank holds another part of it"
+LATE = "its optimizer began after the recorded steps, which --after N moves"
+NO_STEP = "its optimizer took none of the recorded steps; record more of them"
+NO_GRADIENT = "it received no gradient in the recorded steps"
+ZERO_GRADIENT = "its gradient was zero in the recorded steps"
+NOT_FOLLOWED = "its gradient did not come from a backward pass that can be followed"
+NOT_SHARED = "it is not in every rank's optimizer"
+REMOVED = "the script sets its gradient to None before the step"
+NO_REPLAYED_STEP = "its optimizer's step was not computed again"
+RECOMPUTED = "other values may have been recomputed for it than in the forward, and it could not be computed again"
+NO_ANSWER = "the line about gradients has the reason"
+
+_REASONS = {
+    ALIKE_PARTS: "all ranks compute the same gradient for it",
+    NOT_FINITE: "its gradient was not finite",
+    REDUCED_IN_STEP: "its optimizer's step communicates",
+}
+
+NOT_SAMPLED = "it is not in the part of the parameters that --sample-parameters asks for"
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """Parameters that were left out, for one reason; ``entries`` counts their elements."""
+
+    why: str
+    names: tuple[str, ...]
+    entries: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of ``of`` elements of parameters ``entries``, and why not the others, those of most elements first."""
+
+    entries: int
+    of: int
+    left_out: tuple[Uncovered, ...]
+
+    @property
+    def part(self) -> float:
+        """The share, from 0 to 1."""
+        return self.entries / self.of if self.of else 0.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Elements of the trainable parameters, of one rank's where all ranks hold the same.
+
+    ``gradients`` and ``updates`` count those whose gradient, and whose update, was compared with one that is not zero,
+    so that it could have differed. Gradients of ``replays`` were also computed again in float64.
+    """
+
+    gradients: Share
+    updates: Share
+    replays: Share
+
+    @property
+    def entries(self) -> int:
+        """The elements of all parameters."""
+        return self.gradients.of
+
+    @property
+    def nothing_moved(self) -> bool:
+        """Whether no weight was due to move in any recorded step, and none did."""
+        return not self.updates.entries and {one.why for one in self.updates.left_out} == {NOT_MOVED}
+
+
+def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) -> Coverage:
+    """Return what was judged of a training.
+
+    ``findings`` are those about it: where a question about gradients has no answer, none of them was judged.
+    """
+    entries = {
+        (step.optimizer, one.name): one.entries
+        for rank in training.ranks
+        for step in rank.steps
+        for one in step.parameters
+        if one.trained
+    }
+    unstepped = {key: size for key, size in _unstepped(training) if key not in entries}
+    late = {key: size for key, size in _late(training) if key not in entries}
+    never = dict.fromkeys(unstepped, NO_STEP) | dict.fromkeys(late, LATE)
+    entries |= unstepped | late
+    answered = [one for one in findings if one.check == "gradients"]
+    gradients = dict(_gradients_left_out(training, gradient_evidence(training)))
+    gradients = dict.fromkeys(recomputed_unjudged(training), RECOMPUTED) | gradients
+    if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
+        gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
+    return Coverage(
+        _share(entries, gradients | never),
+        _share(entries, _updates_left_out(training, entries) | never),
+        _share(entries, _replays_left_out(training) | never),
+    )
+
+
+def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
+    why = {key: reason for key, reason in why.items() if key in entries}
+    left_out = []
+    for reason in dict.fromkeys(why.values()):
+        keys = [key for key, value in why.items() if value == reason]
+        left_out.append(Uncovered(reason, tuple(name for _, name in keys), sum(entries[key] for key in keys)))
+    judged = sum(size for key, size in entries.items() if key not in why)
+    return Share(judged, sum(entries.values()), tuple(sorted(left_out, key=lambda one: -one.entries)))
+
+
+def _unstepped(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
+    """Yield each parameter of optimizers that have no recorded step, and its size."""
+    for rank in training.ranks:
+        for optimizer, parameters in (rank.facts.get("unstepped") or {}).items():
+            for name, size in parameters.items():
+                yield (int(optimizer), name), size
+
+
+def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
+    """Yield each parameter of optimizers that began after the recorded steps, with a negative number, and its size."""
+    for rank in training.ranks:
+        for optimizer, parameters in (rank.facts.get("late") or {}).items():
+            for name, size in parameters.items():
+                yield (-1 - int(optimizer), name), size
+
+
+def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) -> Iterator[tuple[Key, str]]:
+    """Yield each parameter of a recorded step whose gradient was compared with nothing, and why."""
+    compared: set[Key] = set()
+    known: dict[Key, str] = {}
+    for case, _ in evidence.judged:
+        for parameter, is_compared, removed in zip(case.parameters, case.compared, case.removed, strict=True):
+            key = (case.step.optimizer, parameter.name)
+            if is_compared:
+                compared.add(key)
+            elif removed:
+                known[key] = REMOVED
+            elif parameter.name in case.parts:
+                known[key] = IN_PARTS
+    for why, reason in _REASONS.items():
+        for case in evidence.unjudged.get(why, ()):
+            known |= {(case.step.optimizer, one.name): reason for one in case.parameters}
+    shared = {(case.step.optimizer, one.name) for case in evidence.cases for one in case.parameters}
+    for rank in training.ranks:
+        reasons = rank.facts.get("uncovered") or {}
+        for step in rank.steps:
+            for place, parameter in enumerate(step.parameters):
+                key = (step.optimizer, parameter.name)
+                if key in compared:
+                    continue
+                if not parameter.sampled:
+                    yield key, NOT_SAMPLED
+                elif key in known:
+                    yield key, known[key]
+                elif shared and key not in shared:
+                    yield key, NOT_SHARED
+                else:
+                    yield key, _why_not_compared(rank.steps, key, place, reasons.get(parameter.name))
+
+
+def _why_not_compared(steps: Iterable[RecordedStep], key: Key, place: int, reason: str | None) -> str:
+    """Return why nothing arrived at a parameter, from what its optimizer received."""
+    own = [step.parts(step.received)[place] for step in steps if step.optimizer == key[0]]
+    if all(bool(part.isnan().all()) for part in own):
+        return NO_GRADIENT
+    if not any(bool(part.nan_to_num().any()) for part in own):
+        return ZERO_GRADIENT
+    return reason or NOT_FOLLOWED
+
+
+def _updates_left_out(training: RecordedTraining, entries: Iterable[Key]) -> dict[Key, str]:
+    updates = replayed_updates(training)
+    judged, why = updates.judged, updates.left_out
+    return {key: why.get(key, NO_REPLAYED_STEP) for key in entries if key not in judged}
+
+
+def _replays_left_out(training: RecordedTraining) -> dict[Key, str]:
+    """Return why a parameter was not computed again on some rank, in some step; where nothing arrived at all, too."""
+    why: dict[Key, str] = {}
+    arrived: set[Key] = set()
+    every: set[Key] = set()
+    for rank in training.ranks:
+        for step in rank.steps:
+            for name, reason, reached in _replayed(step, rank.facts.get("uncovered") or {}):
+                key = (step.optimizer, name)
+                every.add(key)
+                if reached:
+                    arrived.add(key)
+                if reason:
+                    why.setdefault(key, reason)
+    return why | {key: NO_GRADIENT for key in every - arrived if key not in why}
+
+
+def _replayed(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
+    """Yield each parameter's name, why it was not replayed ("" if it was), and whether a gradient arrived."""
+    reached = [_holds_any(one.local != 0, step) for one in step.passes]
+    unknown = [
+        there if one.exact is None else there & _holds_any(one.exact.isnan(), step)
+        for there, one in zip(reached, step.passes, strict=True)
+    ]
+    for place, parameter in enumerate(step.parameters):
+        why = reasons.get(parameter.name, NO_REPLAY) if any(bool(one[place]) for one in unknown) else ""
+        why = why if parameter.sampled else NOT_SAMPLED
+        yield parameter.name, why, any(bool(one[place]) for one in reached)
+
+
+def _holds_any(marked: Tensor, step: RecordedStep) -> Tensor:
+    """Return for each parameter whether any entry of its segment is marked."""
+    lengths = torch.tensor([one.length for one in step.parameters])
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, numbers, marked.long()) > 0

@@ -1,0 +1,269 @@
+"""One rank's received gradient at one step, and what it may be a combination of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
+
+SKETCH_MARGIN = 2.0
+"""By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
+
+_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The unit roundoff of each format: half the distance from 1 to the next larger number."""
+
+_UNDERFLOW = {"float16": 2.0**-25}
+"""Half the distance between the smallest numbers of a format, where gradients come near to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """A linear combination of local gradients, with one coefficient for each backward pass of each rank.
+
+    ``more`` is added as it is: a gradient of an earlier step, for example.
+    """
+
+    coefficients: Mapping[int, Sequence[float]]
+    more: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a combination fits: the largest error of a parameter over its rounding bound, and the common factor."""
+
+    ratio: float
+    factor: float
+    worst: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference in every parameter."""
+        return self.ratio <= SKETCH_MARGIN
+
+
+@dataclass(frozen=True, order=True)
+class TimesNoise:
+    """An error, and the largest one of a right gradient, both in multiples of one noise."""
+
+    error: float
+    limit: float
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedGradient:
+    """One rank at one step.
+
+    ``ranks`` has this step as each rank recorded it, ``previous`` the step before of this rank. ``free_factor``: the
+    gradient may be shorter by one factor, because it was clipped. ``hook_format`` is the format to which a
+    communication hook rounds gradients, "" without one. ``parts`` are the names of parameters of which each rank holds
+    another part: how their gradients belong together is not known.
+    """
+
+    place: int
+    rank: int
+    ranks: Mapping[int, RecordedStep]
+    previous: RecordedStep | None = None
+    free_factor: bool = False
+    hook_format: str = ""
+    parts: frozenset[str] = frozenset()
+
+    @property
+    def step(self) -> RecordedStep:
+        """The step of this rank."""
+        return self.ranks[self.rank]
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the optimizer, in its order."""
+        return self.step.parameters
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes of this rank."""
+        return len(self.step.passes)
+
+    @property
+    def location(self) -> str:
+        """Step and rank in words."""
+        return f"step {self.place}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @cached_property
+    def received(self) -> Tensor:
+        """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
+        given = self.step.received if self.step.unclipped is None else self.step.unclipped
+        return torch.where(given.isnan(), 0.0, given)
+
+    @cached_property
+    def covered(self) -> Tensor:
+        """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received.
+
+        Not where it was removed: such a parameter does not move, which is how scripts freeze one for a while.
+        """
+        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed & ~self._held_in_parts
+
+    @cached_property
+    def removed(self) -> Tensor:
+        """For each parameter, whether every rank set its gradient to None before the step, but not those of all."""
+        none = [[bool(part.isnan().all()) for part in one.parts(one.received)] for one in self.ranks.values()]
+        everywhere = torch.tensor(none, dtype=torch.bool).reshape(len(none), len(self.parameters)).all(0)
+        return everywhere & self._arrived & ~everywhere.all()
+
+    @cached_property
+    def _arrived(self) -> Tensor:
+        passes = [one for step in self.ranks.values() for one in _all(step)]
+        return (torch.stack([self.norms(one.local) for one in passes] or [self.zero]) > 0).any(0)
+
+    @property
+    def _held_in_parts(self) -> Tensor:
+        return torch.tensor([one.name in self.parts for one in self.parameters], dtype=torch.bool)
+
+    @property
+    def zero(self) -> Tensor:
+        """A zero for each parameter."""
+        return torch.zeros(len(self.parameters), dtype=torch.float64)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all local gradients and the received one are finite."""
+        return all(
+            bool(v.isfinite().all()) for v in [self.received, *(o.local for s in self.ranks.values() for o in s.passes)]
+        )
+
+    @property
+    def compared(self) -> Tensor:
+        """For each parameter, whether its gradient is compared with one that is not zero: it could have differed."""
+        return self._arrived & ~self.removed & ~self._held_in_parts
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the optimizer received a gradient that is zero throughout."""
+        return bool(self.step.received.isfinite().any()) and not bool(self.received.any())
+
+    def norms(self, vector: Tensor) -> Tensor:
+        """Return the norm of each parameter's segment."""
+        return self.step.norms(vector)
+
+    def alone(self, rank: int) -> Combination:
+        """Return one rank's own gradient."""
+        return Combination({each: [float(each == rank)] * len(step.passes) for each, step in self.ranks.items()})
+
+    def evenly(self, factor: float = 1.0) -> Combination:
+        """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""
+        return Combination({rank: [factor / self.world] * len(step.passes) for rank, step in self.ranks.items()})
+
+    def exact(self, combination: Combination) -> Tensor | None:
+        """Return a combination of the exact gradients, NaN where there is none for a parameter; None without any."""
+        parts = [
+            coefficient * one.exact / one.scale
+            for rank, step in self.ranks.items()
+            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True)
+            if one.exact is not None
+        ]
+        wanted = sum(len(step.passes) for step in self.ranks.values())
+        return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == wanted else None
+
+    def value(self, combination: Combination) -> Tensor:
+        """Return the combination of local gradients."""
+        total = torch.zeros_like(self.received)
+        for rank, step in self.ranks.items():
+            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True):
+                if coefficient:
+                    total = total + coefficient / one.scale * one.local
+        return total if combination.more is None else total + combination.more
+
+    def bound(self, combination: Combination) -> Tensor:
+        """Return a bound on the rounding error of each parameter in a combination of local gradients.
+
+        Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the
+        sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format
+        has no smaller numbers, each rounds by a constant as well (2.4).
+        """
+        total, count = self.zero, 3
+        for weights, passes in self._weights(combination):
+            count += 1 + len(passes)
+            for weight, one in zip(weights, passes, strict=True):
+                if weight:
+                    total = total + weight * self.norms(one.local)
+        if combination.more is not None:
+            total = total + self.norms(combination.more)
+        # The last term is the rounding of the projections themselves, which are sums in float64.
+        return count * ((self.units + 2.0**-50) * total + self._underflow(combination))
+
+    @cached_property
+    def units(self) -> Tensor:
+        """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
+        coarsest = [max(_UNIT.get(dtype, 2.0**-24) for dtype in self._formats(one)) for one in self.parameters]
+        return torch.tensor(coarsest, dtype=torch.float64)
+
+    def _formats(self, parameter: Parameter) -> list[str]:
+        """Return the formats on the way of a parameter's gradient to the optimizer."""
+        return [one for one in (parameter.dtype, parameter.reduced, self.hook_format) if one]
+
+    def _weights(self, combination: Combination) -> Iterator[tuple[list[float], Sequence[BackwardPass]]]:
+        """Yield each rank's backward passes, and how much an error of each weighs in a combination."""
+        for rank, step in self.ranks.items():
+            pairs = zip(combination.coefficients[rank], step.passes, strict=True)
+            yield [abs(coefficient) / one.scale for coefficient, one in pairs], step.passes
+
+    def _underflow(self, combination: Combination) -> Tensor:
+        """Return the norm of the constant part of one rounding of each parameter's gradient on every rank."""
+        weight = sum(max(weights, default=0.0) for weights, _ in self._weights(combination))
+        constants = [max(_UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
+        entries = [one.entries for one in self.parameters]
+        return weight * torch.tensor(constants, dtype=torch.float64) * torch.tensor(entries, dtype=torch.float64).sqrt()
+
+    def fit(self, combination: Combination) -> Fit:
+        """Compare a combination with what was received, up to a common factor where there may be one."""
+        ratios, factor = self.errors(combination)
+        worst = int(ratios.argmax()) if len(ratios) else 0
+        return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
+
+    def errors(self, combination: Combination) -> tuple[Tensor, float]:
+        """Return each covered parameter's error over its bound, 0 for the others, and the common factor."""
+        value, bound = self.value(combination), self.bound(combination)
+        factor = 1.0
+        if self.free_factor:
+            square = float(value @ value)
+            factor = max(0.0, float(self.received @ value) / square) if square else 1.0
+        error = self.norms(self.received - factor * value) * self.covered
+        ratio = error / (factor * bound).clamp_min(torch.finfo(torch.float64).tiny)
+        return torch.where(error > 0, ratio, self.zero), factor
+
+    def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> TimesNoise | None:
+        """Return the error of all covered parameters together, or of one; None without any noise.
+
+        Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
+        for each addition on the way to the optimizer, which are taken to be independent. A communication hook rounds
+        each rank's gradient first. The limit is the largest error that ``fit`` takes for rounding: its bound is around
+        the local gradients, and the error is that from the exact ones.
+        """
+        value, exact = self.value(combination), self.exact(combination)
+        target = value if exact is None else torch.where(exact.isnan(), value, exact)
+        error = self.norms(self.received - factor * target)
+        additions = sum(len(step.passes) for step in self.ranks.values())
+        roundings = [self.norms(value - target), additions**0.5 * self.units * self.norms(value)]
+        if self.hook_format:
+            roundings.append(self._underflow(combination))
+            for weights, passes in self._weights(combination):
+                roundings += [w * self.units * self.norms(one.local) for w, one in zip(weights, passes, strict=True)]
+        noise = factor * torch.stack(roundings).norm(dim=0)
+        bound = factor * (SKETCH_MARGIN * self.bound(combination) + self.norms(value - target))
+        counted = self.covered.double()
+        if only is not None:
+            counted = counted * (torch.arange(len(counted)) == only)
+        together, largest, total = (float((each * counted).norm()) for each in (error, bound, noise))
+        return TimesNoise(together / total, largest / total) if total else None
+
+
+def _all(step: RecordedStep) -> Sequence[BackwardPass]:
+    return (*step.passes, *step.other_passes)

@@ -1,0 +1,154 @@
+"""Which received gradients can be judged, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.gradient_case import Combination, ReceivedGradient
+from plumbline.check.judge.model_parts import forward_communicates, model_parts
+from plumbline.check.judge.recorded_weights import weights_at
+from plumbline.check.judge.shared_parameters import shared_part
+
+NOT_FINITE = "gradients were not finite"
+NOT_FOLLOWED = (
+    "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
+    "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
+)
+DISTRIBUTED = (
+    "the parameters and their gradients are DTensors, parts of tensors on a device mesh, which are judged only where "
+    "fully_shard made them"
+)
+IN_PARTS = (
+    "each rank holds another part of the model, as with experts or tensor parallelism; how gradients of such parts "
+    "belong together is not judged yet"
+)
+ALIKE_PARTS = (
+    "the forward communicates, and all ranks compute the same gradients: they may hold equal parts of one model, as "
+    "with tensor parallelism, and how gradients of such parts belong together is not judged yet"
+)
+ZERO = "every gradient was zero in the recorded steps, so that nothing could have differed"
+REDUCED_IN_STEP = (
+    "the optimizer's step communicates, and all ranks hold the same weights after it although each steps with its own "
+    "gradients: whether it averages them is not known"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientEvidence:
+    """Received gradients with what is right for each, and the others by the reason why they cannot be judged."""
+
+    judged: list[tuple[ReceivedGradient, Combination]]
+    unjudged: Mapping[str, list[ReceivedGradient]]
+
+    @property
+    def cases(self) -> list[ReceivedGradient]:
+        """All of them."""
+        return [case for case, _ in self.judged] + [case for cases in self.unjudged.values() for case in cases]
+
+
+def gradient_evidence(training: RecordedTraining) -> GradientEvidence:
+    """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""
+    judged: list[tuple[ReceivedGradient, Combination]] = []
+    unjudged: dict[str, list[ReceivedGradient]] = {}
+    communicates = forward_communicates(training)
+    for case, recorded in _received_gradients(training):
+        right = right_combination(case)
+        why = _why_unjudged(case, right, recorded)
+        if not why and communicates and _is_alike_on_all_ranks(case):
+            why = ALIKE_PARTS
+        if why:
+            unjudged.setdefault(why, []).append(case)
+        else:
+            judged.append((case, right))
+    return GradientEvidence(judged, unjudged)
+
+
+def right_combination(case: ReceivedGradient) -> Combination:
+    """Return what is right: the mean over ranks of the passes that belong to the step.
+
+    Where passes of other optimizers' steps left gradients in the same parameters and nobody zeroed them, they are part
+    of what the optimizer is meant to receive: two optimizers may step at different frequencies.
+    """
+    right = case.evenly()
+    if not any(step.other_passes for step in case.ranks.values()) or case.fit(right).holds:
+        return right
+    ranks = {rank: replace(step, passes=step.other_passes + step.passes) for rank, step in case.ranks.items()}
+    whole = replace(case, ranks=ranks)
+    wider = whole.evenly()
+    more = whole.value(wider) - case.value(right)
+    together = Combination(right.coefficients, more)
+    return together if case.fit(together).holds else right
+
+
+def _received_gradients(
+    training: RecordedTraining,
+) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
+    """Yield each received gradient, and the whole step of each rank."""
+    previous: dict[tuple[int, int], RecordedStep] = {}
+    held_in_parts = model_parts(training)
+    hook_format = _hook_format(training)
+    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+        recorded = training.at(place)
+        alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
+        if not alike or len(recorded) < training.world_size:
+            return
+        ranks = shared_part(recorded)
+        optimizer = next(iter(ranks.values())).optimizer
+        parts = frozenset(name for number, name in held_in_parts if number == optimizer)
+        for rank, step in ranks.items():
+            if not step.skipped and step.parameters:
+                before = previous.get((rank, step.optimizer))
+                if before is not None and before.parameters != step.parameters:
+                    before = None
+                case = ReceivedGradient(place, rank, ranks, before, hook_format=hook_format, parts=parts)
+                yield case, recorded
+            previous[rank, step.optimizer] = step
+
+
+def _hook_format(training: RecordedTraining) -> str:
+    """Return the format to which a communication hook of torch rounds gradients, "" without one."""
+    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
+    if any("bf16" in name for name in hooks):
+        return "bfloat16"
+    return "float16" if any("fp16" in name for name in hooks) else ""
+
+
+def _why_unjudged(case: ReceivedGradient, right: Combination, recorded: Mapping[int, RecordedStep]) -> str:
+    """Return why a gradient cannot be judged, "" if it can."""
+    if not case.is_finite:
+        return NOT_FINITE
+    if not case.compared.any():
+        return _why_nothing_arrived(case)
+    if not case.fit(right).holds and _is_reduced_in_step(case.place, recorded):
+        return REDUCED_IN_STEP
+    return ""
+
+
+def _is_alike_on_all_ranks(case: ReceivedGradient) -> bool:
+    """Return whether all ranks compute the same gradients, bit for bit: no reduction over them can be seen."""
+    own = [case.value(case.alone(rank)) for rank in case.ranks]
+    return case.world > 1 and all(not bool((case.norms(one - own[0]) * case.compared).any()) for one in own)
+
+
+def _why_nothing_arrived(case: ReceivedGradient) -> str:
+    if case.is_zero:
+        return ZERO
+    if any(one.facts.get("distributed") for step in case.ranks.values() for one in step.passes):
+        return DISTRIBUTED
+    return IN_PARTS if case.parts else NOT_FOLLOWED
+
+
+def _is_reduced_in_step(place: int, steps: Mapping[int, RecordedStep]) -> bool:
+    """Return whether ranks step with gradients of their own and make the same weights of them, by communication."""
+    if not all(_communicates(step) for step in steps.values()):
+        return False
+    weights = list(weights_at(place, steps))
+    return any(one.differ("gradients") for one in weights) and not any(
+        one.differ("after") and not one.is_rounding for one in weights
+    )
+
+
+def _communicates(step: RecordedStep) -> bool:
+    return bool(step.facts.get("parallelism", {}).get("collectives"))

@@ -1,0 +1,175 @@
+"""Whether each optimizer received the mean over ranks of what the backward passes of its step computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.advice import advised
+from plumbline.check.judge.changed_by_hand import settled
+from plumbline.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
+from plumbline.check.judge.gradient_evidence import (
+    ALIKE_PARTS,
+    DISTRIBUTED,
+    IN_PARTS,
+    NOT_FINITE,
+    NOT_FOLLOWED,
+    REDUCED_IN_STEP,
+    ZERO,
+    GradientEvidence,
+    gradient_evidence,
+)
+from plumbline.check.judge.gradient_hypotheses import HYPOTHESES
+from plumbline.check.judge.noted import listed, not_judged
+from plumbline.check.judge.shared_parameters import shared_numbers
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, Match, explained
+
+CHECK = "gradients"
+
+
+def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding: all gradients are right, or the worst one and its cause."""
+    evidence = gradient_evidence(training)
+    judged = evidence.judged
+    if not judged:
+        yield Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {_why_none(training, evidence)}")
+        return
+    if REDUCED_IN_STEP in evidence.unjudged:
+        yield not_judged(CHECK, _of_optimizers(evidence.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
+    fits = [(case, right, case.fit(right)) for case, right in judged]
+    wrong = [(case, right, fit) for case, right, fit in fits if not fit.holds]
+    if not wrong:
+        noise = [case.in_noise(right, fit.factor) for case, right, fit in fits]
+        largest = max((one for one in noise if one is not None), default=None)
+        yield Finding(
+            CHECK,
+            Outcome.PASSED,
+            f"every gradient that was judged is {_mean(judged[0][0])}{_removed(judged)}",
+            error_x_noise=None if largest is None else largest.error,
+            limit_x_noise=None if largest is None else largest.limit,
+        )
+        return
+    if any(case.parts for case, _, _ in wrong):
+        yield not_judged(CHECK, IN_PARTS, wrong[0][0].place)
+        return
+    finding = advised(explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong)), training)
+    yield settled(finding, [case for case, _, _ in wrong], training)
+
+
+@dataclass(frozen=True, eq=False)
+class _Wrong(Evidence):
+    """Every wrong gradient: a hypothesis has to fit all of them."""
+
+    wrong: Iterable[tuple[ReceivedGradient, Combination, Fit]]
+
+    def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
+        """Return how a hypothesis fits, with the texts' figures of the first wrong gradient."""
+        first: ReceivedGradient | None = None
+        factor = 1.0
+        for case, right, _ in self.wrong:
+            fitting = [choices for choices in hypothesis.predict(case) if _fits(case, choices)]
+            if not fitting:
+                return None
+            if first is None:
+                first = case
+                factor = _factor(case, right)
+        return None if first is None else Match(first.place, first.rank, _figures(first, factor))
+
+
+def _fits(case: ReceivedGradient, choices: Iterable[Combination]) -> bool:
+    """Return whether each parameter fits one of the choices."""
+    least = None
+    for choice in choices:
+        ratios, _ = case.errors(choice)
+        least = ratios if least is None else least.minimum(ratios)
+    return least is not None and float(least.max()) <= SKETCH_MARGIN
+
+
+def _finding(
+    case: ReceivedGradient,
+    right: Combination,
+    fit: Fit,
+    wrong: list[tuple[ReceivedGradient, Combination, Fit]],
+) -> Finding:
+    expected, received = case.value(right), case.received
+    size, length = float(expected.norm()), float(received.norm())
+    cosine = float(expected @ received) / (size * length) if size and length else 0.0
+    noise = case.in_noise(right, 1.0)
+    if noise is not None and noise.error <= noise.limit:  # one wrong parameter, among many larger ones
+        noise = case.in_noise(right, 1.0, fit.worst) or noise
+    where = f"{case.location} and {len(wrong) - 1} more" if len(wrong) > 1 else case.location
+    return Finding(
+        CHECK,
+        Outcome.FAILED,
+        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × their length, "
+        f"cosine {cosine:.4f}",
+        error_x_noise=None if noise is None else noise.error,
+        step=case.place,
+        parameter=case.parameters[fit.worst].name,
+        rank=case.rank,
+        limit_x_noise=None if noise is None else noise.limit,
+    )
+
+
+def _factor(case: ReceivedGradient, right: Combination) -> float:
+    value = case.value(right)
+    square = float(value @ value)
+    return float(case.received @ value) / square if square else 0.0
+
+
+def _figures(case: ReceivedGradient, factor: float) -> Mapping[str, object]:
+    scale = case.step.passes[-1].scale if case.step.passes else 1.0
+    return {"world": case.world, "passes": case.passes, "rank": case.rank, "scale": scale, "factor": f"{factor:.4g}"}
+
+
+def _mean(case: ReceivedGradient) -> str:
+    over = [f"the mean over {case.world} ranks of" if case.world > 1 else "", "what the backward passes computed"]
+    return " ".join(filter(None, over))
+
+
+def _removed(judged: Iterable[tuple[ReceivedGradient, Combination]]) -> str:
+    names = {one.name for case, _ in judged for one, gone in zip(case.parameters, case.removed, strict=True) if gone}
+    if not names:
+        return ""
+    return f"; the script sets those of {listed(sorted(names))} to None before a step, which leaves them as they are"
+
+
+def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
+    if not any(rank.steps for rank in training.ranks):
+        return "no optimizer stepped"
+    if len(training.ranks) < training.world_size:
+        return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
+    if not evidence.unjudged:
+        return _why_no_case(training)
+    why = next(
+        why
+        for why in (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+        if why in evidence.unjudged
+    )
+    names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
+    if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
+        return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"
+    return why
+
+
+def _why_no_case(training: RecordedTraining) -> str:
+    """Return why no step has a gradient to compare, though every rank recorded steps."""
+    steps = training.at(0)
+    if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
+        return "ranks stepped different optimizers, or at different times"
+    if not any(shared_numbers(steps).values()):
+        return (
+            "no parameter is in every rank's optimizer: the ranks hold different parts of a model, as in a pipeline, "
+            "which is not judged yet"
+        )
+    return "every step was skipped"
+
+
+def _of_optimizers(cases: Iterable[ReceivedGradient]) -> str:
+    """Return which optimizers these gradients belong to, where only some of them are concerned."""
+    names = dict.fromkeys(case.step.facts.get("update", {}).get("class") or "an optimizer" for case in cases)
+    return f"{listed(names)}: "

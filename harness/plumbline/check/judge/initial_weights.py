@@ -1,0 +1,98 @@
+"""Whether all ranks begin with the same weights, where gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import failed_observers, information
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.ranks_agree import must_agree
+from plumbline.check.judge.recorded_weights import (
+    RankWeights,
+    common_steps,
+    differing_parameters,
+    of_all,
+    reduced_parameters,
+    weights_at,
+)
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+
+CHECK = "initial-weights"
+
+
+def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding about the weights before each optimizer's first recorded step, and about frozen ones."""
+    yield from failed_observers(training, "weights", CHECK)
+    layout = rank_layout(training)
+    if training.world_size == 1:
+        return
+    reduced = reduced_parameters(training)
+    compared, every, seen = 0, 0, set()
+    for place, steps in common_steps(training):
+        step = steps[training.ranks[0].rank]
+        if step.optimizer in seen:
+            continue
+        seen.add(step.optimizer)
+        weights = list(weights_at(place, steps))
+        compared += len(weights)
+        every += len(step.parameters)
+        differing = [one for one in weights if one.differ("before")]
+        accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
+        if accused:
+            yield _failure(accused, len(weights), place, step.number)
+            return
+        if differing:
+            what = differing_parameters([one.parameter.name for one in differing], len(weights))
+            yield information(CHECK, f"{what} between ranks at the first recorded step; {layout.reason}")
+            return
+    frozen = _frozen(training) if layout.is_data_parallel else None
+    if frozen is not None:
+        yield frozen
+    elif compared:
+        yield passed(CHECK, f"all ranks begin with the same {of_all(compared, every)}")
+
+
+def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
+    worst = max(accused, key=lambda one: one.distance)
+    what = differing_parameters([one.parameter.name for one in accused], of)
+    size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
+    message = f"{what} between ranks before the first recorded step, by up to {size}"
+    if number:  # they may have been equal once
+        finding = accuse(CHECK, message, f"look for what changes weights before step {number}", family="sync")
+    else:
+        finding = accuse(
+            CHECK,
+            message,
+            "broadcast all of them from one rank before training, and change none on one rank afterwards",
+            cause="not-broadcast",
+            family="sync",
+            parameter=worst.parameter.name,
+        )
+    return replace(finding, step=place)
+
+
+def _frozen(training: RecordedTraining) -> Finding | None:
+    """Return the failure of frozen weights that a DistributedDataParallel has broadcast, and that differ."""
+    for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
+        tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
+        if not all(module["wrapped"] for module in modules) or any(
+            table.keys() != tables[0].keys() for table in tables
+        ):
+            continue
+        frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
+        differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
+        if differing:
+            return accuse(
+                CHECK,
+                f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
+                "forward, although DistributedDataParallel broadcast them when it was made",
+                "load and initialise weights before DistributedDataParallel is made",
+                cause="not-broadcast",
+                family="sync",
+                parameter=differing[0],
+            )
+    return None

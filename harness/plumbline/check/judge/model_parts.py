@@ -1,0 +1,33 @@
+"""Which parameters are one rank's part of a model, as experts and the shards of tensor parallelism by hand are."""
+
+from __future__ import annotations
+
+from plumbline.check.evidence.training import COMMUNICATES, RecordedTraining
+from plumbline.check.judge.recorded_weights import common_steps, weights_at
+
+
+def forward_communicates(training: RecordedTraining) -> bool:
+    """Say whether some module's forward talks to other ranks."""
+    reasons = [why for rank in training.ranks for why in (rank.facts.get("uncovered") or {}).values()]
+    return any(COMMUNICATES in why for why in reasons)
+
+
+def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return the optimizer and the name of each parameter of which every rank holds another part.
+
+    Its weights are different on the ranks from the beginning, ranks never step with one gradient for it, and the
+    model's forward communicates. Where no forward does, these are parameters that somebody forgot to synchronise.
+    """
+    if not forward_communicates(training):
+        return set()
+    apart: set[tuple[int, str]] = set()
+    shared: set[tuple[int, str]] = set()
+    for place, steps in common_steps(training):
+        optimizer = next(iter(steps.values())).optimizer
+        for one in weights_at(place, steps):
+            key = (optimizer, one.parameter.name)
+            if one.differ("began") and not one.is_wrapped:
+                apart.add(key)
+            if one.share_gradient:
+                shared.add(key)
+    return apart - shared

@@ -1,0 +1,104 @@
+"""Reads what observers noted: facts of steps with their place, steps of all ranks side by side, names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import failed
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """What one observer noted about one step of one rank."""
+
+    rank: int
+    step: RecordedStep
+    facts: Facts
+
+    @property
+    def name(self) -> str:
+        """The step in words, for messages."""
+        return f"step {self.step.number}" + (f" of optimizer {self.step.optimizer}" if self.step.optimizer else "")
+
+    def parameter(self, number: int) -> str:
+        """Return the name of a parameter by its number in the optimizer's groups."""
+        if number < len(self.step.parameters):
+            return self.step.parameters[number].name
+        return f"parameter {number} of the optimizer"
+
+    def failed(self, check: str, observed: str, hint: str = "", *, cause: str, family: str) -> Finding:
+        """Return a failure: what was observed, that it was first at this step, and what to do."""
+        details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, "cause": cause, "family": family}
+        first = f"{observed}, first"
+        return accuse(check, first, hint, **details) if hint else failed(check, first, **details)
+
+
+def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
+    """Yield what an observer noted about each step, rank after rank."""
+    for rank in training.ranks:
+        for step in rank.steps:
+            if observer in step.facts:
+                yield Noted(rank.rank, step, step.facts[observer])
+
+
+def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[int, Noted]]:
+    """Yield the same step of each rank that took it, by rank: the same optimizer's with the same number."""
+    places: dict[tuple[int, int], dict[int, Noted]] = {}
+    for one in noted(training, observer):
+        places.setdefault((one.step.optimizer, one.step.number), {})[one.rank] = one
+    yield from places.values()
+
+
+def same_parameters(steps: Iterable[Noted]) -> bool:
+    """Return whether ranks step with parameters of the same names and shapes: those of one model, each a copy."""
+    return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
+
+
+@dataclass(frozen=True)
+class Information(Finding):
+    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
+
+
+def information(check: str, message: str, step: int | None = None) -> Information:
+    """Return what the script does, where nothing is wrong with that."""
+    return Information(check, Outcome.PASSED, message, step=step)
+
+
+@dataclass(frozen=True)
+class HeadlineNote(Information):
+    """What is so likely to be a mistake that it stands right under the verdict: whole sentences."""
+
+
+def headline_note(check: str, sentences: str, step: int | None = None) -> HeadlineNote:
+    """Return what the script does, and what to do if it is not meant."""
+    return HeadlineNote(check, Outcome.PASSED, sentences, step=step)
+
+
+def not_judged(check: str, why: str, step: int | None = None) -> Finding:
+    """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
+    return Finding(check, Outcome.SKIPPED, f"not judged: {why}", step=step)
+
+
+def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
+    """Yield a finding where an observer came to an early end."""
+    for rank in training.ranks:
+        if error := (rank.facts.get(observer) or {}).get("error"):
+            yield not_judged(check, f"it could not be recorded on rank {rank.rank}: {error}")
+            return
+
+
+def listed(names: Iterable[object], most: int = 4) -> str:
+    """Return names in one line, of which at most so many are written out."""
+    every = list(map(str, names))
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def amount(number: float) -> str:
+    """Return a number of things: ``1,024``; a fraction of one, as weighted terms have, in six digits."""
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.6g}"

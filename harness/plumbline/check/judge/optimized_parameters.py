@@ -1,0 +1,131 @@
+"""Parameters in the wrong optimizers: in none, on some ranks only, or others in the place of the model's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import information, listed
+from plumbline.check.judge.recorded_weights import OBSERVER as WEIGHTS
+from plumbline.check.judge.recorded_weights import common_steps, reduced_parameters, weights_at
+from plumbline.core.finding import Finding
+from plumbline.report.text import counted
+
+CHECK = "update"
+
+
+def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is wrong, or what no optimizer moves: nothing tells a forgotten parameter from one that is meant."""
+    found = next(_replaced(training), None) or _missing_on_some_ranks(training) or _never_moved(training)
+    if found is not None:
+        yield found
+
+
+def _never_moved(training: RecordedTraining) -> Finding | None:
+    for rank in training.ranks:
+        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
+        names = [name for step in rank.steps[-1:] for name in _unoptimized(step) if name not in late]
+        if names:
+            one = len(names) == 1
+            return information(
+                CHECK,
+                f"{counted(len(names), 'parameter')} require{'s' if one else ''} a gradient and "
+                f"{'is' if one else 'are'} in no optimizer, so {'it never moves' if one else 'they never move'}: "
+                f"{listed(names)}. Is that intended?",
+            )
+    return None
+
+
+def _replaced(training: RecordedTraining) -> Iterator[Finding]:
+    """Find optimizers that hold parameters of no model, while a model's own, of the same shapes, are in none."""
+    for rank in training.ranks:
+        for optimizer in dict.fromkeys(step.optimizer for step in rank.steps):
+            steps = [step for step in rank.steps if step.optimizer == optimizer]
+            stale = _stale(steps)
+            own = {name: facts for name, facts in _unoptimized(steps[-1]).items() if facts["gradient"]}
+            shapes = Counter(tuple(facts["shape"]) for facts in own.values())
+            if not stale or not Counter(steps[-1].parameters[number].shape for number in stale) <= shapes:
+                continue
+            name = steps[-1].facts.get("update", {}).get("class") or "the optimizer"
+            are, move = ("is", "moves") if len(own) == 1 else ("are", "move")
+            yield accuse(
+                CHECK,
+                f"{name} holds {counted(len(stale), 'parameter')} that no module uses and that received no gradient, "
+                f"while {counted(len(own), 'parameter')} of the model that received one {are} in no optimizer and "
+                f"never {move} ({listed(own)})",
+                "make the optimizer after everything that replaces parameters, such as fully_shard, a change of layers "
+                "or a copy of the model",
+                cause="optimizer-holds-other-parameters",
+                family="optimizer",
+                step=steps[0].number,
+                rank=rank.rank,
+                parameter=next(iter(own)),
+            )
+
+
+def _stale(steps: list[RecordedStep]) -> list[int]:
+    """Return the numbers of an optimizer's parameters that no called module holds and that never had a gradient."""
+    return [
+        number
+        for number, parameter in enumerate(steps[-1].parameters)
+        if not parameter.named
+        and parameter.sampled
+        and all(not bool(step.parts(step.received)[number].nan_to_num().any()) for step in steps)
+    ]
+
+
+def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
+    """Find parameters that some ranks optimise and others do not, and that drift apart since."""
+    reduced = reduced_parameters(training)
+    equal: set[str] = set()
+    for place, steps in common_steps(training):
+        optimizer = next(iter(steps.values())).optimizer
+        names = {name for step in steps.values() for name in _unoptimized(step)}
+        digests = {name: _digests(name, steps) for name in sorted(names)}
+        is_one_model = any(key[0] == optimizer for key in reduced) or any(
+            one.is_wrapped for one in weights_at(place, steps)
+        )
+        apart = [name for name in equal if len(set(digests.get(name, {}).values())) > 1]
+        if apart and is_one_model:
+            return _lacking(training.ranks, apart, steps, place)
+        equal |= {name for name, found in digests.items() if len(found) == len(steps) and len(set(found.values())) == 1}
+    return None
+
+
+def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
+    """Return a digest of a parameter's values before a step for each rank, whether or not its optimizer has it."""
+    found = {}
+    for rank, step in steps.items():
+        own = _unoptimized(step).get(name, {}).get("digest")
+        for parameter, before in zip(step.parameters, step.facts.get(WEIGHTS, {}).get("before", ()), strict=False):
+            own = before if parameter.name == name else own
+        if own is not None:
+            found[rank] = own
+    return found
+
+
+def _lacking(
+    ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], place: int
+) -> Finding | None:
+    lacking = [rank.rank for rank in ranks if any(name in _unoptimized(steps[rank.rank]) for name in names)]
+    if len(lacking) == len(ranks):
+        return None
+    are = "is" if len(names) == 1 else "are"
+    return accuse(
+        CHECK,
+        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks and in none on rank "
+        f"{listed(lacking)}, so the ranks drift apart: {listed(sorted(names))}",
+        "give the optimizer of every rank the same parameters",
+        cause="missing-on-some-ranks",
+        family="optimizer",
+        step=place,
+        rank=lacking[0],
+        parameter=sorted(names)[0],
+    )
+
+
+def _unoptimized(step: RecordedStep) -> Mapping[str, Facts]:
+    found: Mapping[str, Facts] = step.facts.get("unoptimized") or {}
+    return found

@@ -1,0 +1,81 @@
+"""In which precision did the training compute, and did every rank do so?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.noted import Noted, information, listed, noted, same_parameters, side_by_side
+from plumbline.core.finding import Finding
+
+OBSERVER = "precision"
+
+
+def judge_precision(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield where a rank computes in another precision than the first, and one finding that says which it is."""
+    if (different := _differ(training)) is not None:
+        yield different
+    steps = list(noted(training, OBSERVER))
+    if steps:
+        yield information("precision", "; ".join(_in_words(training, steps)))
+
+
+def _differ(training: RecordedTraining) -> Finding | None:
+    """Find ranks with copies of one model, on the same kind of device, that differ in every recorded step.
+
+    One rank alone may evaluate now and then, in whatever precision.
+    """
+    seen: dict[tuple[int, int], list[tuple[Noted, Noted, str]]] = {}
+    for ranks in side_by_side(training, OBSERVER):
+        first, *others = ranks.values()
+        for other in others:
+            if same_parameters((first, other)) and first.facts["devices"] == other.facts["devices"]:
+                pairs = seen.setdefault((other.rank, other.step.optimizer), [])
+                pairs.append((first, other, _difference(first, other)))
+    for pairs in seen.values():
+        first, other, what = pairs[0]
+        if all(each for _, _, each in pairs):
+            return other.failed(
+                "precision",
+                f"{what} on rank {first.rank} and rank {other.rank}",
+                "use the same precision on all ranks",
+                cause="precisions-differ",
+                family="amp",
+            )
+    return None
+
+
+def _difference(one: Noted, other: Noted) -> str:
+    """Return in words what differs, "" where nothing does; how often autocast is entered may differ."""
+    for what in ("parameters", "gradients"):
+        left, right = one.facts[what], other.facts[what]
+        if left and right and set(left) != set(right):
+            return f"{what} are {_list(left)} and {_list(right)}"
+    if _real(one.facts["autocast"]) != _real(other.facts["autocast"]):
+        return f"autocast is {_list(_real(one.facts['autocast']))} and {_list(_real(other.facts['autocast']))}"
+    return ""
+
+
+def _real(autocast: Facts) -> set[str]:
+    """Return the autocasts that were entered to compute in another dtype."""
+    return {name for name in autocast if not name.endswith(" off")}
+
+
+def _list(names: object) -> str:
+    return listed(sorted(names)) or "none" if isinstance(names, (dict, set)) else str(names)
+
+
+def _in_words(training: RecordedTraining, steps: list[Noted]) -> Iterator[str]:
+    facts = [one.facts for one in steps]
+    yield f"parameters are {_list({name for one in facts for name in one['parameters']})}"
+    yield f"gradients are {_list({name for one in facts for name in one['gradients']})}"
+    yield f"autocast: {_list(set().union(*(_real(one['autocast']) for one in facts)))}"
+    inside = any(each.facts.get(OBSERVER, {}).get("autocast") for one in steps for each in one.step.passes)
+    if inside:
+        yield "backward passes begin inside autocast"
+    process = training.ranks[0].facts.get(OBSERVER) or {}
+    flags = process.get("flags") or {}
+    if flags.get("matmul", "highest") not in ("highest", "ieee", "none", None):
+        yield f"float32 matrix products have the precision “{flags['matmul']}”"
+    if hooks := process.get("hooks"):
+        yield f"gradients pass through the communication hook {listed(hooks)}"

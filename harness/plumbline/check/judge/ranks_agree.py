@@ -1,0 +1,117 @@
+"""Whether all ranks hold the same weights after each step, where gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import failed_observers, information
+from plumbline.check.judge.rank_layout import RankLayout, rank_layout
+from plumbline.check.judge.recorded_weights import (
+    RankWeights,
+    common_steps,
+    differing_parameters,
+    of_all,
+    reduced_parameters,
+    weights_at,
+)
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed, passed
+from plumbline.report.text import counted
+
+CHECK = "ranks-agree"
+
+
+def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
+    yield from failed_observers(training, "weights", CHECK)
+    if training.world_size == 1:
+        return
+    layout = rank_layout(training)
+    reduced = reduced_parameters(training)
+    known: set[str] = set()
+    seen: set[str] = set()
+    compared, differing_steps, parts = 0, 0, set[str]()
+    for place, steps in common_steps(training):
+        weights = list(weights_at(place, steps))
+        differing = [one for one in weights if one.differ("after")]
+        compared += bool(weights)
+        if len(weights) < (every := len(next(iter(steps.values())).parameters)):
+            parts.add(of_all(len(weights), every))
+        differing_steps += bool(differing)
+        found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
+        known.update(one.parameter.name for one in differing)
+        optimizer = next(iter(steps.values())).optimizer
+        if accused := [one for one in found if must_agree(one, optimizer, layout, reduced)]:
+            first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
+            yield _failure(place, steps, accused, len(weights), first=first)
+            return
+        seen.update(one.parameter.name for one in weights)
+    if not compared:
+        return
+    if not differing_steps:
+        what = f"values of the {min(parts)} that every rank holds whole" if parts else "weights"
+        yield passed(CHECK, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}")
+    elif layout.is_data_parallel:
+        yield passed(
+            CHECK, f"weights that ranks share agree, but for rounding, after each of {counted(compared, 'step')}"
+        )
+    else:
+        yield information(
+            CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
+        )
+
+
+def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
+    """Say whether a parameter is meant to be the same on all ranks: a wrapper or its gradients say so."""
+    if (optimizer, weights.parameter.name) in reduced:
+        return True
+    return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
+
+
+def _failure(
+    place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
+) -> Finding:
+    """Return the failure, with the reason that a rank's step differs from another's."""
+    skipped = [rank for rank, step in steps.items() if step.skipped]
+    if 0 < len(skipped) < len(steps):
+        return accuse(
+            CHECK,
+            f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it",
+            "does each rank look for overflows in its own gradients only?",
+            cause="overflow-decided-alone",
+            family="amp",
+            step=place,
+            rank=skipped[0],
+        )
+    worst = max(accused, key=lambda one: one.distance)
+    what = differing_parameters([one.parameter.name for one in accused], of)
+    message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
+    where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
+    if any(one.differ("before") for one in accused):
+        if first:
+            finding = failed(CHECK, f"{message}: they did so before", cause="not-broadcast", family="sync", **where)
+            return replace(finding, consequence_of="initial-weights")
+        return accuse(
+            CHECK,
+            f"{message}, and before it, although they agreed after the one before",
+            "what writes to the parameters besides the optimizer?",
+            cause="changed-between-steps",
+            family="sync",
+            **where,
+        )
+    if any(one.differ("gradients") for one in accused):
+        observed = f"{message}: ranks step with different gradients"
+        finding = failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
+        return replace(finding, consequence_of="gradients")
+    return accuse(
+        CHECK,
+        f"{message}, although the weights before it and the gradients are the same",
+        "do all ranks have the same learning rate, and the same state in the optimizer?",
+        cause="updates-differ",
+        family="optimizer",
+        **where,
+    )

@@ -1,0 +1,193 @@
+"""Whether activation checkpoints recompute what the forward computed, so that gradients are those of the forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import failed_observers, not_judged
+from plumbline.check.judge.recorded_passes import passes_of
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+from plumbline.report.text import counted
+
+CHECK = "recomputation"
+
+LIMIT = 4.0
+"""How many times as far from the exact gradient as its replay a gradient may be that differs by rounding alone: twice
+as far where both err, and twice that because a distance of few numbers varies."""
+
+RUN_AGAIN = "modules that a backward pass ran again"
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """How far a backward pass is from the gradient of the forward that ran.
+
+    ``parameter`` is furthest from it in multiples of its noise, ``x_noise``. ``share`` is the distance of the whole
+    gradient, relative to its norm.
+    """
+
+    rank: int
+    step: RecordedStep
+    facts: Facts
+    parameter: str
+    x_noise: float
+    share: float
+
+
+def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield whether what was recomputed is what the forwards computed; nothing where nothing was recomputed."""
+    yield from failed_observers(training, "recomputation", CHECK)
+    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := one.facts.get(CHECK))]
+    if not noted:
+        return
+    compared, different = (sum(facts[name] for facts in noted) for name in ("compared", "different"))
+    if not different and not any(facts["by_hand"] for facts in noted):
+        yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the values of the forward")
+        return
+    found = f"{different} of {compared} recomputed activation checkpoints" if different else RUN_AGAIN
+    judged = [one for place in _suspected(training) for one in _furthest(*place)]
+    wrong = next((one for one in judged if one.x_noise > LIMIT), None)
+    if wrong is not None:
+        yield _finding(wrong, found)
+    elif judged:
+        worst = max(judged, key=lambda one: one.x_noise)
+        message = f"{found} gave other values than the forward, but gradients are those of the forward, up to rounding"
+        message = message if different else f"gradients are those of the forward, although {found} drew random numbers"
+        yield replace(passed(CHECK, message), error_x_noise=worst.x_noise, limit_x_noise=LIMIT)
+    else:
+        what = "gave other values than the forward" if different else "drew random numbers"
+        yield not_judged(CHECK, f"{found} {what}, and their gradients could not be computed again")
+
+
+def recomputed_unjudged(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return optimizers and names of parameters of which it is not known whether wrong values were recomputed."""
+    found = set()
+    for _, step, one in _suspected(training):
+        size = step.norms(one.local)
+        unknown = (size > 0) & size.isfinite() & ~_known(step, one)
+        found |= {
+            (step.optimizer, parameter.name)
+            for parameter, is_one in zip(step.parameters, unknown, strict=True)
+            if is_one
+        }
+    return found
+
+
+def _suspected(training: RecordedTraining) -> Iterator[tuple[int, RecordedStep, BackwardPass]]:
+    """Yield ranks and steps with the backward passes in which other values may have been recomputed."""
+    for rank in training.ranks:
+        for step in rank.steps:
+            for one in step.passes:
+                facts = one.facts.get(CHECK) or {}
+                if facts.get("different") or facts.get("by_hand"):
+                    yield rank.rank, step, one
+
+
+def _known(step: RecordedStep, one: BackwardPass) -> Tensor:
+    """Return for each parameter whether its gradient arrived and was computed again, also with its noise."""
+    local = step.norms(one.local)
+    if one.exact is None or one.native is None:
+        return torch.zeros_like(local, dtype=torch.bool)
+    exact, native = step.norms(one.exact), step.norms(one.native)
+    return local.isfinite() & exact.isfinite() & native.isfinite() & (local > 0)
+
+
+def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Judged]:
+    """Yield the parameter whose gradient is furthest from that of the forward, in multiples of its noise."""
+    known = _known(step, one)
+    if one.exact is None or one.native is None or not bool(known.any()):
+        return
+    exact = step.norms(one.exact)
+    apart, noise = step.norms(one.local - one.exact), step.norms(one.native - one.exact)
+    size, every_noise = _together(exact, known), _together(noise, known)
+    # Of few numbers some are right by chance: noise is at least what it is, relatively, in all parameters together. It
+    # is not measured where the training computes as precisely as the replay: half of the digits are then enough.
+    eps = max(_eps(parameter) for parameter, is_known in zip(step.parameters, known, strict=True) if is_known)
+    relative = every_noise / size if every_noise and size else math.sqrt(eps)
+    least = torch.maximum(noise, relative * torch.where(exact > 0, exact, size))
+    ratios = torch.where(known & (apart > 0), apart / least, 0.0)
+    worst = int(ratios.argmax())
+    share = _together(apart, known) / size if size else float("inf")
+    yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share)
+
+
+def _eps(parameter: Parameter) -> float:
+    return torch.finfo(getattr(torch, parameter.dtype)).eps
+
+
+def _together(norms: Tensor, known: Tensor) -> float:
+    return float(norms[known].norm())
+
+
+def _finding(wrong: _Judged, found: str) -> Finding:
+    known = _explained(wrong.facts)
+    finding = accuse(
+        CHECK, f"{found} {known.observed}: gradients are off by {100 * wrong.share:.3g} %", known.hint,
+        cause=known.cause, family=known.family, step=wrong.step.number, rank=wrong.rank, parameter=wrong.parameter,
+    )  # fmt: skip
+    return replace(finding, error_x_noise=wrong.x_noise, limit_x_noise=LIMIT)
+
+
+@dataclass(frozen=True)
+class _Explanation:
+    """The cause of other values, what was observed of it, and what to do."""
+
+    cause: str
+    family: str
+    observed: str
+    hint: str
+
+
+_REDRAWN = "masks-drawn-anew-in-the-backward"
+_NAMES = {"python": "Python's random module", "numpy": "NumPy"}
+
+
+def _explained(facts: Facts) -> _Explanation:
+    generators = facts["generators"]
+    if not facts["different"]:
+        return _Explanation(
+            _REDRAWN,
+            "rng",
+            "drew other random numbers than the forward, such as other dropout masks",
+            "set the generators in backward() to the states that they had in forward(), as torch.utils.checkpoint does",
+        )
+    if {"torch", "cuda"} & set(generators):
+        return _Explanation(
+            _REDRAWN,
+            "rng",
+            "drew other random numbers than the forward, such as other dropout masks",
+            "torch.compile(backend='eager') does not preserve the generators' states; use another backend"
+            if facts["compiled"]
+            else "keep preserve_rng_state=True, the default of torch.utils.checkpoint",
+        )
+    if generators:
+        names = " and ".join(_NAMES.get(one, one) for one in generators)
+        return _Explanation(
+            _REDRAWN,
+            "rng",
+            f"drew other random numbers from {names} than the forward",
+            "torch.utils.checkpoint preserves the states of torch's generators only; draw with torch, or outside "
+            "the checkpointed function",
+        )
+    if facts["modes"]:
+        return _Explanation(
+            "recomputed-in-another-mode",
+            "rng",
+            "ran in another mode than the forward, training or evaluation",
+            "call train() and eval() before the forward or after the backward pass, not in between",
+        )
+    return _Explanation(
+        "recomputed-differently",
+        "buffers",
+        "gave other values than the forward",
+        "make the checkpointed function depend on its arguments and the parameters alone, not on a generator of its "
+        "own, a buffer or an attribute that changes after the forward",
+    )

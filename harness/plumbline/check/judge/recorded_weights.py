@@ -1,0 +1,152 @@
+"""Compares the weights of the ranks, by their digests, and by how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
+from plumbline.check.judge.shared_parameters import shared_numbers
+from plumbline.report.text import counted
+
+OBSERVER = "weights"
+
+ULPS = 8
+"""Units of the last place by which weights differ that were rounded otherwise, and not more; the distance of the
+projections is known to a factor of two."""
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """One parameter at one step on all ranks: what the ranks noted of it, in their order."""
+
+    parameter: Parameter
+    noted: tuple[Mapping[str, Any], ...]
+    received: tuple[torch.Tensor, ...]
+    local: tuple[torch.Tensor, ...]
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether a DistributedDataParallel keeps it the same on every rank."""
+        return all(one["wrapped"] for one in self.noted)
+
+    def differ(self, when: str) -> bool:
+        """Say whether ranks differ in the values they ``began`` with, had ``before`` or ``after``, or ``gradients``."""
+        return len({one[when] for one in self.noted}) > 1
+
+    @property
+    def share_gradient(self) -> bool:
+        """Whether all ranks step with the same gradient, bit for bit, that is not zero."""
+        known = self.noted[0]["gradients"] is not None
+        return known and not self.differ("gradients") and all(bool(one.nan_to_num().any()) for one in self.received)
+
+    @property
+    def share_reduced_gradient(self) -> bool:
+        """Whether all ranks step with the same gradient although their backward passes computed different ones."""
+        return self.share_gradient and any(not torch.equal(one, self.local[0]) for one in self.local)
+
+    @property
+    def distance(self) -> float:
+        """The largest distance from the first rank's weights after the step, relative to their norm."""
+        first, *others = [one["projections"] for one in self.noted]
+        if first is None or any(other is None for other in others):
+            return float("inf")
+        reference = torch.tensor(first, dtype=torch.float64)
+        most = max(float((torch.tensor(other, dtype=torch.float64) - reference).norm()) for other in others)
+        norm = float(reference.norm())
+        return most / norm if norm else (float("inf") if most else 0.0)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the ranks' weights are no farther apart than rounding otherwise explains."""
+        dtype = getattr(torch, self.parameter.dtype)
+        return dtype.is_floating_point and self.distance <= ULPS * torch.finfo(dtype).eps
+
+
+def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWeights]:
+    """Yield each parameter that every rank's optimizer has, whole; none where the ranks stepped differently."""
+    if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
+        return
+    if any(OBSERVER not in step.facts for step in steps.values()):
+        return
+    numbers = shared_numbers(steps)
+    received = {rank: step.parts(step.received) for rank, step in steps.items()}
+    local = {rank: step.parts(_local(step)) for rank, step in steps.items()}
+    first = next(iter(steps))
+    for index, number in enumerate(numbers[first]):
+        places = {rank: own[index] for rank, own in numbers.items()}
+        here = tuple(
+            {name: values[places[rank]] for name, values in step.facts[OBSERVER].items()}
+            for rank, step in steps.items()
+        )
+        if all(one["before"] is not None and one["after"] is not None for one in here):
+            yield RankWeights(
+                steps[first].parameters[number],
+                here,
+                tuple(received[rank][place] for rank, place in places.items()),
+                tuple(local[rank][place] for rank, place in places.items()),
+            )
+
+
+def _local(step: RecordedStep) -> torch.Tensor:
+    """Return the sum of what the backward passes of a step computed on its rank."""
+    parts = [one.local / one.scale for one in (*step.other_passes, *step.passes)]
+    return sum(parts, torch.zeros_like(step.received))
+
+
+def reduced_parameters(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return the optimizer and the name of each parameter whose gradient was reduced over all ranks in some step."""
+    return {
+        (next(iter(steps.values())).optimizer, one.parameter.name)
+        for place, steps in common_steps(training)
+        for one in weights_at(place, steps)
+        if one.share_reduced_gradient
+    }
+
+
+def all_gradients_are_reduced(training: RecordedTraining) -> bool:
+    """Say whether all ranks step with the same gradients throughout, and some of these were reduced over them."""
+    every = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
+    return any(one.share_reduced_gradient for one in every) and not any(one.differ("gradients") for one in every)
+
+
+def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int, RecordedStep]]]:
+    """Yield the places of the steps that every rank of the world recorded, and the steps by rank."""
+    if len(training.ranks) == training.world_size:
+        for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+            yield place, training.at(place)
+
+
+def weights_are_made_equal(training: RecordedTraining) -> bool:
+    """Say whether ranks that hold different weights after a step hold the same ones before a later one of them."""
+    apart: set[tuple[int, str]] = set()
+    for place, steps in common_steps(training):
+        optimizer = next(iter(steps.values())).optimizer
+        weights = {(optimizer, one.parameter.name): one for one in weights_at(place, steps)}
+        if apart & weights.keys() and not any(one.differ("before") for one in weights.values()):
+            return True
+        apart |= {name for name, one in weights.items() if one.differ("after")}
+    return False
+
+
+def ranks_begin_apart(training: RecordedTraining) -> bool:
+    """Say whether ranks begin to train with weights of their own, and nothing keeps them the same."""
+    first = next(common_steps(training), None)
+    return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
+
+
+def of_all(compared: int, every: int) -> str:
+    """Return how many parameters were compared, and where some were not, of how many: ``1 of 4 parameters``."""
+    return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"
+
+
+def differing_parameters(names: list[str], of: int) -> str:
+    """Return how many parameters differ, and of which kind: ``3 of 12 parameters (all of them biases) differ``."""
+    if len(names) == of:
+        return "the only parameter differs" if of == 1 else f"all {of:,} parameters differ"
+    biases = all(name.endswith("bias") for name in names)
+    which = "" if not biases else " (a bias)" if len(names) == 1 else " (all of them biases)"
+    return f"{len(names):,} of {of:,} parameters{which} {'differs' if len(names) == 1 else 'differ'}"

@@ -1,0 +1,37 @@
+"""Whether the ranks draw different random numbers in their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.noted import failed_observers, information
+from plumbline.check.judge.recorded_passes import aligned_forwards
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+from plumbline.report.text import counted
+
+CHECK = "rng"
+
+
+def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
+    yield from failed_observers(training, "generators", CHECK)
+    if len(training.ranks) < 2:
+        return
+    drawing, alike = 0, 0
+    for _, forwards in aligned_forwards(training, "generators"):
+        drew = set.intersection(*(set(forward["drew"]) for forward in forwards))
+        if drew:
+            drawing += 1
+            alike += any(len({forward["states"][name] for forward in forwards}) == 1 for name in drew)
+    if not drawing:
+        return
+    if alike:
+        yield information(
+            CHECK,
+            f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so "
+            "dropout masks are the same on every rank; seed each rank with seed + rank for independent masks",
+        )
+    else:
+        yield passed(CHECK, f"ranks draw different random numbers ({counted(drawing, 'forward')})")

@@ -1,0 +1,54 @@
+"""Whether updates of weights in 16 bits are lost, because they are smaller than the spacing of these numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.noted import Noted, amount, failed_observers, headline_note, listed, noted
+from plumbline.core.finding import Finding
+
+OBSERVER = "moved-weights"
+CHECK = "precision"
+
+_DTYPES = ("bfloat16", "float16")
+
+
+def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note where most updates of an optimizer's 16-bit weights round to nothing, at every step."""
+    yield from failed_observers(training, OBSERVER, CHECK)
+    steps: dict[tuple[int, int], list[Noted]] = {}
+    for one in noted(training, OBSERVER):
+        steps.setdefault((one.rank, one.step.optimizer), []).append(one)
+    for own in steps.values():
+        if all(map(_are_lost, own)) and not _warms_up(own):
+            most = max(own, key=lambda one: one.facts["moved"])
+            dtypes = listed(sorted({each.dtype for each in most.step.parameters} & set(_DTYPES)))
+            moved, due = most.facts["moved"], most.facts["due"]
+            yield headline_note(
+                CHECK,
+                f"At most {amount(moved)} of {amount(due)} {dtypes} weights that have a gradient change in a step: "
+                "smaller updates round to nothing. Keep the weights in float32 and compute in autocast, or use an "
+                "optimizer that keeps a copy of them in float32.",
+            )
+            return
+
+
+def _are_lost(one: Noted) -> bool:
+    """Say whether a step changes fewer than half of the entries, and makes less than half of the update that is due.
+
+    Only of torch's own optimizers: others may keep what is rounded away, or the weights themselves in float32.
+    """
+    update = one.step.facts.get("update", {})
+    if not update.get("of_torch") or not one.facts["due"] or 2 * one.facts["moved"] >= one.facts["due"]:
+        return False
+    rows = [row for row in update["parameters"] if one.step.parameters[int(row[0])].dtype in _DTYPES]
+    due, made = sum(row[3] ** 2 for row in rows), sum(row[5] for row in rows)
+    return bool(0 < due > 2 * made)
+
+
+def _warms_up(steps: list[Noted]) -> bool:
+    """Say whether the learning rate grows: the updates that count are still to come."""
+    rates = [one.step.facts.get("learning-rate", {}).get("rates", []) for one in steps]
+    return any(later > before for one, other in pairwise(rates) for before, later in zip(one, other, strict=False))

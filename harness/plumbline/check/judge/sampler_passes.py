@@ -1,0 +1,100 @@
+"""What the samplers of the ranks were set to, and which orders they gave, epoch after epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import headline_note
+from plumbline.check.judge.recorded_passes import forwards_of
+from plumbline.core.finding import Finding
+
+CHECK = "samples"
+LEAST = 8
+"""Indices from which two orders are known to be the same: 8! is 40 000."""
+
+
+def training_samplers(rank: RecordedRank) -> set[int]:
+    """Return the numbers of the samplers from whose loaders the recorded forwards had their batches."""
+    fetched = [forward["fetched"] for forward in forwards_of(rank, "batches") if forward.get("training")]
+    return {one["sampler"] for one in fetched if one is not None and one["sampler"] is not None}
+
+
+def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
+    """Yield the passes through samplers that a rank trained on, where the order is that of torch's own class."""
+    numbers = training_samplers(rank)
+    for one in rank.facts.get("loaders", {}).get("samplers", ()):
+        if one["sampler"] in numbers and one["own"]:
+            yield one
+
+
+def same_order_again(training: RecordedTraining) -> Finding | None:
+    """Return the failure of a DistributedSampler that shuffles, and gives every epoch the order of the first.
+
+    Passes without a step of the optimizer do not count: something was only evaluated. Where every pass was broken off,
+    as to overfit a few batches, it is a note.
+    """
+    for rank in training.ranks:
+        for passes in _in_one_order(rank):
+            observed = (
+                f"{len(passes)} epochs have the same order although the sampler shuffles (its epoch is "
+                f"{passes[0]['epoch']} in each of them)"
+            )
+            if not any(one["complete"] for one in passes):
+                return headline_note(
+                    CHECK,
+                    f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
+                    "before each epoch unless this is meant.",
+                )
+            return accuse(
+                CHECK,
+                observed,
+                "call sampler.set_epoch(epoch) before each epoch",
+                cause="set-epoch-never-called",
+                family="data",
+            )
+    return None
+
+
+def _in_one_order(rank: RecordedRank) -> Iterator[list[Facts]]:
+    """Yield the passes through each sampler that shuffles, where there are several and all have one order."""
+    trained: dict[int, list[Facts]] = {}
+    for one in sampler_passes(rank):
+        if one["distributed"] and one.get("shuffle") and one["gradients"] and one["steps"]:
+            trained.setdefault(one["sampler"], []).append(one)
+    for passes in trained.values():
+        orders = {(one["epoch"], one["seed"], one["head"]) for one in passes}
+        if len(passes) > 1 and len(orders) == 1 and passes[0]["count"] >= LEAST:
+            yield passes
+
+
+def different_seeds(training: RecordedTraining) -> Finding | None:
+    """Return the failure of DistributedSamplers that cut shards out of different orders."""
+    firsts = {rank.rank: next(sampler_passes(rank), None) for rank in training.ranks}
+    known = {rank: one for rank, one in firsts.items() if one is not None and one["distributed"] and one.get("shuffle")}
+    if len(known) < training.world_size:
+        return None
+    for (left, one), (right, other) in combinations(known.items(), 2):
+        alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
+        shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
+        if alike and shared and one["seed"] != other["seed"]:
+            return accuse(
+                CHECK,
+                f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: their "
+                "shards come from different orders, so an epoch has some samples twice and others not at all",
+                "give the samplers of all ranks the same seed",
+                cause="shards-overlap",
+                family="data",
+            )
+    return None
+
+
+def whole_data_on_every_rank(training: RecordedTraining) -> bool:
+    """Say whether each rank goes through all of a data set of one length by itself, in an order of its own."""
+    firsts = [next(sampler_passes(rank), None) for rank in training.ranks]
+    known = [one for one in firsts if one is not None and not one["distributed"] and not one.get("replacement", True)]
+    if len(known) < training.world_size or any(one.get("num_samples") != one["length"] for one in known):
+        return False
+    return len({one["length"] for one in known}) == 1 and len({one["head"] for one in known}) == len(known)

@@ -1,0 +1,256 @@
+"""Whether the ranks of a data-parallel training use different rows, and an epoch another order than the one before."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import failed_observers, information, not_judged
+from plumbline.check.judge.rank_layout import RankLayout, rank_layout
+from plumbline.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
+from plumbline.check.judge.sampler_passes import (
+    CHECK,
+    different_seeds,
+    same_order_again,
+    sampler_passes,
+    whole_data_on_every_rank,
+)
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import passed
+from plumbline.report.text import counted
+
+CHANCE = math.log(1e-8)
+"""Logarithm of the probability below which equal rows are no chance."""
+
+ALIKE = 0.1
+"""Relative distance of two ranks' gradients below which they saw the same targets, and did the same with them.
+
+Chosen: rounding to 16 bits makes a hundredth of it, and other targets several times as much. It is asked only of ranks
+whose inputs are equal: where gradients are further apart, these are not accused.
+"""
+
+
+def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one failure, or what is known about the rows that the ranks used."""
+    yield from failed_observers(training, "batches", CHECK)
+    layout = rank_layout(training)
+    repeated = same_order_again(training)
+    if repeated is not None:
+        yield repeated
+    if repeated is None or not repeated.outcome.is_bad:
+        yield from _rows(training, layout)
+
+
+def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:
+    finding = None
+    if layout.is_data_parallel:
+        finding = different_seeds(training) or _whole_data_everywhere(training)
+    if finding is not None:
+        yield finding
+        return
+    alike = [ranks for ranks in _ranks_with_the_same_rows(training) if len(ranks) > 1]
+    if alike:
+        yield _alike(training, layout, max(alike, key=len))
+    elif (rows := _rows_used(training)) is not None:
+        yield rows
+
+
+def _forwards(rank: RecordedRank) -> list[Facts]:
+    """Return the forwards of a rank, without those in evaluation mode where there are others."""
+    forwards = forwards_of(rank, "batches")
+    return [one for one in forwards if one["training"]] or forwards
+
+
+def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
+    """Return the ranks in groups with the same rows, in the same order, in all forwards that they recorded."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    shortest = min(len(_forwards(rank)) for rank in training.ranks)
+    for rank in training.ranks:
+        orders = tuple(forward.get("order", "") for forward in _forwards(rank)[:shortest])
+        if any(orders):
+            groups.setdefault(orders, []).append(rank.rank)
+    return list(groups.values())
+
+
+def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
+    by_number = {rank.rank: rank for rank in training.ranks}
+    forwards = [forward for forward in _forwards(by_number[ranks[0]]) if "order" in forward]
+    who = name_ranks(ranks, training.world_size)
+    observed = f"{who} use the same rows in all {len(forwards)} recorded forwards"
+    if (innocent := _innocent(training, layout, [by_number[rank] for rank in ranks], forwards)) is not None:
+        return information(CHECK, f"{observed}; {innocent}")
+    sampler = next(sampler_passes(by_number[ranks[0]]), None)
+    if sampler is None or not sampler["distributed"]:
+        return accuse(
+            CHECK,
+            f"{observed}, so they do the same work {_times(len(ranks))}",
+            "give each rank its own rows with a DistributedSampler, or a seed of its own",
+            cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
+            family="data",
+        )
+    settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
+    return accuse(
+        CHECK,
+        f"{observed}, and their samplers are made for {settings}",
+        "pass the rank to the sampler, not the local rank",
+        cause="ranks-alike",
+        family="data",
+    )
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _innocent(
+    training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
+) -> str | None:
+    """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
+    if not layout.is_data_parallel:
+        return f"whether that is meant is not known: {layout.reason}"
+    own = _of_first_module(forwards)
+    batches = {forward["order"] for forward in own}
+    if 2 * len(batches) <= len(own) or len(batches) == 1:
+        return "the same batches come again and again, as in a benchmark"
+    if _chance(_different_rows(own)) > CHANCE:
+        return "too few rows differ to tell whether the data themselves repeat"
+    targets = {_targets(rank) for rank in ranks}
+    if len(targets) > 1:
+        return "but their targets differ"
+    # Shards of gradients cannot be compared, and those of other dropout masks differ. The same rows with the same
+    # targets are enough there.
+    if (layout.is_sharded or _random(ranks)) and all(targets):
+        return None
+    return None if _gradients_alike(ranks) else "but they compute different gradients from them"
+
+
+def _of_first_module(forwards: Sequence[Facts]) -> list[Facts]:
+    """Return the forwards of the module that was called first: what it wraps, or calls next, has the same batches."""
+    return [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
+
+
+def _different_rows(batches: Iterable[Facts]) -> int:
+    """Return how many rows the first batches have up to the first row that comes again."""
+    seen: set[int] = set()
+    for batch in batches:
+        rows = set(batch["hashes"])
+        if batch["distinct"] < batch["rows"] or rows & seen:
+            break
+        seen |= rows
+    return len(seen)
+
+
+def _chance(rows: int) -> float:
+    """Return the logarithm of the largest probability that two ranks draw the same different rows in the same order.
+
+    From n values, each as likely as the others, that is n! (1/n)^(2n); from other values it is less. Data that repeat
+    themselves thus are no evidence.
+    """
+    return math.lgamma(rows + 1) - 2 * rows * math.log(rows) if rows else 0.0
+
+
+def _targets(rank: RecordedRank) -> tuple[str, ...]:
+    """Return digests of the targets of the losses, in their order."""
+    return tuple(call["targets"] for one in passes_of(rank) for call in one.facts.get("objective", {}).get("calls", ()))
+
+
+def _random(ranks: Sequence[RecordedRank]) -> bool:
+    return any(forward["drew"] for rank in ranks for forward in forwards_of(rank, "generators"))
+
+
+def _gradients_alike(ranks: Sequence[RecordedRank]) -> bool:
+    first, *others = [passes_of(rank) for rank in ranks]
+    for other in others:
+        for one, same in zip(first, other, strict=False):
+            apart = one.local.shape != same.local.shape or (one.local - same.local).norm() > ALIKE * one.local.norm()
+            if apart:
+                return False
+    return True
+
+
+def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
+    """Return the failure of ranks that each shuffle and use all of the data, if rows show that they do."""
+    if not whole_data_on_every_rank(training):
+        return None
+    shared, chance = _shared_rows(training)
+    if chance > CHANCE:
+        return None
+    return accuse(
+        CHECK,
+        f"each rank goes through the whole data set in an order of its own: {counted(shared, 'row')} came on several "
+        "ranks in one epoch",
+        "use a DistributedSampler",
+        cause="no-sampler",
+        family="data",
+    )
+
+
+def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
+    """Return how many rows several ranks used in one epoch, and the logarithm of the chance that none met on a rank.
+
+    If equal rows lay in the data and were dealt out at random, m copies would be on m different ranks of w with the
+    probability w! / ((w - m)! w^m).
+    """
+    world, shared, chance = training.world_size, 0, 0.0
+    for ranks in _rows_by_epoch(training):
+        if any(times > 1 for rows in ranks for times in rows.values()):
+            return 0, 0.0
+        for copies in Counter(row for rows in ranks for row in rows).values():
+            shared += copies > 1
+            chance += math.lgamma(world + 1) - math.lgamma(world - copies + 1) - copies * math.log(world)
+    return shared, chance
+
+
+def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
+    """Return the rows that each rank used, for each pass through a loader; those without a loader are one epoch."""
+    by_epoch: dict[tuple[int, int] | None, list[Counter[int]]] = {}
+    for rank in training.ranks:
+        own: dict[tuple[int, int] | None, Counter[int]] = {}
+        for forward in _forwards(rank):
+            fetched = forward["fetched"]
+            epoch = None if fetched is None else (fetched["loader"], fetched["pass"])
+            if forward.get("hashes") and forward["module"] == 0:
+                own.setdefault(epoch, Counter()).update(forward["hashes"])
+        for epoch, rows in own.items():
+            by_epoch.setdefault(epoch, []).append(rows)
+    return list(by_epoch.values())
+
+
+def _rows_used(training: RecordedTraining) -> Finding | None:
+    """Return what is known about the rows of all ranks: information where something about them is unusual."""
+    forwards = [_of_first_module([one for one in _forwards(rank) if "order" in one]) for rank in training.ranks]
+    if not any(forwards):
+        return not_judged(CHECK, "no recorded module was called with a tensor")
+    if training.world_size == 1 or len(training.ranks) < training.world_size:
+        return None
+    parts = []
+    counts = [len(own) for own in forwards]
+    rows = [sum(one["rows"] for one in own) for own in forwards]
+    if len(set(counts)) > 1:
+        parts.append(f"ranks ran {min(counts)} to {max(counts)} forwards")
+    elif len(set(rows)) > 1:
+        parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
+    copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
+    common = sum(times > 1 for epoch in copies for times in epoch.values())
+    if common:
+        parts.append(f"{counted(common, 'row')} came on several ranks")
+    if any(_repeats_an_epoch(own) for own in forwards):
+        parts.append("an epoch has the same order as the one before")
+    total = f"({sum(rows):,} rows in the recorded steps)"
+    if parts:
+        return information(CHECK, f"{'; '.join(parts)} {total}")
+    return passed(CHECK, f"no row came on two ranks in one epoch {total}")
+
+
+def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:
+    """Say whether batches of two passes through one loader have the same place and the same rows."""
+    seen: dict[tuple[int, int, str], int] = {}
+    for one in forwards:
+        if (fetched := one["fetched"]) is not None:
+            earlier = seen.setdefault((fetched["loader"], fetched["batch"], one["order"]), fetched["pass"])
+            if earlier != fetched["pass"]:
+                return True
+    return False

@@ -1,0 +1,177 @@
+"""Which weight each loss term of each micro-batch and rank has in the gradient of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep
+
+EXACT = 4 * 2.0**-11
+"""Relative error of a weight that is an exact number: four roundings to float16, in which a loss may be scaled, divided
+and added. What is further away is no exact number: no division is said to be missing, and a note tells the weight."""
+
+NEAR = 0.02
+"""Relative error up to which a factor is taken for 1. Chosen: about five roundings to bfloat16. What is further away is
+told as a factor of the script's own, and no division is said to be missing."""
+
+ALONG = 0.9
+"""Cosine from which a gradient is taken for a multiple of another one. Chosen: rounding keeps it near 1, and gradients
+of other samples are far below. Under it no factor is told, and no division is said to be missing."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One loss call in one backward pass: what it adds to the objective, the loss scale taken out."""
+
+    function: str
+    reduction: str
+    terms: float
+    weight: float
+    is_even: bool
+    is_alone: bool
+
+
+@dataclass(frozen=True)
+class StepObjective:
+    """The loss calls of one step by rank and micro-batch, one each, and whether each comes from a batch of its own.
+
+    ``factor`` is by what the mean over ranks of the gradients was multiplied before the step, clipping taken out: not
+    1 where the script divides the gradients and not the loss. ``gap`` is the distance between the gradient of the
+    objective and that of the mean over all terms, relative to the latter; None where it is not known.
+    """
+
+    ranks: tuple[tuple[Share, ...], ...]
+    batches_differ: bool
+    factor: float
+    gap: float | None = None
+
+    @property
+    def shares(self) -> list[Share]:
+        """All of them, of all ranks."""
+        return [share for rank in self.ranks for share in rank]
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights in the gradient with which the optimizer steps."""
+        return self.factor * sum(share.weight for share in self.shares) / len(self.ranks)
+
+    @property
+    def rates(self) -> list[float]:
+        """The weight of a single term in each call that has any."""
+        return [share.weight / share.terms for share in self.shares if share.terms]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every term of the step counts the same."""
+        return all(share.is_even for share in self.shares) and spread(self.rates) <= 1 + EXACT
+
+
+def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
+    """Yield the objective of each step that these ranks took together, where each pass has one loss call."""
+    for steps in steps_together(ranks):
+        shares = [_shares(step) for step in steps]
+        if all(shares):
+            made = tuple(tuple(own) for own in shares if own is not None)
+            differ = all(have_own_batches(step) for step in steps)
+            yield StepObjective(made, differ, factor_of(steps), _gap(steps, made))
+
+
+def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
+    """Yield the steps that all of these ranks took, those of all of them at a time."""
+    for place in range(min((len(rank.steps) for rank in ranks), default=0)):
+        steps = [rank.steps[place] for rank in ranks]
+        if len({(step.optimizer, step.number) for step in steps}) == 1 and not any(step.skipped for step in steps):
+            yield steps
+
+
+def factor_of(steps: Sequence[RecordedStep]) -> float:
+    """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
+    first = steps[0]
+    if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
+        return math.nan  # shards of unequal sizes
+    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
+    mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
+    product, lengths = float(received @ mean), float(received.norm() * mean.norm())
+    # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
+    if not lengths or product < ALONG * lengths:
+        return math.nan
+    factor = product / float(mean @ mean)
+    # A factor other than 1 is told only where it explains most of how far the two are apart.
+    unexplained = float((received - factor * mean).norm())
+    is_one = abs(factor - 1) <= NEAR
+    return factor if is_one or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
+
+
+def have_own_batches(step: RecordedStep) -> bool:
+    """Say whether each pass follows one forward, of the same module, with the next batch of the same loader."""
+    fetched = [_fetched(one) for one in step.passes]
+    if any(one is None for one in fetched):
+        return False
+    known = [one for one in fetched if one is not None]
+    return len({one[:2] for one in known}) == 1 and len(set(known)) == len(known)
+
+
+def spread(rates: Sequence[float]) -> float:
+    """Return how many times as large as the smallest the largest is."""
+    least, most = min(rates, default=1.0), max(rates, default=1.0)
+    return most / least if least > 0 else (1.0 if least == most else float("inf"))
+
+
+def equals(number: float, exact: float) -> bool:
+    """Return whether a weight is an exact number."""
+    return abs(number - exact) <= EXACT * abs(exact)
+
+
+def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> float | None:
+    """Return how far the gradient is from that of the mean over all terms.
+
+    Where a loss call is all that a pass differentiates, the pass has the gradient of the call's mean, times its weight.
+    """
+    pairs = [
+        (share, one.local / one.scale)
+        for step, shares in zip(steps, ranks, strict=True)
+        for one, share in zip(step.passes, shares, strict=True)
+        if share.terms or share.weight
+    ]
+    if len({local.shape for _, local in pairs}) != 1:
+        return None
+    if not all(share.is_alone and share.is_even and share.terms and share.weight for share, _ in pairs):
+        return None
+    weights, terms = sum(share.weight for share, _ in pairs), sum(share.terms for share, _ in pairs)
+    used = torch.stack([local / weights for _, local in pairs]).sum(0)
+    mean = torch.stack([local * (share.terms / (share.weight * terms)) for share, local in pairs]).sum(0)
+    gap = float((used - mean).norm() / mean.norm())
+    return gap if math.isfinite(gap) else None
+
+
+def _shares(step: RecordedStep) -> list[Share] | None:
+    """Return the one loss call of each pass; None where a pass has none or several, or shares its parameters."""
+    if step.other_passes:
+        return None
+    shares = []
+    for one in step.passes:
+        noted = one.facts.get("objective", {})
+        calls = noted.get("calls", ())
+        if len(calls) != 1 or calls[0]["weight"] is None:
+            return None
+        (call,) = calls
+        shares.append(
+            Share(
+                call["function"], call["reduction"], call["terms"], call["weight"] / one.scale, call["even"],
+                noted["alone"],
+            )
+        )  # fmt: skip
+    return shares
+
+
+def _fetched(one: BackwardPass) -> tuple[Any, ...] | None:
+    forwards = one.facts.get("batches", {}).get("forwards", ())
+    if len(forwards) != 1 or forwards[0]["fetched"] is None:
+        return None
+    fetched = forwards[0]["fetched"]
+    return forwards[0]["module"], fetched["loader"], fetched["pass"], fetched["batch"]

@@ -1,0 +1,294 @@
+"""Did each optimizer do with its gradient what its class does in float64, once, and on this rank's weights alone?"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.accusation import accuse
+from plumbline.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, explained, holds
+from plumbline.judge.findings import compare_with_one, with_parameters
+from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
+from plumbline.report.text import counted
+
+OBSERVER = "update"
+NOT_MOVED = "it was not due to move in the recorded steps"
+
+Key = tuple[int, str]
+"""The number of an optimizer and the name of one of its parameters."""
+
+KNOWN_TO = 1e-3
+"""How well an update is known that rounded weights show, as a part of its length.
+
+Chosen: it decides what an update is called that is known to be wrong, never whether it is.
+"""
+
+
+def judge_update(training: RecordedTraining) -> Iterator[Finding]:
+    """Compare each step with its replay in float64, and say which steps could not be judged, and why."""
+    if (sharing := _shared_memory(training)) is not None:
+        yield sharing
+        return
+    if (again := _stepped_again(training)) is not None:
+        yield again
+    steps = replayed_updates(training)
+    if steps.errors:
+        yield _compared(steps)
+    elif not steps.why:
+        yield not_judged("update", "no optimizer step was replayed")
+    for why, parameters in steps.why.items():
+        yield not_judged("update", f"{why}: {listed(parameters)}" if parameters else why)
+    yield from _changed_outside(training)
+
+
+def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
+    """Return how far the weights after each step are from its replay."""
+    updates = ReplayedUpdates()
+    for one in noted(training, OBSERVER):
+        updates.add(one)
+    return updates
+
+
+@dataclass(eq=False)
+class ReplayedUpdates:
+    """Errors of all parameters that were judged, with the step of each, and why others were not."""
+
+    errors: list[tuple[Deviation, Noted]] = field(default_factory=list)
+    why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    _moved: set[tuple[int, Key]] = field(default_factory=set)
+    _reasons: dict[tuple[int, Key], str] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> set[Key]:
+        """The parameters that a judged step moved, or should have, on every rank whose step moves them."""
+        return {key for _, key in self._moved} - self.left_out.keys()
+
+    @property
+    def left_out(self) -> dict[Key, str]:
+        """Why the update of a parameter was not judged on some rank, or was not due to move it on any."""
+        moved = {key for _, key in self._moved}
+        return {
+            key: why
+            for (rank, key), why in self._reasons.items()
+            if (rank, key) not in self._moved and (key not in moved or why != NOT_MOVED)
+        }
+
+    def add(self, one: Noted) -> None:
+        """Take a step that an optimizer took on one rank."""
+        if one.step.skipped:
+            return
+        doubt = "" if one.facts["why"] or _repeats(one) else _doubt(one)
+        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(len(one.step.parameters))]}
+        reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
+        self._note(one, reasons)
+        if why := one.facts["why"]:
+            self.why[why].update()
+            return
+        for why, numbers in one.facts["unjudged"].items():
+            self.why[why].update(dict.fromkeys(map(one.parameter, numbers)))
+        if doubt:
+            self.why[doubt].update()
+            return
+        for number, error, noise, due, made, *_ in one.facts["parameters"]:
+            name = one.parameter(int(number))
+            self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
+            if due or made:
+                self._moved.add((one.rank, (one.step.optimizer, name)))
+
+    def _note(self, one: Noted, reasons: Mapping[str, Sequence[int]]) -> None:
+        """Keep the reasons by parameter: what prevents judging it counts more than that it was not due to move."""
+        for why, numbers in reasons.items():
+            for number in numbers:
+                key = one.rank, (one.step.optimizer, one.parameter(number))
+                if why or key not in self._reasons:
+                    self._reasons[key] = why or NOT_MOVED
+
+
+def _doubt(one: Noted) -> str:
+    """Return why a step that differs from its replay may be right all the same, "" where it may not."""
+    name = one.facts["class"]
+    if not one.facts["of_torch"]:
+        return f"{name} is not a class of torch.optim, and a copy of it does not repeat its step"
+    if one.facts["hooks"]:
+        return f"hooks of the script run within the step of {name}, and the weights are not those of the step alone"
+    if one.facts["shared"]:
+        return "the parameters lie in memory that other processes share, and may change during the step"
+    return ""
+
+
+def _repeats(one: Noted) -> bool:
+    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
+    return all(
+        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
+    )
+
+
+def _compared(steps: ReplayedUpdates) -> Finding:
+    if not any(row[3] or row[4] for _, one in steps.errors for row in one.facts["parameters"]):
+        return not_judged("update", "no weight was due to move in the recorded steps (is the learning rate 0?)")
+    errors = [deviation for deviation, _ in steps.errors]
+    worst = largest(errors)
+    expected = "those that the optimizer makes of the recorded gradients in float64"
+    finding = compare_with_one("update", "weights after the step", expected, worst, limit())
+    if finding.outcome is not Outcome.FAILED:
+        return finding
+    step = next(one for deviation, one in steps.errors if deviation is worst)
+    others = [one for _, one in steps.errors if one.step.number == step.step.number and one.rank != step.rank]
+    others = [one for one in others if one.step.optimizer == step.step.optimizer]
+    mine = [deviation for deviation, one in steps.errors if one is step]
+    return explained(with_parameters(finding, mine), HYPOTHESES, ReplayedUpdateCase(step, others))
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedUpdateCase(CountedCase):
+    """A step that differs from its replay, and the same step of the other ranks."""
+
+    one: Noted
+    others: list[Noted]
+
+    @cached_property
+    def rows(self) -> list[list[float]]:
+        """Number, error, noise, length due, length made, scalar product and more of each parameter."""
+        rows: list[list[float]] = self.one.facts["parameters"]
+        return rows
+
+    @property
+    def made(self) -> float:
+        """The length of the update that was made."""
+        return math.hypot(*(row[4] for row in self.rows))
+
+    @property
+    def due(self) -> float:
+        """The length of the right update."""
+        return math.hypot(*(row[3] for row in self.rows))
+
+    @property
+    def factor(self) -> float:
+        """The number by which the right update comes nearest to the one that was made."""
+        return sum(row[5] for row in self.rows) / self.due**2 if self.due else math.nan
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the update that was made is the right one times a number."""
+        rest = self.made**2 - self.factor**2 * self.due**2
+        return rest <= (KNOWN_TO * self.made) ** 2
+
+    def moved(self, one: Noted) -> set[int]:
+        """Return the numbers of the parameters that moved in a step."""
+        return {int(row[0]) for row in one.facts["parameters"] if row[4]}
+
+
+UpdateHypothesis = Hypothesis[ReplayedUpdateCase, Match]
+
+
+def _stepped_in_part(case: ReplayedUpdateCase) -> Iterator[Match]:
+    """Match where the rank moved some of the weights, as it should, and other ranks moved the rest."""
+    due = {int(row[0]) for row in case.rows if row[3]}
+    own = case.moved(case.one)
+    right = all(row[1] <= KNOWN_TO * row[3] for row in case.rows if row[0] in own)
+    if right and 0 < len(own) < len(due) and own.union(*map(case.moved, case.others)) == due:
+        yield Match(figures={"own": len(own), "all": len(due)})
+
+
+def _scaled(case: ReplayedUpdateCase) -> Iterator[Match]:
+    if case.is_multiple:
+        yield Match(figures={"factor": f"{case.factor:.4g}"})
+
+
+HYPOTHESES = (
+    UpdateHypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
+        "weights are infinite or NaN after the step, although the right update is finite",
+        "does eps or the square of a gradient become 0 in the 16 bits of the optimizer's state? Keep weights and state "
+        "in float32", 190),
+    UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.made == 0),
+        "the weights did not move",
+        "was the step undone?", 180),
+    UpdateHypothesis("stored-in-lower-precision", "amp", holds(lambda case: bool(case.one.facts["rounded"])),
+        "every weight is a bfloat16 number, although the parameters have another dtype",
+        "is the model cast and cast back?", 170),
+    UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
+        "the rank moved {own} of {all} parameters and other ranks the others",
+        "does each rank broadcast its part of the weights after the step?", 160),
+    UpdateHypothesis("scaled-update", "optimizer", _scaled,
+        "the update is {factor} × the right one",
+        "is it applied several times, or with another learning rate than that of the parameter group?", 110),
+    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: True),
+        "the update is no multiple of the right one",
+        "does other code, or another process, change weights during the step?", 105),
+)  # fmt: skip
+
+
+def _shared_memory(training: RecordedTraining) -> Finding | None:
+    """Find ranks that step on the same memory: each rank's update is applied to the weights of all of them.
+
+    Processes without a group that share weights, as in Hogwild!, mean to do so.
+    """
+    if training.world_size == 1:
+        return None
+    for ranks in side_by_side(training, OBSERVER):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, one in ranks.items():
+            if not one.step.skipped:
+                for place in one.facts["shared"].values():
+                    holders[place].append(rank)
+        together = max(holders.values(), key=len, default=[])
+        if len(together) > 1:
+            first = ranks[together[0]]
+            count = sum(len(sharing) > 1 for sharing in holders.values())
+            return first.failed(
+                "update",
+                f"ranks {listed(together)} have {counted(count, 'parameter')} in the same memory, so every update is "
+                "applied once for each rank",
+                "give each rank a model of its own; torch.multiprocessing.spawn shares a model that is passed to it",
+                cause="applied-once-a-rank",
+                family="averaging",
+            )
+    return None
+
+
+def _stepped_again(training: RecordedTraining) -> Finding | None:
+    """Find a second step with exactly the gradient of the step before, and no backward pass between them."""
+    for rank in training.ranks:
+        last: dict[int, torch.Tensor] = {}
+        # Gradients that come another way than by backward passes may well be the same twice.
+        followed = {step.optimizer for step in rank.steps if step.passes}
+        for step in rank.steps:
+            received = step.received.nan_to_num()
+            before = last.get(step.optimizer)
+            if not step.skipped:
+                last[step.optimizer] = received
+            quiet = step.optimizer in followed and not (step.skipped or step.passes or step.other_passes)
+            if quiet and before is not None and bool(received.any()) and torch.equal(received, before):
+                return accuse(
+                    "steps",
+                    "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
+                    "between, first",
+                    "call optimizer.step() once, and not besides scaler.step()",
+                    cause="stepped-without-a-batch",
+                    family="optimizer",
+                    step=step.number,
+                    rank=rank.rank,
+                )
+    return None
+
+
+def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
+    """Say where something else than the optimizer changed weights between its steps."""
+    changed = [one for one in noted(training, OBSERVER) if one.facts["outside"]]
+    if changed:
+        first = changed[0]
+        names = [first.parameter(number) for number in first.facts["outside"]]
+        yield information(
+            "update",
+            f"{len(names)} parameters changed between two steps of their optimizer, first before {first.name} on rank "
+            f"{first.rank}: {listed(names)} (weight clipping, averaging, another optimizer or a checkpoint?)",
+        )

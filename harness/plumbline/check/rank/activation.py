@@ -1,0 +1,51 @@
+"""Installs the recorder in a process of the user's command, as soon as torch is imported there."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+
+from plumbline.check.evidence.options import read_options
+from plumbline.check.rank.evidence_writer import EvidenceWriter
+from plumbline.check.rank.observers.registry import training_observers
+from plumbline.check.rank.optimizer.clipping import ClippingObserver
+from plumbline.check.rank.optimizer.learning_rate import LearningRate
+from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
+from plumbline.check.rank.optimizer.update_replay import UpdateReplay
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.recorder import TrainingRecorder
+from plumbline.check.rank.recording_cost import RecordingCost
+
+
+def activate(folder: str, note: Callable[..., None]) -> None:
+    """Record the optimizer steps of this process, as the options in ``folder`` say, and write them there.
+
+    ``note`` adds facts to the notes about this process.
+
+    Raises:
+        OSError, ValueError: the folder has no options.
+    """
+    recorder = make_recorder(folder)
+    recorder.install()
+    pid = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == pid:
+            recorder.finish()
+            note(**recorder.progress)
+
+    atexit.register(end)
+    # A forked process is another one: it takes steps of its own, or none.
+    os.register_at_fork(after_in_child=recorder.forget)
+
+
+def make_recorder(folder: str) -> TrainingRecorder:
+    """Return a recorder with every observer."""
+    options = read_options(folder)
+    scale, sample = LossScale(), ParameterSample(options.sample_parameters)
+    clipping = ClippingObserver(scale)
+    replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
+    others = [LearningRate(), PrecisionUsed(), *training_observers(), replays]
+    return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

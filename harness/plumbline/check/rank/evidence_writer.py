@@ -1,0 +1,101 @@
+"""Writes what one process recorded: a file for each optimizer step, as it falls, and one at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep
+from plumbline.evidence.rank_file import write_file
+
+SUFFIX = ".safetensors"
+
+LATER = "later"
+"""Name of the file with facts that observers note after the recorded steps."""
+
+
+class EvidenceWriter:
+    """Writes the steps of this process to a folder of its own, below ``folder``: ``rank-RANK-PID/``.
+
+    The rank may become known only with the first step, so nothing is written before that.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._steps = 0
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was written."""
+        return self._steps > 0
+
+    def write_step(self, rank: int, world_size: int, step: RecordedStep) -> None:
+        """Write one step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        tensors = {"received": step.received}
+        if step.unclipped is not None:
+            tensors["unclipped"] = step.unclipped
+        values = {
+            "rank": rank,
+            "world_size": world_size,
+            "optimizer": step.optimizer,
+            "number": step.number,
+            "parameters": [asdict(parameter) for parameter in step.parameters],
+            "passes": [_pass(f"pass {place}", one, tensors) for place, one in enumerate(step.passes)],
+            "other_passes": [_pass(f"other {place}", one, tensors) for place, one in enumerate(step.other_passes)],
+            "skipped": step.skipped,
+            "norm": step.norm,
+            "facts": step.facts,
+        }
+        write_file(os.path.join(self._own(rank), f"step-{self._steps:05d}{SUFFIX}"), values, tensors)
+        self._steps += 1
+
+    def write_end(self, rank: int, facts: Facts, error: str) -> None:
+        """Write what concerns the whole process.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        values = {"facts": facts, "error": error, "torch": torch.__version__}
+        write_file(os.path.join(self._own(rank), f"end{SUFFIX}"), values, {})
+
+    def write_later(self, rank: int, facts: Facts) -> None:
+        """Write what is known of the process after its recorded steps, in place of what was written before.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_file(os.path.join(self._own(rank), f"{LATER}{SUFFIX}"), {"facts": facts}, {})
+
+    def wait_for_ends(self, ranks: int, seconds: float) -> None:
+        """Wait until so many ranks have written their end, at most so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._ends() < ranks:
+            time.sleep(0.02)
+
+    def _ends(self) -> int:
+        own = [one.path for one in os.scandir(self._folder) if one.name.startswith("rank-")]
+        return sum(os.path.exists(os.path.join(path, f"end{SUFFIX}")) for path in own)
+
+    def _own(self, rank: int) -> str:
+        folder = os.path.join(self._folder, f"rank-{rank}-{os.getpid()}")
+        with suppress(FileExistsError):  # but where the check has ended and removed its folder, nothing is made again
+            os.mkdir(folder)
+        return folder
+
+
+def _pass(name: str, one: BackwardPass, tensors: dict[str, Tensor]) -> Facts:
+    tensors[f"{name}/local"] = one.local
+    if one.exact is not None:
+        tensors[f"{name}/exact"] = one.exact
+    if one.native is not None:
+        tensors[f"{name}/native"] = one.native
+    return {"number": one.number, "scale": one.scale, "facts": one.facts}

@@ -1,0 +1,114 @@
+"""The memory that replays take beside a training, and a refusal where less is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.check.rank.sharding import local
+
+_STATES = 6
+"""Copies of one parameter in float64 that a replay of its update holds: weights, gradient, state and what is new."""
+
+_GB = 1e9
+
+
+class NotEnoughMemoryError(Exception):
+    """Replays would take more memory than is free; the message says which option helps."""
+
+
+def require_memory(
+    roots: Sequence[nn.Module], parameters: Sequence[Tensor], sample: ParameterSample, options: RecordingOptions
+) -> None:
+    """Refuse to replay where that takes more memory than is free on the device of the parameters.
+
+    Counted are copies of weights and gradients, not what a forward saves for its backward pass: ``--dry-run`` measures
+    that. Parameters are those of modules that were called, and of the optimizer.
+
+    Raises:
+        NotEnoughMemoryError: in place of the replays.
+    """
+    every = list({id(one): one for one in (*(p for root in roots for p in root.parameters()), *parameters)}.values())
+    if not parameters or any(hasattr(one, "full_tensor") for one in every):
+        return  # shards are gathered by all ranks together, so that one alone must not refuse
+    free = free_bytes(parameters[0].device)
+    if free is None or needed_bytes(every, parameters, sample, options) <= free:
+        return
+    raise NotEnoughMemoryError(_sentence(every, parameters, sample, options, free))
+
+
+def needed_bytes(
+    every: Sequence[Tensor], parameters: Sequence[Tensor], sample: ParameterSample, options: RecordingOptions
+) -> int:
+    """Return the bytes of the replays: of the gradients first, and then, when these are freed, of the update."""
+    truth = ReplayPrecision(options.truth)
+    widths = [one.numel() * truth.wide(one.dtype).itemsize for one in every]
+    judged = [local(one) for one in parameters if sample.has(one)]
+    gradients = sum(widths) + max(widths, default=0)
+    update = sum(one.numel() * one.element_size() for one in judged)
+    return max(gradients, update + _STATES * 8 * max((one.numel() for one in judged), default=0))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what one of the processes on this machine may still take on a device, None where that is not known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    limits = [one for one in (_available(), _left_in_group()) if one is not None]
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return min(limits) // ranks if device.type == "cpu" and limits else None
+
+
+def _available() -> int | None:
+    """Return what Linux says that a process can take without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _left_in_group() -> int | None:
+    """Return what is left below the limit of the control group (version 2), as a container sees it."""
+    try:
+        group = Path("/sys/fs/cgroup")
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no group, or no limit ("max")
+        return None
+
+
+def _sentence(
+    every: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    sample: ParameterSample,
+    options: RecordingOptions,
+    free: int,
+) -> str:
+    now = needed_bytes(every, parameters, sample, options)
+    said = f"replays need about {now / _GB:.3g} GB of memory beside the training, and {free / _GB:.3g} GB are free"
+    small = ParameterSample(_SHARE)
+    small.add(parameters)
+    ways = [
+        (f"--sample-parameters {_SHARE:g}", small, options),
+        ("--truth float32", sample, replace(options, truth="float32")),
+        (f"--truth float32 --sample-parameters {_SHARE:g}", small, replace(options, truth="float32")),
+    ]
+    costs = [(words, needed_bytes(every, parameters, chosen, given)) for words, chosen, given in ways]
+    helping = [(words, cost) for words, cost in costs if cost <= free]
+    if not helping:
+        least = min(cost for _, cost in costs)
+        return f"{said}; even --truth float32 needs {least / _GB:.3g} GB: check fewer layers, or fewer ranks a machine"
+    words, cost = helping[0]
+    return f"{said}; {words} needs {cost / _GB:.3g} GB"
+
+
+_SHARE = 0.1
+"""The share of parameters whose sample is proposed."""

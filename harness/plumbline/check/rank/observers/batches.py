@@ -1,0 +1,52 @@
+"""Notes the rows of each batch that a training forward is given, and which loader it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.loaders import LoaderObserver
+from plumbline.check.rank.observers.row_hashes import rows_of
+
+
+class BatchObserver(Observer):
+    """Notes, for each backward pass, the forwards since the one before it: ``{"forwards": [...]}``.
+
+    A forward has what ``rows_of`` says, or only its module where no tensor goes in; ``module`` counts the outermost
+    modules in the order in which they were called first, and ``fetched`` is the loader's batch, None where there is no
+    loader.
+    """
+
+    name = "batches"
+
+    def __init__(self, loaders: LoaderObserver) -> None:
+        self._loaders = loaders
+        self._modules: list[nn.Module] = []
+        self._forwards: list[Facts] = []
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hash the rows of the inputs."""
+        if not any(known is module for known in self._modules):
+            self._modules.append(module)
+        place = next(i for i, known in enumerate(self._modules) if known is module)
+        self._forwards.append(
+            {
+                "module": place,
+                "class": type(module).__name__,
+                "training": module.training,
+                "fetched": self._loaders.fetched,
+                **(rows_of(args, kwargs) or {}),
+            }
+        )
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return the forwards since the last backward pass."""
+        forwards, self._forwards = self._forwards, []
+        return {"forwards": forwards} if forwards else None
+
+    def stop(self) -> None:
+        """Let go of the modules."""
+        self._modules, self._forwards = [], []

@@ -1,0 +1,75 @@
+"""Notes the states of the random number generators when a forward begins, and whether it drew from them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+
+
+class GeneratorObserver(Observer):
+    """Notes, for each backward pass, the generators at each forward before it: ``{"forwards": [...]}``.
+
+    A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when it ended.
+    """
+
+    name = "generators"
+
+    def __init__(self) -> None:
+        self._forwards: list[Facts] = []
+        self._open = False
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the states."""
+        states = generator_states()
+        self._close(states)
+        self._forwards.append({"states": states, "drew": []})
+        self._open = True
+
+    def forward_ends(self) -> None:
+        """Note which generators the forward drew from."""
+        if self._open:
+            self._close(generator_states())
+
+    def backward_begins(self, number: int) -> None:
+        """Leave out a forward that never ended: an exception may have ended it."""
+        self._open = False
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return the forwards since the last backward pass."""
+        forwards, self._forwards = self._forwards, []
+        return {"forwards": forwards} if forwards else None
+
+    def stop(self) -> None:
+        """Forget what no backward pass followed."""
+        self._forwards, self._open = [], False
+
+    def _close(self, now: dict[str, str]) -> None:
+        if self._open:
+            last = self._forwards[-1]
+            last["drew"] = [name for name, state in last["states"].items() if now.get(name, state) != state]
+            self._open = False
+
+
+def generator_states() -> dict[str, str]:
+    """Return a digest of the state of each generator that a forward usually draws from, by its name."""
+    states = {"torch": _digest(bytes(torch.get_rng_state().numpy())), "python": _digest(repr(random.getstate()))}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = _digest(bytes(torch.cuda.get_rng_state().numpy()))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = _digest(pickle.dumps(numpy.random.get_state()))
+    return states
+
+
+def _digest(state: str | bytes) -> str:
+    raw = state.encode() if isinstance(state, str) else state
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()

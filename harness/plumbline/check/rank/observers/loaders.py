@@ -1,0 +1,221 @@
+"""Notes how samplers order the data, epoch after epoch, and which loader the recorded batches come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.row_hashes import digest
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import attempt, wrap
+
+HEAD = 64
+"""Indices at the beginning of an epoch from which its order is known again."""
+
+PASSES = 64
+"""Passes through samplers and loaders that are noted, of each."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A pass through a loader. ``version`` is that of the watched parameter when its last batch was fetched."""
+
+    facts: Facts
+    has_begun: bool = False
+    version: int | None = None
+
+
+class LoaderObserver(Observer):
+    """Notes each pass through a sampler: its settings, the head of its order, whether it was complete.
+
+    ``steps`` counts the batches of a pass after which the optimizer stepped. ``fetched`` says where the batch comes
+    from that was fetched last while steps are recorded. Passes are noted as long as the process lives: that costs about
+    a microsecond a batch, and a small file an epoch.
+    """
+
+    name = "loaders"
+
+    def __init__(self) -> None:
+        self.fetched: Facts | None = None
+        self._recording = False
+        self._samplers: list[Facts] = []
+        self._passes: list[Facts] = []
+        self._numbers: dict[str, WeakKeyDictionary[Any, int]] = {}
+        self._unused = {kind: itertools.count() for kind in ("sampler", "loader")}
+        self._iterators: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._latest: dict[int, Facts] = {}
+        self._count = 0
+        self._write: Callable[[], None] = lambda: None
+        self._has_changed = False
+        self._watched: ref[Tensor] | None = None
+
+    def install(self) -> None:
+        """Wrap the methods of samplers and loaders that begin an epoch, and the one that fetches a batch."""
+        wrap(DistributedSampler, "__iter__", self._around_sampler)
+        wrap(RandomSampler, "__iter__", self._around_sampler)
+        wrap(DataLoader, "__iter__", self._around_loader)
+        # A private name: where a version of torch lacks it, batches have no known origin.
+        wrap(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", self._around_fetch)
+
+    def start(self) -> None:
+        """Follow batches from now on."""
+        self._recording = True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Choose a parameter whose version tells, later and without cost, whether the optimizer has stepped."""
+        if self._watched is None:
+            parameter = next((p for p in parameters_of(optimizer) if p.grad is not None), None)
+            if parameter is not None:
+                self._watched = ref(parameter)
+
+    def stop(self) -> None:
+        """Follow batches no longer."""
+        self._recording = False
+        self.fetched = None
+
+    def final_facts(self) -> Facts | None:
+        """Return the passes through samplers, and through loaders."""
+        return {"samplers": self._samplers, "loaders": self._passes}
+
+    def after_recording(self, write: Callable[[], None]) -> None:
+        """Go on noting passes."""
+        self._write = write
+
+    def _around_sampler(self, original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
+        # Lazy where the original is: when it draws from the global generator must not change.
+        noted = attempt(self._note_sampler, sampler, original)
+        order: Iterator[Any] = original(sampler)
+        return order if noted is None else self._followed(order, noted)
+
+    def _followed(self, order: Iterator[Any], noted: Facts) -> Iterator[Any]:
+        def head() -> Iterator[Any]:
+            seen: list[int] = []
+            for index in itertools.islice(order, HEAD):
+                seen.append(index if isinstance(index, int) else hash(index))
+                noted["head"], noted["count"] = digest(seen), len(seen)
+                yield index
+
+        def end() -> Iterator[Any]:
+            noted["complete"] = True
+            return iter(())
+
+        return itertools.chain(head(), order, _called(end))
+
+    def _note_sampler(self, sampler: Any, original: Callable[..., Any]) -> Facts | None:
+        number = self._number("sampler", sampler)
+        self._latest.pop(number, None)
+        if len(self._samplers) >= PASSES:
+            return None
+        noted: Facts = {
+            "sampler": number,
+            "class": type(sampler).__name__,
+            "distributed": isinstance(sampler, DistributedSampler),
+            # An order that a subclass makes of this one is not known.
+            "own": getattr(type(sampler).__iter__, "__wrapped__", None) is original,
+            "gradients": torch.is_grad_enabled(),
+            "complete": False,
+            "steps": 0,
+            "head": "",
+            "count": 0,
+        }
+        for name in ("epoch", "seed", "rank", "num_replicas", "shuffle", "replacement", "num_samples"):
+            value = getattr(sampler, name, None)
+            if isinstance(value, (int, bool)):
+                noted[name] = value
+        source: Any = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
+        noted["length"] = len(source) if hasattr(source, "__len__") else None
+        self._samplers.append(noted)
+        self._latest[number] = noted
+        return noted
+
+    def _around_loader(self, original: Callable[..., Any], loader: Any) -> Any:
+        iterator = original(loader)
+        attempt(self._note_pass, loader, iterator)
+        return iterator
+
+    def _note_pass(self, loader: Any, iterator: Any) -> None:
+        self._write_changes()  # of a pass that was broken off
+        noted = {
+            "loader": self._number("loader", loader),
+            "pass": self._count,
+            "batch_size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+            "sampler": self._sampler_of(loader),
+            "batches": 0,
+        }
+        self._count += 1
+        if len(self._passes) < PASSES:
+            self._passes.append(noted)
+        self._iterators[iterator] = _Pass(noted)
+
+    def _around_fetch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            attempt(self._note_step, iterator)
+            attempt(self._write_changes)
+            raise
+        attempt(self._note_step, iterator)
+        if self._recording:
+            attempt(self._note_batch, iterator)
+        return batch
+
+    def _note_step(self, iterator: Any) -> None:
+        """Note whether the optimizer has stepped since the last batch of this pass."""
+        one, version = self._iterators.get(iterator), self._version()
+        if one is None:
+            return
+        latest = self._latest.get(one.facts["sampler"])
+        if latest is not None and one.has_begun and version not in (None, one.version):
+            latest["steps"] += 1
+            self._has_changed = True
+        one.has_begun, one.version = True, version
+
+    def _write_changes(self) -> None:
+        if self._has_changed:
+            self._has_changed = False
+            self._write()
+
+    def _note_batch(self, iterator: Any) -> None:
+        one = self._iterators.get(iterator)
+        if one is not None:
+            one.facts["batches"] += 1
+            self.fetched = {name: one.facts[name] for name in ("loader", "pass", "sampler")}
+            self.fetched["batch"] = one.facts["batches"]
+
+    def _sampler_of(self, loader: Any) -> int | None:
+        """Return the number of the innermost sampler that a loader draws from, if it is one of those followed."""
+        found, sampler = None, loader
+        for _ in range(8):
+            inner = getattr(sampler, "batch_sampler", None)
+            sampler = inner if inner is not None else getattr(sampler, "sampler", None)
+            if sampler is None:
+                break
+            if isinstance(sampler, (DistributedSampler, RandomSampler)):
+                found = self._number("sampler", sampler)
+        return found
+
+    def _number(self, kind: str, thing: Any) -> int:
+        known = self._numbers.setdefault(kind, WeakKeyDictionary())
+        if thing not in known:
+            known[thing] = next(self._unused[kind])  # not the length: what is gone has had its number
+        return known[thing]
+
+    def _version(self) -> int | None:
+        """Return how often the watched parameter was written to: every optimizer step does."""
+        parameter = self._watched() if self._watched is not None else None
+        return None if parameter is None else int(parameter._version)
+
+
+def _called(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return an iterator that calls ``make`` when it is reached, not before."""
+    yield from make()

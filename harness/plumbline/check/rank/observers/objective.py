@@ -1,0 +1,187 @@
+"""Notes with which weight each loss term counts in the gradient: the objective that is optimised in fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
+from plumbline.check.rank.observers.loss_weight import mean_weights
+from plumbline.check.rank.observers.row_hashes import digest, row_hashes
+from plumbline.check.rank.patching import attempt, wrap
+from plumbline.check.rank.pause import is_paused
+
+_LONGEST_CHAIN = 64
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a loss function, and the gradient of what is optimised with respect to its result."""
+
+    call: LossCall
+    targets: Tensor
+    node: Any = None
+    cotangent: Tensor | None = None
+    facts: Facts = field(default_factory=dict)
+
+
+class ObjectiveObserver(Observer):
+    """Notes the loss calls of each backward pass: ``{"calls": [...], "alone": ...}``.
+
+    A call has its function, its reduction, the number of its terms, ``weight``, the sum of
+    their weights in the pass (1 for a mean that is not scaled), and ``even``, whether they weigh the same.
+    ``alone`` says that what was differentiated is one call's result times a constant. ``means`` are the weights of the
+    means that were added up to what was differentiated, whoever computed them: see ``mean_weights``. With
+    ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
+    written by hand.
+    """
+
+    name = "objective"
+
+    def __init__(self, *, count_tokens: bool = False, ignored: int = -100) -> None:
+        self._count_tokens = count_tokens
+        self._ignored = ignored
+        self._recording = False
+        self._depth = 0
+        self._calls: list[_Call] = []
+        self._tokens: list[int] = []
+        self._root: Any = None
+        self._means: list[list[float]] | None = None
+
+    def install(self) -> None:
+        """Wrap the loss functions, ``torch.autograd.backward``, and the script compiler, which must not see that."""
+        originals = {name: getattr(functional, name) for name in (*CLASSES, *ELEMENTS)}
+        for name in originals:
+            wrap(functional, name, self._around_loss)
+        wrap(torch.autograd, "backward", self._around_backward)
+        wrapped = {name: getattr(functional, name) for name in originals}
+        wrap(torch.jit, "script", partial(_script_without, originals, wrapped))
+
+    def start(self) -> None:
+        """Follow losses from now on."""
+        self._recording = True
+
+    def stop(self) -> None:
+        """Follow losses no longer."""
+        self._recording, self._root, self._means = False, None, None
+        self._calls, self._tokens = [], []
+
+    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the labels where that is asked for."""
+        labels = kwargs.get("labels") if self._count_tokens else None
+        if isinstance(labels, Tensor):
+            self._tokens.append(int((labels != self._ignored).sum()))
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return the calls whose gradient this pass has used; what it did not use is dropped."""
+        calls, self._calls = self._calls, []
+        tokens, self._tokens = self._tokens, []
+        used = [one for one in calls if one.cotangent is not None]
+        alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
+        means, self._root, self._means = self._means, None, None
+        facts = [made for one in used if (made := attempt(_facts, one)) is not None]
+        if not facts and not tokens and means is None:
+            return None
+        return {"calls": facts, "alone": alone, "means": means, **({"tokens": tokens} if tokens else {})}
+
+    def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Asked first: a compiled region must not depend on what is being recorded.
+        if torch.compiler.is_compiling() or not self._recording or is_paused():
+            return original(*args, **kwargs)
+        self._depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            attempt(self._follow, original, args, kwargs, result)
+        return result
+
+    def _follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if type(result) is not Tensor or not result.requires_grad or not torch.is_grad_enabled():
+            return
+        call = describe(original.__name__, original, args, kwargs)
+        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(targets, Tensor):
+            return
+        one = _Call(call, targets.detach(), result.grad_fn)
+
+        def arrived(cotangent: Tensor | None) -> None:
+            if cotangent is not None and not is_paused():  # None where what was computed from it is not used
+                one.cotangent = cotangent.detach()
+
+        # On the result itself: a division of it in place must not lose the hook.
+        result.register_hook(arrived)  # type: ignore[no-untyped-call]
+        self._calls.append(one)
+
+    def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recording and self._root is None and isinstance(tensors, Tensor) and not is_paused():
+            self._root = tensors.grad_fn
+            self._means = attempt(mean_weights, self._root)
+        return original(tensors, *args, **kwargs)
+
+
+def _facts(one: _Call) -> Facts:
+    """Return the facts about a call whose gradient is known."""
+    call, cotangent = one.call, one.cotangent
+    assert cotangent is not None
+    weights = cotangent.double()
+    if weights.dim() and call.counted is not None and call.counted.shape == weights.shape:
+        weights = weights[call.counted]
+    # A sum has each of its terms with the weight of its result.
+    terms = call.terms if call.reduction == "sum" else 1.0
+    return {
+        "function": call.function,
+        "reduction": call.reduction,
+        "terms": call.terms,
+        "weight": _finite(float(weights.sum() * terms)),
+        "even": weights.numel() == 0 or bool((weights == weights.reshape(-1)[0]).all()),
+        "targets": _digest(one.targets),
+    }
+
+
+def _digest(targets: Tensor) -> str:
+    return digest(row_hashes([targets.reshape(1, -1)]))
+
+
+def _finite(number: float) -> float | None:
+    return number if abs(number) < float("inf") else None
+
+
+def _is_multiple(root: Any, node: Any) -> bool:
+    """Say whether the graph from the root to a node is one chain: nothing else is added on the way."""
+    for _ in range(_LONGEST_CHAIN):
+        if root is None or root is node:
+            return root is not None
+        following = [other for other, _ in root.next_functions if other is not None]
+        if len(following) != 1:
+            return False
+        root = following[0]
+    return False
+
+
+def _script_without(
+    plain: dict[str, Any],
+    wrapped: dict[str, Any],
+    original: Callable[..., Any],
+    *args: Any,
+    _frames_up: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """Call the script compiler with torch's own loss functions in place while it reads a script."""
+    for name, function in plain.items():
+        setattr(functional, name, function)
+    try:
+        # Names in the script are looked up in the frame of the caller: this one and that of ``wrap`` lie in between.
+        return original(*args, _frames_up=_frames_up + 2, **kwargs)
+    finally:
+        for name, function in wrapped.items():
+            setattr(functional, name, function)

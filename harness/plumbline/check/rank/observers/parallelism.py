@@ -1,0 +1,196 @@
+"""Notes how the ranks divide the work: wrappers, meshes, groups of some of the ranks, gradients reduced by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import attempt, wrap
+from plumbline.check.rank.pause import is_paused
+from plumbline.check.rank.sharding import is_data_parallel_shard
+
+_REDUCTIONS = (
+    "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+    "all_gather", "all_gather_into_tensor", "all_gather_single",
+)  # fmt: skip
+
+_OTHER_COLLECTIVES = ("all_to_all", "all_to_all_single", "broadcast", "reduce")
+"""Not isend and irecv, which torch knows by their identity."""
+
+SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
+"""Classes of modules whose parameters are distributed although each rank has its own data."""
+
+
+def world_size() -> int:
+    """Return the number of ranks of torch.distributed, 1 where there is no group."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+
+
+def active_wrapper() -> Any:
+    """Return the DistributedDataParallel whose forward is running, None where there is none."""
+    # A private name, in every version of torch so far.
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+class ParallelismObserver(Observer):
+    """Notes the wrappers of the called modules, and what is reduced between the last backward pass and a step.
+
+    A module's wrapper is the one whose forward was running when it was called for the first time.
+    """
+
+    name = "parallelism"
+
+    def __init__(self) -> None:
+        self._wrappers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._modules: list[nn.Module] = []
+        self._facts: list[Facts] = []
+        self._meshes: list[Facts] = []
+        self._groups: list[int] = []
+        self._wrapped = False
+        self._counting = False
+        self._reduced: dict[int, int] = {}
+        self._entries = 0
+        self._stepping = False
+        self._collectives = 0
+
+    def install(self) -> None:
+        """Wrap what makes meshes and groups, and the collectives that reduce."""
+        if not torch.distributed.is_available():
+            return
+        mesh: Any = getattr(torch.distributed, "device_mesh", None)
+        wrap(getattr(mesh, "DeviceMesh", None), "__init__", self._around_mesh)
+        wrap(torch.distributed, "new_group", self._around_group)
+        wrap(nn.parallel.DistributedDataParallel, "__init__", self._around_wrapper)
+        for name in _REDUCTIONS:
+            wrap(torch.distributed, name, self._around_reduction)
+        for name in _OTHER_COLLECTIVES:
+            wrap(torch.distributed, name, self._around_collective)
+
+    def wrapper_of(self, module: nn.Module) -> Any:
+        """Return the DistributedDataParallel through which a module has been called, None where there is none."""
+        return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrappers.get(module)
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how a module is parallel, when it is called for the first time."""
+        if any(known is module for known in self._modules):
+            return
+        self._modules.append(module)
+        active = active_wrapper()
+        if active is not None and any(part is module for part in active.modules()):
+            self._wrappers[module] = active
+        self._facts.append(self._describe(module))
+
+    def backward_begins(self, number: int) -> None:
+        """What is reduced within a backward pass is the wrapper's concern."""
+        self._counting = False
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Count what is reduced from now on."""
+        self._counting, self._reduced = True, {}
+        return None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Count what the step itself communicates."""
+        self._counting = False
+        self._stepping, self._collectives = True, 0
+        self._entries = sum(p.numel() for p in parameters_of(optimizer) if p.grad is not None)
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return how many entries were reduced by hand, by the group's size, and how many the gradients have.
+
+        ``collectives`` counts those that ran inside the step.
+        """
+        self._stepping = False
+        if not self._reduced and not self._collectives:
+            return None
+        return {
+            "reduced": {str(size): count for size, count in self._reduced.items()},
+            "entries": self._entries,
+            "collectives": self._collectives,
+        }
+
+    def stop(self) -> None:
+        """Let go of the modules."""
+        self._counting, self._stepping, self._modules = False, False, []
+
+    def final_facts(self) -> Facts | None:
+        """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world.
+
+        ``wrapped``: the script has made a DistributedDataParallel, whether or not it calls that.
+        """
+        return {
+            "modules": self._facts,
+            "meshes": self._meshes[:32],
+            "groups": sorted(set(self._groups)),
+            "wrapped": self._wrapped,
+        }
+
+    def _describe(self, module: nn.Module) -> Facts:
+        wrapper = self.wrapper_of(module)
+        facts: Facts = {"class": type(module).__name__, "wrapper": None}
+        if wrapper is not None:
+            facts["wrapper"] = {"ranks": torch.distributed.get_world_size(wrapper.process_group)}
+        facts["sharded_as_data"] = any(
+            base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
+        ) or any(map(is_data_parallel_shard, module.parameters()))
+        facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
+        return facts
+
+    def _around_mesh(self, original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> None:
+        original(mesh, *args, **kwargs)
+        attempt(self._note_mesh, mesh)
+
+    def _note_mesh(self, mesh: Any) -> None:
+        if mesh.mesh.ndim > 1:
+            self._meshes.append({"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())})
+
+    def _around_wrapper(self, original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        self._wrapped = True
+        original(wrapper, *args, **kwargs)
+
+    def _around_group(self, original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        group = original(ranks, *args, **kwargs)
+        if ranks is not None and 1 < len(ranks) < world_size():
+            self._groups.append(len(ranks))
+        return group
+
+    def _around_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Asked first: a compiled region must not depend on what is being counted.
+        if not torch.compiler.is_compiling() and self._counting and not is_paused():
+            attempt(self._note_reduction, args, kwargs)
+        return self._around_collective(original, *args, **kwargs)
+
+    def _around_collective(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._stepping and not is_paused():
+            self._collectives += 1
+        return original(*args, **kwargs)
+
+    def _note_reduction(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        groups = [value for value in given if isinstance(value, torch.distributed.ProcessGroup)]
+        size = torch.distributed.get_world_size(groups[0] if groups else None)
+        self._reduced[size] = self._reduced.get(size, 0) + max(map(_entries, given), default=0)
+
+
+def _entries(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_entries, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _layout(parameter: torch.Tensor) -> str:
+    """Return how a distributed parameter lies on its mesh, as ``2: Replicate Shard``; "" for a plain one."""
+    placements, mesh = getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
+    if placements is None or mesh is None:
+        return ""
+    return f"{mesh.mesh.ndim}: {' '.join(type(one).__name__.lstrip('_') for one in placements)}"

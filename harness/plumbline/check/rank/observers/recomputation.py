@@ -1,0 +1,281 @@
+"""Notes whether activation checkpoints recompute in the backward pass what their forwards computed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.generators import generator_states
+from plumbline.check.rank.patching import attempt, wrap
+from plumbline.check.rank.pause import is_paused
+from plumbline.check.rank.replay import agreement
+from plumbline.check.rank.replay.call import SAMPLE
+from plumbline.check.rank.replay.nested import tensors_in
+from plumbline.check.rank.sharding import local
+
+NAME = "recomputation"
+
+_CALLED_BY_GRAPHS = os.path.join("torch", "_higher_order_ops", "wrap.py")
+
+Sample = tuple[int, Tensor]
+"""The number of entries of a tensor, and a sample of them."""
+
+Modes = tuple[tuple[nn.Module, bool], ...]
+"""Modules, and whether each was in training mode."""
+
+
+def recomputed_otherwise(facts: Facts) -> bool:
+    """Return whether a recomputation in a backward pass may be another than its forward, by the pass's facts."""
+    noted = facts.get(NAME) or {}
+    return bool(noted.get("different") or noted.get("by_hand"))
+
+
+class RecomputationObserver(Observer):
+    """Compares samples of what a checkpoint's forward and its recomputation give; a pass has what came of it.
+
+    ``compared`` counts the recomputations and ``different`` those that gave something else than rounding explains.
+    Of these, ``generators`` has the random number generators from which one drew other numbers than the forward,
+    ``modes`` says whether a module was in another mode, training or evaluation, and ``compiled`` whether one was part
+    of a graph of torch.compile. ``by_hand``: a module ran again outside of torch's checkpoints, and the backward pass
+    drew random numbers without putting the generators back.
+
+    Non-reentrant checkpoints are compared by the tensors that they save, reentrant ones by their outputs.
+    """
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._follows = False
+        self._modes: Modes = ()
+        self._statistics: frozenset[int] = frozenset()
+        self._compared = 0
+        self._different: list[_Region] = []
+        self._began: dict[str, str] = {}
+        self._inside = 0
+        self._runs_by_hand = False
+
+    def install(self) -> None:
+        """Follow the classes of which both kinds of checkpoints are made, wherever they are imported."""
+        module: Any = torch.utils.checkpoint
+        if hasattr(module, "_checkpoint_hook") and hasattr(module, "_CheckpointFrame"):
+            wrap(module._checkpoint_hook, "__init__", self._saves)
+            wrap(module._CheckpointFrame, "check_recomputed_tensors_match", self._has_saved_again)
+        if hasattr(module, "CheckpointFunction"):
+            module.CheckpointFunction.forward = staticmethod(self._following(module.CheckpointFunction.forward))
+
+    def start(self) -> None:
+        """Compare from now on."""
+        self._follows = True
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the modes, and where statistics lie that a normalisation saves for its backward but does not use."""
+        modules = tuple(module.modules())
+        self._modes = tuple((one, one.training) for one in modules)
+        normalising = (one for one in modules if isinstance(one, _NormBase))
+        buffers = (buffer for one in normalising for buffer in one.buffers())
+        self._statistics = frozenset(buffer.data_ptr() for buffer in buffers if not is_lazy(buffer))
+
+    def runs_again(self, module: nn.Module) -> None:
+        """Note that a module runs again outside of torch's checkpoints."""
+        self._runs_by_hand = self._runs_by_hand or not self._inside
+
+    def backward_begins(self, number: int) -> None:
+        """Forget what was recomputed outside of backward passes that count."""
+        self._compared, self._different, self._runs_by_hand = 0, [], False
+        self._began = generator_states()
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return what came of the recomputations in the backward pass."""
+        by_hand = self._runs_by_hand and bool(_moved(self._began, generator_states()))
+        if not self._compared and not by_hand:
+            return None
+        return {
+            "compared": self._compared,
+            "different": len(self._different),
+            "generators": sorted(set().union(*(one.drawn_anew for one in self._different))),
+            "modes": any(one.in_other_mode for one in self._different),
+            "compiled": any(one.compiled for one in self._different),
+            "by_hand": by_hand,
+        }
+
+    def stop(self) -> None:
+        """Compare no more."""
+        self._follows, self._modes, self._statistics = False, (), frozenset()
+
+    @property
+    def _is_following(self) -> bool:
+        return self._follows and not is_paused() and not torch.compiler.is_compiling() and not _is_traced()
+
+    def _noted(self, region: _Region, *, differs: bool) -> None:
+        self._compared += 1
+        if differs:
+            region.in_other_mode = any(one.training is not before for one, before in region.modes)
+            self._different.append(region)
+
+    # Non-reentrant checkpoints: a hook packs each tensor that the forward saves, and another one packs it again.
+
+    def _saves(self, original: Callable[..., None], hook: Any, frame: Any) -> None:
+        original(hook, frame)
+        if self._is_following:
+            attempt(self._follow, hook, frame)
+
+    def _follow(self, hook: Any, frame: Any) -> None:
+        region = frame.plumbline_region = _Region(self._modes)
+        pack, recompute = hook.pack_hook, frame.recompute_fn
+
+        def noting_pack(tensor: Tensor) -> Any:
+            region.saved.append(attempt(self._sampled, tensor))
+            return pack(tensor)
+
+        def noting_recompute(*args: Any) -> Any:
+            before = attempt(generator_states)
+            self._inside += 1
+            try:
+                return recompute(*args)
+            finally:
+                self._inside -= 1
+                # A checkpoint that preserves the states puts them back: what has moved was drawn from anew.
+                region.drawn_anew = _moved(before, attempt(generator_states))
+
+        hook.pack_hook, frame.recompute_fn = noting_pack, noting_recompute
+
+    def _has_saved_again(self, original: Callable[..., None], frame: Any, group: Any) -> None:
+        region = getattr(frame, "plumbline_region", None)
+        if region is not None and self._is_following:
+            attempt(self._compare, frame, region, group)
+        original(frame, group)
+
+    def _compare(self, frame: Any, region: _Region, group: Any) -> None:
+        pairs = []
+        for before, reference in zip(region.saved, frame.weak_holders, strict=False):
+            holder = reference()
+            handle = None if holder is None else holder.handles.get(group)
+            if before is not None and handle is not None:
+                pairs.append((before, self._sampled(frame.recomputed[group][handle])))
+        self._noted(region, differs=any(map(_differ, pairs)))
+
+    def _sampled(self, tensor: Tensor) -> Sample | None:
+        """Return a sample of a saved tensor; not of a parameter, nor of whole numbers, which kernels leave unused."""
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            return None
+        if isinstance(tensor, nn.Parameter) or tensor.data_ptr() in self._statistics:
+            return None
+        return _sample(tensor)
+
+    # Reentrant checkpoints: the function of the forward runs again.
+
+    def _following(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def followed(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+            return forward(ctx, self._repeated(function) if self._is_following else function, *args)
+
+        return followed
+
+    def _repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, which compares what it gives with what it gave when it ran for the first time."""
+        region = _Region(self._modes)
+        first: dict[str, Any] = {}
+
+        def followed(*args: Any) -> Any:
+            if not self._is_following:
+                return function(*args)
+            before = attempt(generator_states)
+            self._inside += 1
+            try:
+                output = function(*args)
+            finally:
+                self._inside -= 1
+            samples = attempt(_samples, output)
+            if not first:
+                first.update(before=before, samples=samples)
+                return output
+            drew = _moved(before, attempt(generator_states))
+            region.drawn_anew = drew & _moved(first["before"], before)
+            attempt(self._compare_outputs, region, first["samples"], samples)
+            return output
+
+        return followed
+
+    def _compare_outputs(self, region: _Region, before: list[Sample | None], now: list[Sample | None]) -> None:
+        self._noted(region, differs=len(before) != len(now) or any(map(_differ, zip(before, now, strict=True))))
+
+
+class _Region:
+    """One checkpointed region: samples of the tensors that it saved in order, and what its recomputation did."""
+
+    def __init__(self, modes: Modes) -> None:
+        self.modes = modes
+        self.saved: list[Sample | None] = []
+        self.drawn_anew: set[str] = set()
+        self.in_other_mode = False
+        self.compiled = _is_called_by_graph()
+
+
+def _samples(output: Any) -> list[Sample | None]:
+    return [_sample(one) for one in tensors_in(output)]
+
+
+def _sample(tensor: Tensor) -> Sample | None:
+    values = local(tensor)
+    is_plain = type(values) in (Tensor, nn.Parameter) and values.layout is torch.strided
+    if not is_plain or values.is_meta or values.is_quantized:
+        return None
+    # A mode of the script, such as that of selective checkpointing, counts the operators that it sees.
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        return values.numel(), values.detach()[_evenly(values.shape)].clone()
+
+
+def _evenly(shape: torch.Size) -> tuple[slice, ...]:
+    """Return a place for at most ``SAMPLE`` entries, evenly spread, which copies no more whatever the strides are."""
+    left, chosen = float(SAMPLE), {}
+    for place, (size, dim) in enumerate(sorted((size, dim) for dim, size in enumerate(shape))):
+        most = max(1, int(left ** (1 / (len(shape) - place))))
+        chosen[dim] = slice(None, None, max(1, -(-size // most)))
+        left /= max(1, min(size, most))
+    return tuple(chosen[dim] for dim in range(len(shape)))
+
+
+def _differ(pair: tuple[Sample | None, Sample | None]) -> bool:
+    """Return whether two results differ by more than rounding: fewer than half of the digits are the same."""
+    one, other = pair
+    if one is None or other is None:
+        return False
+    if one[0] != other[0]:
+        return True
+    dtype = one[1].dtype
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    return agreement.distance([other[1]], [one[1]]) > math.sqrt(eps)
+
+
+def _moved(before: dict[str, str] | None, after: dict[str, str] | None) -> set[str]:
+    """Return the names of the generators whose states differ."""
+    if before is None or after is None:
+        return set()
+    return {name for name, state in after.items() if before.get(name, state) != state}
+
+
+def _is_traced() -> bool:
+    """Return whether operators are recorded in a graph, as when something is compiled or exported."""
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(one) is not None for one in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
+
+
+def _is_called_by_graph() -> bool:
+    """Return whether a graph of TorchDynamo called the checkpoint that begins, in place of the script."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_CALLED_BY_GRAPHS):
+        frame = frame.f_back
+    return frame is not None

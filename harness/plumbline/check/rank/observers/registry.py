@@ -1,0 +1,42 @@
+"""The observers of data, random numbers, buffers, weights, the objective and the script, with what they share."""
+
+from __future__ import annotations
+
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.batches import BatchObserver
+from plumbline.check.rank.observers.buffers import BufferObserver
+from plumbline.check.rank.observers.generators import GeneratorObserver
+from plumbline.check.rank.observers.guarded import GuardedObserver
+from plumbline.check.rank.observers.loaders import LoaderObserver
+from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
+from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.check.rank.observers.parallelism import ParallelismObserver
+from plumbline.check.rank.observers.recomputation import RecomputationObserver
+from plumbline.check.rank.observers.script_line import ScriptLineObserver
+from plumbline.check.rank.observers.ties import TieObserver
+from plumbline.check.rank.observers.unused_losses import UnusedLossObserver
+from plumbline.check.rank.observers.weights import WeightObserver
+
+
+def training_observers(*, count_tokens: bool = False) -> list[Observer]:
+    """Return new observers for one process, in the order in which they are to be called.
+
+    Args:
+        count_tokens: count the labels of each batch, for a script whose loss is written by hand.
+    """
+    loaders, parallelism = LoaderObserver(), ParallelismObserver()
+    observers: list[Observer] = [
+        loaders,
+        parallelism,
+        BatchObserver(loaders),
+        GeneratorObserver(),
+        RecomputationObserver(),
+        BufferObserver(parallelism),
+        WeightObserver(parallelism),
+        ObjectiveObserver(count_tokens=count_tokens),
+        UnusedLossObserver(),
+        TieObserver(),
+        MovedWeightObserver(),
+        ScriptLineObserver(),
+    ]
+    return [GuardedObserver(observer) for observer in observers]

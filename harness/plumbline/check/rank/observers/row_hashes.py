@@ -1,0 +1,111 @@
+"""Hashes of the rows of input tensors: equal rows are known again on another rank, or in another epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import Facts
+
+ROWS_KEPT = 256
+"""Rows of a batch whose hashes are kept. Of a larger batch those with the smallest hashes, the same on every rank."""
+
+_ENTRIES_AT_ONCE = 2**17
+"""They and what is made of them fit into a cpu's cache."""
+
+_ENTRIES_AT_ONCE_ON_DEVICE = 2**23
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
+    """Return what is noted of the rows (dim 0) of a call's input tensors, None where it has none.
+
+    Tensors of equal length in dim 0 make up the rows together; of several lengths the one with the most entries
+    counts. ``hashes`` stand in the order of the rows where all of them are kept.
+    """
+    by_length: dict[int, list[Tensor]] = {}
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.dim() and tensor.numel() and _is_readable(tensor):
+            by_length.setdefault(len(tensor), []).append(tensor)
+    if not by_length:
+        return None
+    tensors = max(by_length.values(), key=lambda some: sum(tensor.numel() for tensor in some))
+    hashes = row_hashes(tensors)
+    kept = hashes if len(hashes) <= ROWS_KEPT else sorted(hashes)[:ROWS_KEPT]
+    return {
+        "shapes": [list(tensor.shape) for tensor in tensors],
+        "rows": len(hashes),
+        "distinct": len(set(hashes)),
+        "order": digest(hashes),
+        "hashes": kept,
+    }
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def row_hashes(tensors: list[Tensor]) -> list[int]:
+    """Return a 64-bit hash for each row of tensors of equal length in dim 0; the bits of all of them count."""
+    total: Tensor | None = None
+    for place, tensor in enumerate(tensors):
+        hashes = _mixed(_row_sums(_words(tensor)) + (place + 1) * 0x9E3779B97F4A7C1)
+        total = hashes if total is None else total + hashes.to(total.device)
+    return [] if total is None else [int(number) for number in total.cpu().tolist()]
+
+
+def digest(numbers: list[int]) -> str:
+    """Return a short digest of whole numbers in their order."""
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Say whether a tensor is a plain dense one: not on the meta device, sparse, nested, quantized or distributed."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor (rows, …) as integers (rows, entries of a row)."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    flat = plain.reshape(len(plain), -1).contiguous()
+    eight = 8 // flat.element_size()
+    whole = flat.shape[1] % eight == 0 and flat.storage_offset() % eight == 0
+    return flat.view(torch.int64 if whole else _WORDS[flat.element_size()])
+
+
+def _row_sums(words: Tensor) -> Tensor:
+    """Return a number (rows) for each row, in which the place of every entry counts."""
+    rows, entries = words.shape
+    at_once = _ENTRIES_AT_ONCE if words.device.type == "cpu" else _ENTRIES_AT_ONCE_ON_DEVICE
+    columns = max(1, at_once // max(rows, 1))
+    total = torch.zeros(rows, dtype=torch.int64, device=words.device)
+    for start in range(0, entries, columns):
+        part = words[:, start : start + columns].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + part.shape[1], device=words.device)
+        # A product with an odd number is one to one; the fold lets its upper bits count as well.
+        products = part * (_mixed(places) | 1)
+        total += (products ^ (products >> 29)).sum(1)
+    return total
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return a well-mixed int64 for each int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    mixed = numbers * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return mixed ^ (mixed >> 31 & (1 << 33) - 1)

@@ -1,0 +1,66 @@
+"""Digests and projections of tensors, for tensors of any dtype, and their values where all lie on this rank."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from plumbline.check.rank.sharding import is_shard, local
+from plumbline.evidence.projection import ROWS, fingerprint, row_weights, sketch
+
+SMALL = 1024
+"""Entries up to which bytes are hashed as they are: many small tensors would cost more calls than memory."""
+
+_NUMBERS = 64
+_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensor_digest(tensor: Tensor) -> str | None:
+    """Return a digest of a tensor's values, on whatever device; None where they cannot be read (meta, a shard)."""
+    values = readable_values(tensor)
+    if values is None:
+        return None
+    if values.dtype in _DENSE and values.numel() > SMALL:
+        return _hexadecimal(fingerprint(values))
+    return _hashed(values)
+
+
+def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | None]:
+    """Return a tensor's digest, and a projection of it to ``ROWS`` numbers, float64.
+
+    The projection is linear, and the same for all tensors of one shape. It is None where there is no finite one.
+    """
+    values = readable_values(tensor)
+    if values is None or values.dtype not in _DENSE:
+        return tensor_digest(tensor), None
+    if values.numel() > SMALL:
+        made = sketch(values, _NUMBERS)
+        # Columns have random signs of their own, so that their sum is a projection as well.
+        digest, projection = _hexadecimal(made.fingerprint), made.values.sum(0).view(ROWS, -1).sum(1)
+    else:
+        flat = values.reshape(-1).to("cpu", torch.float64)
+        digest, projection = _hashed(values), row_weights(flat.device)[:, : flat.numel()] @ flat
+    return digest, projection.tolist() if bool(projection.isfinite().all()) else None
+
+
+def readable_values(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's values where all of them lie on this rank, None where it is a shard or has no values."""
+    if is_shard(tensor):
+        return None
+    values = local(tensor.detach())
+    if values.is_meta or values.layout is not torch.strided or values.is_quantized:
+        return None
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _hashed(values: Tensor) -> str:
+    # + 0 turns -0.0 into 0.0, as for larger tensors: what is equal has equal bits.
+    same = values + 0 if values.dtype in _DENSE else values
+    raw = same.contiguous().cpu().reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0)
+    return hashlib.blake2b(bytes(raw.numpy()), digest_size=8).hexdigest()
+
+
+def _hexadecimal(number: int) -> str:
+    return f"{number & (1 << 64) - 1:016x}"

@@ -1,0 +1,137 @@
+"""Notes parameters that were one when the model was built, or are meant to be one, and are two when it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import attempt, wrap
+from plumbline.check.rank.replay.unwrapping import unwrapped
+from plumbline.check.rank.sharding import local
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a module holds a parameter."""
+
+    module: ref[nn.Module]
+    name: str
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter that is there now, None where there is none."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def is_at(self, module: nn.Module, name: str) -> bool:
+        """Say whether this is a place."""
+        return self.module() is module and self.name == name
+
+
+class TieObserver(Observer):
+    """Follows the assignment of parameters to modules: one that is assigned twice is tied.
+
+    What assigns another parameter unties them on purpose, but for ``load_state_dict``. Facts of the process: ``lost``,
+    pairs of names of parameters that train apart; ``declared``: the same of those that the model's configuration ties.
+    """
+
+    name = "ties"
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[ref[Tensor], _Place]] = {}
+        self._ties: list[tuple[_Place, _Place]] = []
+        self._loading = 0
+        self._roots: list[nn.Module] = []
+        self._looked = False
+        self._facts: Facts = {}
+
+    def install(self) -> None:
+        """Wrap what assigns parameters."""
+        wrap(nn.Module, "register_parameter", self._around_register)
+        wrap(nn.Module, "load_state_dict", self._around_load)
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the models that are trained."""
+        root = unwrapped(module)
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at the ties before the first recorded step."""
+        if self._looked or not self._roots:
+            return
+        self._looked = True
+        stepped = set(map(id, parameters_of(optimizer)))
+        for root in self._roots:
+            names = {id(one): name for name, one in root.named_parameters(remove_duplicate=False)}
+            for kind, pairs in (("lost", self._pairs()), ("declared", _declared(root))):
+                apart = [
+                    [names[id(one)], names[id(other)]]
+                    for one, other in pairs
+                    if {id(one), id(other)} <= names.keys()
+                    and stepped & {id(one), id(other)}
+                    and _train_apart(one, other)
+                ]
+                self._facts.setdefault(kind, []).extend(apart)
+
+    def stop(self) -> None:
+        """Let go of the models."""
+        self._roots = []
+
+    def final_facts(self) -> Facts | None:
+        """Return the ties that are lost."""
+        return self._facts if any(self._facts.values()) else None
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        for first, second in self._ties:
+            yield first.parameter, second.parameter
+
+    def _around_register(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        if not torch.compiler.is_compiling() and not self._loading:
+            attempt(self._assigned, module, *args, **kwargs)
+        return result
+
+    def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loading += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._loading -= 1
+
+    def _assigned(self, module: nn.Module, name: str, param: Tensor | None) -> None:
+        self._ties = [tie for tie in self._ties if not any(place.is_at(module, name) for place in tie)]
+        if param is None:
+            return
+        place, key = _Place(ref(module), name), id(param)
+        known, first = self._first.get(key, (None, None))
+        if known is None or known() is not param:
+            self._first[key] = ref(param, lambda _: self._first.pop(key, None)), place
+        elif first is not None and not first.is_at(module, name) and first.parameter is param:
+            self._ties.append((first, place))
+
+
+def _declared(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the weights of a model's embeddings where its configuration, as those of transformers, ties them."""
+    for module in root.modules():
+        if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+            ends = [getattr(module, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+            if all(map(callable, ends)):
+                yield tuple(getattr(end(), "weight", None) for end in ends if end is not None)  # type: ignore[misc]
+
+
+def _train_apart(one: Any, other: Any) -> bool:
+    if not (isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter)) or one is other:
+        return False
+    if not (one.requires_grad and other.requires_grad) or one.shape != other.shape:
+        return False
+    return local(one).untyped_storage().data_ptr() != local(other).untyped_storage().data_ptr()

@@ -1,0 +1,175 @@
+"""Notes losses that a model computes beside its output, and whether a backward pass uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.patching import attempt, wrap
+from plumbline.check.rank.pause import is_paused
+from plumbline.check.rank.replay.alias import CallOutputs
+from plumbline.check.rank.replay.unwrapping import unwrapped
+
+_WORDS = ("aux", "loss", "penalty")
+_MAIN = ("loss", "losses", "total_loss")
+"""A model's own loss: a script may compute another one in its place."""
+
+_CALL: Any = CallOutputs._backward_cls
+_SINK = "_DDPSinkBackward"
+
+
+class UnusedLossObserver(Observer):
+    """Looks, as each backward pass begins, at numbers with a graph that modules hold and that calls have returned.
+
+    Those count that an attribute or a field names as a loss, and the numbers behind the first part of a tuple. Where a
+    loss function of torch compares with labels, the number is a main loss, and a script may compute another one in its
+    place; a number without a name may be one wherever there are targets. Facts of the process: ``used`` and ``unused``,
+    their names; a name may be in both.
+    """
+
+    name = "unused-losses"
+
+    def __init__(self) -> None:
+        self._recording = False
+        self._running = False
+        self._roots: list[nn.Module] = []
+        self._used: set[str] = set()
+        self._unused: set[str] = set()
+
+    def install(self) -> None:
+        """Wrap ``torch.autograd.backward``."""
+        wrap(torch.autograd, "backward", self._around_backward)
+
+    def start(self) -> None:
+        """Look at backward passes from now on."""
+        self._recording = True
+
+    def stop(self) -> None:
+        """Look no longer, and let go of the modules."""
+        self._recording, self._roots = False, []
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the modules that are called."""
+        root = unwrapped(module)
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)
+
+    def final_facts(self) -> Facts | None:
+        """Return the names."""
+        return {"used": sorted(self._used), "unused": sorted(self._unused)} if self._used or self._unused else None
+
+    def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._recording or self._running or is_paused():
+            return original(tensors, *args, **kwargs)
+        attempt(self._look, tensors)
+        self._running = True
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self._running = False
+
+    def _look(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else [one for one in tensors if isinstance(one, Tensor)]
+        held = list(_held(self._roots))
+        reached, calls = _reached([one.grad_fn for one in roots if one.grad_fn is not None])
+        known = {id(node) for _, node in held}
+        returned = [(name, node) for call in calls for name, node in _returned(call) if id(node) not in known]
+        for name, node in [*held, *returned]:
+            (self._used if _is_used(node, reached) else self._unused).add(name)
+
+
+def _held(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the nodes of numbers that modules hold as attributes named as a loss."""
+    for root in roots:
+        for path, module in root.named_modules():
+            for name, value in {**vars(module), **module._buffers}.items():
+                if _is_auxiliary(name):
+                    for one in _parts(value):
+                        if isinstance(one, Tensor) and one.numel() == 1 and not _has_labels(one.grad_fn):
+                            yield f"{path}.{name}" if path else f"{type(root).__name__}.{name}", one.grad_fn
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _returned(call: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the nodes of numbers that a call has returned, with their names in its output."""
+    for place, name in call.call.scalars.items():
+        node = call.next_functions[place][0]
+        if isinstance(name, int):
+            if name > 0 and not any(_targets(node)):
+                yield f"output {name} of {call.call.name}", node
+        elif _is_auxiliary(name) and not _has_labels(node):
+            yield f"{name} in the output of {call.call.name}", node
+
+
+def _is_auxiliary(name: str) -> bool:
+    return name not in _MAIN and any(word in name.lower() for word in _WORDS)
+
+
+def _has_labels(node: Any) -> bool:
+    """Return whether a number is computed from labels; also where nothing is known of how it is computed."""
+    return node is None or any(not target.is_floating_point() for (target,) in _targets(node))
+
+
+def _targets(node: Any) -> Iterator[tuple[Tensor]]:
+    """Yield the targets of the loss functions of torch that compute a number, maybe times or plus others."""
+    for one in _numbers(node):
+        if hasattr(one, "_saved_target"):
+            yield (one._saved_target,)
+
+
+def _is_used(node: Any, reached: dict[int, Any]) -> bool:
+    """Return whether a node is reached, or its number is computed from one that is: what is logged is no loss."""
+    return id(node) in reached or any(id(one) in reached for one in _numbers(node))
+
+
+def _numbers(node: Any) -> Iterator[Any]:
+    """Yield a node and those before it, as long as each makes a single number."""
+    waiting, seen = [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen or not _is_number(one):
+            continue
+        seen.add(id(one))
+        yield one
+        waiting.extend(following for following, _ in one.next_functions)
+
+
+def _is_number(node: Any) -> bool:
+    shapes = [tuple(one.shape) for one in getattr(node, "_input_metadata", ())]
+    return len(shapes) == 1 and torch.Size(shapes[0]).numel() == 1
+
+
+def _reached(nodes: Iterable[Any]) -> tuple[dict[int, Any], list[Any]]:
+    """Return the nodes that a gradient reaches, by their identity, and those of them that end tracked calls.
+
+    What goes into one output of a call does not go into another.
+    """
+    waiting = [(node, 0) for node in nodes]
+    reached: dict[int, Any] = {}
+    seen: set[tuple[int, int]] = set()
+    calls: list[Any] = []
+    while waiting:
+        node, output = waiting.pop()
+        if node is None:
+            continue
+        by_output = isinstance(node, _CALL) or type(node).__name__ == _SINK
+        key = (id(node), output if by_output else 0)
+        if key in seen:
+            continue
+        seen.add(key)
+        if isinstance(node, _CALL) and id(node) not in reached:
+            calls.append(node)
+        reached[id(node)] = node
+        following = node.next_functions
+        waiting.extend([following[output]] if by_output else following)
+    return reached, calls

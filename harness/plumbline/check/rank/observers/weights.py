@@ -1,0 +1,110 @@
+"""Notes digests of weights and gradients, so that ranks which hold different ones are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.observers.parallelism import ParallelismObserver, world_size
+from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
+from plumbline.check.rank.parameters import parameters_of
+
+
+class WeightObserver(Observer):
+    """Notes weights where there are several ranks; shards are left out, as each rank has its own.
+
+    The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
+    the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, and ``projections`` of the
+    weights after it, whose relative distance is about that of the weights. ``began`` has the digests before the
+    optimizer's first step of all, which may not be recorded; None for parameters that it was given later.
+    """
+
+    name = "weights"
+
+    def __init__(self, parallelism: ParallelismObserver) -> None:
+        self._parallelism = parallelism
+        self._modules: list[nn.Module] = []
+        self._initial: list[Facts] = []
+        self._noted: Facts = {}
+        self._began: dict[int, str | None] = {}
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
+        if world_size() == 1 or any(known is module for known in self._modules):
+            return
+        self._modules.append(module)
+        wrapper = self._parallelism.wrapper_of(module)
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        inner: nn.Module = getattr(wrapper, "module", module)
+        self._initial.append(
+            {
+                "class": type(module).__name__,
+                "wrapped": wrapper is not None,
+                "parameters": [
+                    {
+                        "name": name,
+                        "shape": list(parameter.shape),
+                        "trained": parameter.requires_grad,
+                        "ignored": name in ignored,
+                        "digest": tensor_digest(parameter),
+                    }
+                    for name, parameter in inner.named_parameters()
+                ],
+            }
+        )
+
+    def first_step(self, optimizer: Optimizer) -> None:
+        """Note the weights with which an optimizer begins."""
+        if world_size() > 1:
+            self._began |= {id(p): tensor_digest(p) for p in parameters_of(optimizer)}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note the weights and the gradients with which an optimizer steps."""
+        if world_size() > 1:
+            parameters = parameters_of(optimizer)
+            gradients = [p.grad for p in parameters]
+            self._noted = {
+                "wrapped": self._wrapped(parameters),
+                "began": [self._began.get(id(p)) for p in parameters],
+                "before": [tensor_digest(p) for p in parameters],
+                "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
+            }
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return the step's facts."""
+        if world_size() == 1:
+            return None
+        noted, self._noted = self._noted, {}
+        made = [digest_and_projection(p) for p in parameters_of(optimizer)]
+        after, projections = [digest for digest, _ in made], [projection for _, projection in made]
+        return {**noted, "after": after, "projections": projections}
+
+    def stop(self) -> None:
+        """Let go of the modules."""
+        self._modules = []
+
+    def final_facts(self) -> Facts | None:
+        """Return the parameters of the modules."""
+        return {"modules": self._initial} if self._initial else None
+
+    def _wrapped(self, parameters: list[Tensor]) -> list[bool]:
+        """Say of each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
+        kept: set[int] = set()
+        for module in self._modules:
+            wrapper = self._parallelism.wrapper_of(module)
+            ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+            named = wrapper.module.named_parameters() if wrapper is not None else ()
+            kept.update(id(p) for name, p in named if name not in ignored and p.requires_grad)
+        return [id(parameter) in kept for parameter in parameters]
+
+
+def _gradient_digest(gradient: Tensor) -> str | None:
+    if gradient.layout is not torch.sparse_coo:
+        return tensor_digest(gradient)
+    made = gradient.coalesce()
+    return f"{tensor_digest(made.indices())} {tensor_digest(made.values())}"

@@ -1,0 +1,243 @@
+"""Notes each clipping of gradients: of which parameters, to what norm, when, and by which factor it changed them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.optimizer.clipping_call import ClippingCall, Norm, facts_of, lengths_of, number, total
+from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import wrap
+from plumbline.check.rank.sharding import is_shard
+
+ROUNDINGS = 8
+"""A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""
+
+_FUNCTIONS = {
+    "clip_grad_norm_": "norm", "clip_grads_with_norm_": "norm", "_clip_grads_with_norm_": "norm",
+    "clip_grad_value_": "value",
+}  # fmt: skip
+
+_NORMS = ("get_total_norm", "_get_total_norm")
+
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+class ClippingObserver(WrappingObserver):
+    """Wraps the functions of torch.nn.utils that clip, in which the methods of Accelerate, Fabric and Lightning end.
+
+    ``on_clipping`` is called with the parameters before their gradients change.
+
+    Facts of a step: ``of``: how many parameters had a gradient, ``roundings``: the relative size of a change that is
+    rounding. ``by_hand``: None, or the factor by which the script itself multiplied all gradients between the last
+    backward pass and the step (None where they changed in another way). ``calls``, since the optimizer's last step,
+    each with
+    ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
+    that it was given; ``given``: the script had computed that itself, and not by ``get_total_norm`` of all gradients;
+    ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
+    ``covered``: how many of the optimizer's parameters were clipped;
+    ``norm`` and ``others``: 2-norms, computed in float64, of the gradients that this rank holds, of the optimizer's
+    parameters and of others in the same call; ``factor``: by what the length of the former changed;
+    ``scale``: the loss scale that was still in the gradients;
+    ``late``: every optimizer of these parameters had stepped already;
+    ``kept``: the next backward pass added to the clipped gradients;
+    ``sharded``: the gradients are shards.
+    """
+
+    name = "clipping"
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        super().__init__()
+        self.on_clipping: Callable[[Sequence[Tensor]], None] = lambda parameters: None
+        self._loss_scale = loss_scale
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._calls: dict[int, list[ClippingCall]] = {}
+        self._lengths: dict[int, float] = {}
+        self._pass = -1
+        self._inside = False
+        self._depth = 0
+        self._by_hand: dict[int, Facts] = {}
+        self._wrapped_fsdp = False
+        self._measured: Norm | None = None
+
+    def install(self) -> None:
+        """Wrap the functions before a script imports them by name."""
+        wrap(Optimizer, "__init__", self._around_init)
+        for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+            for name, kind in _FUNCTIONS.items():
+                wrap(module, name, self._around(kind))
+            for name in _NORMS:
+                wrap(module, name, self._around_norm)
+
+    def start(self) -> None:
+        """Forget what was before, and wrap the method of FSDP if that has been imported."""
+        super().start()
+        for notes in (self._calls, self._lengths, self._by_hand):
+            notes.clear()
+        self._stepped.clear()
+        if _FSDP in sys.modules and not self._wrapped_fsdp:
+            self._wrapped_fsdp = True
+            wrap(sys.modules[_FSDP].FullyShardedDataParallel, "clip_grad_norm_", self._around_method)
+
+    def backward_begins(self, number: int) -> None:
+        """Clipped gradients to which this pass adds are noted as kept."""
+        self._pass, self._inside = number, True
+        self._stepped.clear()
+        for call in {id(call): call for calls in self._calls.values() for call in calls}.values():
+            if call.at_pass < number and not call.late and not call.kept:
+                call.kept = total(lengths_of(call.parameters)) >= 0.5 * total(call.after) > 0
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Note the lengths of gradients, so that changes by hand can be told."""
+        self._inside = False
+        self._lengths = lengths_of(one for optimizer in self._optimizers for one in parameters_of(optimizer))
+        return None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Find out by which factor the script multiplied gradients itself."""
+        self._optimizers.add(optimizer)
+        self._by_hand[id(optimizer)] = self._changes_by_hand(optimizer)
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return the calls that concern this step."""
+        self._stepped.add(optimizer)
+        parameters = parameters_of(optimizer)
+        own = {id(parameter) for parameter in parameters}
+        return {
+            "of": sum(parameter.grad is not None for parameter in parameters),
+            "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
+            "by_hand": self._by_hand.pop(id(optimizer), None) or None,
+            "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
+        }
+
+    def stop(self) -> None:
+        """Let go of parameters."""
+        super().stop()
+        self._calls.clear()
+        self._lengths.clear()
+        self._measured = None
+
+    def _around_init(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._optimizers.add(optimizer)
+
+    def _around(self, kind: str) -> Callable[..., Any]:
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self.attends or self._depth or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            given = args[0] if args else kwargs.get("parameters")
+            parameters = [given] if isinstance(given, Tensor) else list(given or ())
+            if not isinstance(given, (Tensor, Sequence)):  # an iterator is used up now, and torch warns of empty ones
+                again = (one for one in parameters)
+                args, kwargs = ((again, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": again})
+            bound: dict[str, Any] = {}
+            with self.notes():
+                bound = inspect.signature(original).bind(*args, **kwargs).arguments
+            return self._noted(kind, parameters, bound, lambda: original(*args, **kwargs))
+
+        return around
+
+    def _around_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a call of get_total_norm(tensors, norm_type), of which gradients can be clipped later."""
+        if not self.attends or self._depth or torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        given = tensors if isinstance(tensors, (Tensor, Sequence)) else list(tensors)
+        result = original(given, *args, **kwargs)
+        with self.notes():
+            value, norm_type = number(result), float(args[0] if args else kwargs.get("norm_type", 2.0))
+            gradients = tuple(map(ref, [given] if isinstance(given, Tensor) else given))
+            self._measured = None if value is None else Norm(value, norm_type, gradients)
+        return result
+
+    def _around_method(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a call of FullyShardedDataParallel.clip_grad_norm_(max_norm, norm_type)."""
+        if not self.attends or self._depth:
+            return original(module, *args, **kwargs)
+        bound: dict[str, Any] = {}
+        with self.notes():
+            bound = inspect.signature(original).bind(module, *args, **kwargs).arguments
+        return self._noted("norm", list(module.parameters()), bound, lambda: original(module, *args, **kwargs))
+
+    def _noted(self, kind: str, parameters: list[Tensor], bound: dict[str, Any], clip: Callable[[], Any]) -> Any:
+        before: dict[int, float] = {}
+        with self.notes():
+            before = lengths_of(parameters)
+            self.on_clipping(parameters)
+        self._depth += 1
+        try:
+            result = clip()
+        finally:
+            self._depth -= 1
+        with self.notes():
+            if self.recording:
+                self._note(kind, parameters, bound, before, result)
+        return result
+
+    def _note(self, kind: str, parameters: list[Tensor], bound: Facts, before: dict[int, float], result: Any) -> None:
+        owners = [optimizer for optimizer in self._optimizers if before.keys() & set(map(id, parameters_of(optimizer)))]
+        given, norm_type = "total_norm" in bound, float(bound.get("norm_type", 2.0))
+        if given and self._measured is not None and self._measured.is_of(parameters, bound["total_norm"]):
+            given, norm_type = False, self._measured.norm_type
+        call = ClippingCall(
+            kind=kind,
+            limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
+            norm_type=norm_type,
+            returned=number(bound.get("total_norm", result)),
+            given=given,
+            at_pass=self._pass,
+            inside=self._inside,
+            before=before,
+            after=lengths_of(parameters),
+            sharded=any(map(is_shard, parameters)),
+            parameters=[one for one in parameters if id(one) in before],
+            scales={id(optimizer): self._scale_left(optimizer, before) for optimizer in owners},
+            late=bool(owners) and all(optimizer in self._stepped for optimizer in owners),
+        )
+        for optimizer in owners:
+            self._calls.setdefault(id(optimizer), []).append(call)
+
+    def _scale_left(self, optimizer: Optimizer, lengths: dict[int, float]) -> float:
+        """Return the loss scale that is still in the gradients, which a script may also have taken out itself."""
+        scale = self._loss_scale.pending_scale(optimizer)
+        known = [name for name in lengths if self._lengths.get(name)]
+        if scale != 1.0 and known:
+            ratio = total({name: lengths[name] for name in known}) / total({n: self._lengths[n] for n in known})
+            if ratio * math.sqrt(scale) < 1.0:  # nearer to 1 / scale than to 1
+                return 1.0
+        return scale
+
+    def _changes_by_hand(self, optimizer: Optimizer) -> Facts:
+        """Compare gradients with those of the last backward pass, apart from what clipping and unscaling explain."""
+        scale = self._loss_scale.scale / self._loss_scale.pending_scale(optimizer)
+        now = lengths_of(parameters_of(optimizer))
+        factors = []
+        for parameter in parameters_of(optimizer):
+            name = id(parameter)
+            expected = self._lengths.get(name, 0.0) / scale
+            for call in self._calls.get(id(optimizer), []):
+                if call.at_pass == self._pass and call.before.get(name):
+                    expected *= call.after[name] / call.before[name]
+            if expected > 0 and math.isfinite(expected) and math.isfinite(now.get(name, math.nan)):
+                factors.append((now[name] / expected, ROUNDINGS * _epsilon(parameter)))
+        if all(abs(factor - 1) <= rounding for factor, rounding in factors):
+            return {}
+        middle = sorted(factor for factor, _ in factors)[len(factors) // 2]
+        common = all(abs(factor - middle) <= rounding * middle for factor, rounding in factors)
+        return {"factor": middle if common else None}
+
+
+def _epsilon(parameter: Tensor) -> float:
+    """Return the relative distance of a parameter's numbers; 0 of whole numbers, as frozen quantised weights are."""
+    return torch.finfo(parameter.dtype).eps if parameter.is_floating_point() or parameter.is_complex() else 0.0

@@ -1,0 +1,97 @@
+"""One call of a function that clips, or that returns a norm, and the lengths of gradients before and after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.sharding import local
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """What torch.nn.utils.get_total_norm returned for gradients."""
+
+    value: float
+    norm_type: float
+    gradients: Sequence[ref[Tensor]]
+
+    def is_of(self, parameters: Iterable[Tensor], total_norm: Any) -> bool:
+        """Return whether this is the number in question, and the norm of all gradients of these parameters alone."""
+        own = {id(one.grad) for one in parameters if one.grad is not None}
+        return {id(one()) for one in self.gradients} == own and number(total_norm) == self.value
+
+
+@dataclass(eq=False)
+class ClippingCall:
+    """One clipping: lengths of the gradients before and after, by the parameter's id."""
+
+    kind: str
+    limit: float
+    norm_type: float
+    returned: float | None
+    given: bool
+    at_pass: int
+    inside: bool
+    before: dict[int, float]
+    after: dict[int, float]
+    sharded: bool
+    parameters: Sequence[Tensor]
+    scales: dict[int, float]
+    late: bool
+    kept: bool = False
+
+
+def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
+    """Return a call as it concerns one optimizer."""
+    before = {name: value for name, value in call.before.items() if name in own}
+    after = {name: value for name, value in call.after.items() if name in own}
+    norm = total(before)
+    return {
+        "kind": call.kind,
+        "limit": call.limit,
+        "norm_type": call.norm_type,
+        "returned": call.returned,
+        "given": call.given,
+        "pass": call.at_pass,
+        "inside": call.inside,
+        "covered": len(before),
+        "norm": norm,
+        "others": total({name: value for name, value in call.before.items() if name not in own}),
+        "factor": total(after) / norm if norm else 1.0,
+        "scale": call.scales.get(optimizer, 1.0),
+        "late": call.late,
+        "kept": call.kept,
+        "sharded": call.sharded,
+    }
+
+
+def lengths_of(parameters: Iterable[Tensor]) -> dict[int, float]:
+    """Return the 2-norms, computed in float64, of the gradients that there are, by the parameter's id."""
+    lengths = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            own = local(parameter.grad.detach())
+            values = own.coalesce()._values() if own.is_sparse else own
+            wide = torch.complex128 if values.is_complex() else torch.float64
+            lengths[id(parameter)] = float(torch.linalg.vector_norm(values, dtype=wide).real)
+    return lengths
+
+
+def total(lengths: dict[int, float]) -> float:
+    """Return the 2-norm of all gradients together."""
+    return math.hypot(*lengths.values())
+
+
+def number(value: Any) -> float | None:
+    """Return a norm as a number; None where it is spread over ranks, which reading it would have to ask."""
+    if isinstance(value, Tensor) and local(value) is value:
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) else None

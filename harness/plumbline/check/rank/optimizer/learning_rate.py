@@ -1,0 +1,83 @@
+"""Notes the learning rates of each optimizer step, and when learning-rate schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.check.rank.patching import wrap_overrides
+
+
+class LearningRate(WrappingObserver):
+    """Wraps the ``step`` of every scheduler.
+
+    Facts of a step: ``rates`` of the parameter groups that have one; ``schedulers``: how many the optimizer has;
+    ``schedule``: for each time that one of them has stepped since the optimizer's last step, the number of the last
+    backward pass that had begun then, and whether the optimizer had not stepped since that pass began.
+    """
+
+    name = "learning-rate"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._schedulers: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[Optimizer, list[tuple[int, bool]]] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._pass = -1
+        self._depth = 0
+
+    def install(self) -> None:
+        """Wrap every scheduler's class."""
+        wrap_overrides(LRScheduler, "step", self._around_step)
+        wrap_overrides(LRScheduler, "__init__", self._around_init)
+
+    def start(self) -> None:
+        """Forget what was before."""
+        super().start()
+        self._calls.clear()
+        self._stepped.clear()
+
+    def backward_begins(self, number: int) -> None:
+        """A window of the optimizers' goes on, or begins."""
+        self._pass = number
+        self._stepped.clear()
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return this step's rates and what schedulers did before it."""
+        self._stepped.add(optimizer)
+        return {
+            "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
+            "schedulers": len(self._schedulers.get(optimizer, ())),
+            "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
+        }
+
+    def _around_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        # A scheduler's first step, which sets the first rate, is a part of its creation.
+        self._depth += 1
+        try:
+            original(scheduler, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        with self.notes():
+            optimizer = getattr(scheduler, "optimizer", None)
+            if isinstance(optimizer, Optimizer):
+                self._schedulers.setdefault(optimizer, WeakSet()).add(scheduler)
+
+    def _around_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = self._depth == 0
+        self._depth += 1
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if outermost and self.attends:
+                with self.notes():
+                    optimizer = getattr(scheduler, "optimizer", None)
+                    if isinstance(optimizer, Optimizer):
+                        self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))

@@ -1,0 +1,180 @@
+"""Notes what a GradScaler does: the scale of each backward pass, infinities, and steps that it skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.optimizer.update_replay import weights_print
+from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import wrap_overrides
+from plumbline.check.rank.sharding import local
+
+
+class LossScale(WrappingObserver):
+    """Wraps GradScaler, and with it all its subclasses.
+
+    ``scale`` is the factor of the loss in the backward pass that runs, or ran last: 1 where it began at a tensor that
+    no scaler scaled. ``on_skipped`` is called with an optimizer when a scaler has skipped its step.
+
+    Facts of a step: ``scaled``: whether a scaler made it, and ``scale``, the one in force then. ``found``: in how many
+    devices' gradients that scaler found an infinity or a NaN. ``bad``: how many parameters have gradients that are not
+    finite. ``broken``: how many parameters are not finite after the step, and were before. ``moved``: whether a skipped
+    step changed weights (how many of them) or the optimizer's state.
+    Facts of a backward pass: ``scale``.
+    """
+
+    name = "loss-scale"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.on_skipped: Callable[[Optimizer], None] = lambda optimizer: None
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
+        self._stepping: Optimizer | None = None
+        self._stepped = False
+        self._scaled: Facts = {}
+        self._before: dict[str, int] = {}
+        self._finite: list[bool] = []
+
+    def install(self) -> None:
+        """Wrap the scaler's methods."""
+        wrap_overrides(torch.amp.GradScaler, "scale", self._around_scale)
+        wrap_overrides(torch.amp.GradScaler, "unscale_", self._around_unscale)
+        wrap_overrides(torch.amp.GradScaler, "step", self._around_step)
+        wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
+
+    def backward_begins(self, number: int) -> None:
+        """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
+        self.scale = 1.0
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return the scale of the pass."""
+        return {"scale": self.scale}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note which weights are finite, where gradients are not."""
+        if self._stepping is not None:  # whichever it is, of wrappers and what is inside them
+            self._stepping, self._stepped = optimizer, True
+        bad = _bad(optimizer)
+        self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return what happened to this step."""
+        parameters = parameters_of(optimizer)
+        facts: Facts = {"scaled": self._stepping is optimizer, "bad": _bad(optimizer)}
+        if facts["scaled"]:
+            facts |= self._scaled
+            facts["found"] = facts.get("found", 0) or int(self.skips_inside(optimizer))
+        if skipped:
+            facts["moved"] = _moved(self._before, _prints(optimizer))
+        elif self._finite:
+            now = [_is_finite(parameter) for parameter in parameters]
+            facts["broken"] = sum(old and not new for old, new in zip(self._finite, now, strict=False))
+        self._finite = []
+        self._unscaled.discard(optimizer)
+        return facts
+
+    def pending_scale(self, optimizer: Optimizer) -> float:
+        """Return the factor that is still in the gradients of an optimizer: 1 once they are unscaled."""
+        return 1.0 if optimizer in self._unscaled else self.scale
+
+    def skips_inside(self, optimizer: Optimizer) -> bool:
+        """Return whether a step that runs is one in which a fused optimizer changes nothing, as its scaler told it."""
+        found = getattr(optimizer, "found_inf", None)
+        return isinstance(found, Tensor) and bool(found)
+
+    def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if self.attends and scaler.is_enabled():
+            with self.notes():
+                factor = float(scaler.get_scale())
+                for one in (scaled,) if isinstance(scaled, Tensor) else tuple(scaled):
+                    if isinstance(one, Tensor) and one.requires_grad:
+                        one.register_hook(lambda _, factor=factor: self._reached(factor))  # type: ignore[no-untyped-call]
+        return scaled
+
+    def _reached(self, factor: float) -> None:
+        self.scale = factor
+
+    def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
+        result = original(scaler, optimizer)
+        if self.attends and scaler.is_enabled():
+            with self.notes():
+                self._unscaled.add(_innermost(optimizer))
+        return result
+
+    def _around_update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._unscaled.clear()
+        return original(scaler, *args, **kwargs)
+
+    def _around_step(
+        self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not (self.attends and scaler.is_enabled()) or self._stepping is not None:
+            return original(scaler, optimizer, *args, **kwargs)
+        inner = _innermost(optimizer)
+        with self.notes():
+            self._stepping, self._stepped = inner, False
+            self._scaled = {"scale": float(scaler.get_scale())}
+            self._before = _prints(inner)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+            with self.notes():
+                self._look_for_skip(scaler, optimizer, inner)
+        finally:
+            self._stepping = None
+        return result
+
+    def _look_for_skip(self, scaler: Any, given: Optimizer, optimizer: Optimizer) -> None:
+        """Report a step that the scaler has not made, and not because nobody saw it."""
+        state = scaler._per_optimizer_states[id(given)]
+        found = int(sum(float(one) for one in state["found_inf_per_device"].values()))
+        if self._stepped or not (found or _prints(optimizer) == self._before):
+            return
+        self._scaled["found"] = found
+        self.on_skipped(optimizer)
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """Return the optimizer of torch inside wrappers, such as Accelerate's, that have it as ``optimizer``."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def _prints(optimizer: Optimizer) -> dict[str, int]:
+    """Return fingerprints of the weights and of the tensors of the state."""
+    prints = {}
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        prints[f"weights {number}"] = weights_print(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                prints[f"state {number} {key}"] = weights_print(value)
+    return prints
+
+
+def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """Return how many weights, and how many tensors of the state, are others; state that is new has not moved."""
+    changed = [name for name, value in before.items() if after.get(name, value) != value]
+    weights = sum(name.startswith("weights") for name in changed)
+    return {"weights": weights, "state": len(changed) - weights}
+
+
+def _bad(optimizer: Optimizer) -> int:
+    """Return how many parameters have a gradient that is not finite."""
+    gradients = (parameter.grad for parameter in parameters_of(optimizer))
+    return sum(gradient is not None and not _is_finite(gradient) for gradient in gradients)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    own = local(tensor.detach())
+    return bool((own._values() if own.is_sparse else own).isfinite().all())

@@ -1,0 +1,107 @@
+"""Notes in which precision a training really computes: dtypes, autocast, what matrix products may round, comm hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.patching import wrap
+from plumbline.evidence.dtypes import dtype_name
+
+
+class PrecisionUsed(WrappingObserver):
+    """Notes what is in force; the script's own settings are not changed.
+
+    Facts of a step: ``parameters`` and ``gradients``: entries by dtype; ``devices``: the parameters' kinds of device.
+    ``autocast``: how often since the optimizer's last step autocast was entered with gradients enabled, by device and
+    dtype (``off`` where it was entered to disable it).
+    Facts of a backward pass: ``autocast``: those in force when it began, although backward passes should run outside.
+    Facts of the process: ``flags`` of torch, and ``hooks``: names of communication hooks of DistributedDataParallel.
+    """
+
+    name = "precision"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered: Counter[str] = Counter()
+        self._in_backward: list[str] = []
+        self._hooks: list[str] = []
+
+    def install(self) -> None:
+        """Wrap autocast's entry, and the registration of communication hooks."""
+        wrap(torch.amp.autocast, "__enter__", self._around_enter)
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            wrap(DistributedDataParallel, name, self._around_register)
+
+    def backward_begins(self, number: int) -> None:
+        """Note the autocast in force."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._in_backward = [
+            f"{kind} {dtype_name(torch.get_autocast_dtype(kind))}" for kind in kinds if torch.is_autocast_enabled(kind)
+        ]
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Return the autocast in force when the pass began."""
+        return {"autocast": self._in_backward}
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return the dtypes of this step, and which autocasts came before."""
+        entered, self._entered = self._entered, Counter()
+        weights: Counter[str] = Counter()
+        gradients: Counter[str] = Counter()
+        devices = set()
+        for parameter in parameters_of(optimizer):
+            weights[dtype_name(parameter.dtype)] += parameter.numel()
+            devices.add(parameter.device.type)
+            if parameter.grad is not None:
+                gradients[dtype_name(parameter.grad.dtype)] += parameter.numel()
+        return {
+            "parameters": dict(weights),
+            "gradients": dict(gradients),
+            "devices": sorted(devices),
+            "autocast": dict(entered),
+        }
+
+    def final_facts(self) -> Facts | None:
+        """Return torch's flags and the communication hooks."""
+        return {"flags": _flags(), "hooks": self._hooks, "error": self.error}
+
+    def _around_enter(self, original: Callable[..., Any], context: Any) -> Any:
+        if self.attends and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            with self.notes():
+                dtype = dtype_name(context.fast_dtype) if context._enabled else "off"
+                self._entered[f"{context.device} {dtype}"] += 1
+        return original(context)
+
+    def _around_register(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with self.notes():
+            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1]))
+            self._hooks.append(str(getattr(hook, "__qualname__", hook)))
+        return result
+
+
+def _flags() -> Facts:
+    """Return what torch allows to be rounded; the older of two spellings may raise once a script used the newer."""
+    questions: dict[str, Callable[[], Any]] = {
+        "matmul": torch.get_float32_matmul_precision,
+        "cudnn_tf32": lambda: bool(torch.backends.cudnn.allow_tf32),
+        "fp16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "bf16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+    }
+    flags: Facts = {}
+    for name, ask in questions.items():
+        try:
+            flags[name] = ask()
+        except RuntimeError:
+            flags[name] = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return flags

@@ -1,0 +1,268 @@
+"""Notes how far the weights are, after each optimizer step, from what the step makes of them in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts, segment
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.optimizer.optimizer_replay import (
+    Guard,
+    NotReplayable,
+    groups_of,
+    is_of_torch,
+    memory,
+    replayed,
+    require_replayable,
+    stepping,
+)
+from plumbline.check.rank.optimizer.shared_memory import shared_places
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.parameters import parameters_of
+from plumbline.check.rank.sharding import local
+from plumbline.evidence.projection import fingerprint
+
+
+@dataclass(eq=False)
+class _Due:
+    """One parameter before its step: weights, segments of the right and the native update, noise, one rounding.
+
+    ``native`` is None where the optimizer's class is one of torch's own.
+    """
+
+    before: Tensor
+    update: Tensor
+    native: Tensor | None
+    noise: float
+    unit: float
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An optimizer between the beginning and the end of a step. ``why`` it cannot be judged, "" if it can.
+
+    ``own``: the numbers of the parameters that this rank's step is about: all of them, but for shares of ranks.
+    """
+
+    optimizer: Optimizer
+    why: str = ""
+    prints: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    due: dict[int, _Due] = field(default_factory=dict)
+    unjudged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    outside: list[int] = field(default_factory=list)
+
+
+class UpdateReplay(Observer):
+    """Replays each step in float64 before it is taken, from the recorded weights, gradients and state.
+
+    Facts of a step, where parameters are numbered as in the optimizer's groups:
+    ``class`` and ``of_torch``: the optimizer's class, and whether it is one of torch.optim's.
+    ``why``: why the step as a whole cannot be judged, "" if it can.
+    ``hooks``: whether the script has hooks of its own on the step, which may change weights and gradients.
+    ``parameters``: for each one judged its number, the error, the noise, the lengths of the update that was due and of
+    the one that was made, their scalar product, the distance from the replay in the parameter's own precision (0 of
+    torch's own classes), and the size of one rounding. Lengths of large parameters are those of projections.
+    ``unjudged``: numbers of parameters by the reason.
+    ``outside``: parameters that changed since this optimizer's last step ended.
+    ``shared``: places in shared memory, by parameter.
+    ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
+
+    Memory: a copy of the weights, and one parameter with its state in float64. Of nested steps the innermost is
+    judged; of ZeroRedundancyOptimizer the step of the optimizer inside, with this rank's share.
+    """
+
+    name = "update"
+
+    def __init__(self, sample: ParameterSample | None = None) -> None:
+        self._sample = sample or ParameterSample(0)
+        self._open: list[_Pending] = []
+        self._prints: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+
+    def start(self) -> None:
+        """Forget what was seen of steps before."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Free the copies of weights."""
+        self._open.clear()
+        self._prints.clear()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Replay the step that is to come."""
+        self._close(optimizer)  # of a step that raised
+        for outer in self._open:
+            outer.why = "its step is that of another optimizer, which is judged by itself"
+            outer.due.clear()
+        pending = _Pending(optimizer)
+        self._open.append(pending)
+        parameters = parameters_of(optimizer)
+        pending.prints = list(map(weights_print, parameters))
+        last = self._prints.get(optimizer, pending.prints)
+        if len(last) == len(pending.prints):
+            pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
+        try:
+            require_replayable(stepping(optimizer))
+            _replay(pending, self._sample)
+        except NotReplayable as error:
+            pending.why = str(error)
+            pending.due.clear()
+            pending.outside = []  # a step that evaluates the loss again is seen only from there on
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Compare the weights with the replay's."""
+        pending = self._close(optimizer)
+        if pending is None:
+            return None
+        parameters = parameters_of(optimizer)
+        prints = list(map(weights_print, parameters))
+        self._prints[optimizer] = prints
+        places = shared_places(map(local, parameters))
+        rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
+        return {
+            "class": type(stepping(optimizer)).__name__,
+            "of_torch": is_of_torch(stepping(optimizer)),
+            "why": "the GradScaler skipped it" if skipped else pending.why,
+            "hooks": _has_hooks(optimizer) or _has_hooks(stepping(optimizer)),
+            "count": len(parameters),
+            "parameters": rows,
+            "unjudged": dict(pending.unjudged),
+            "outside": pending.outside,
+            "shared": {str(number): place for number, place in places.items()},
+            "rounded": any(row[1] > 2 * row[2] for row in rows) and _are_bfloat16(parameters),
+        }
+
+    def _close(self, optimizer: Optimizer) -> _Pending | None:
+        """Take an optimizer, and everything that began inside its step, from those that step."""
+        for place, pending in enumerate(self._open):
+            if pending.optimizer is optimizer:
+                del self._open[place:]
+                return pending
+        return None
+
+
+def weights_print(parameter: Tensor) -> int:
+    """Return the fingerprint of what this rank holds of a parameter; 0 of tensors that do not show their bits."""
+    try:
+        own = _real(parameter)
+        return fingerprint(own.view(torch.uint8) if own.element_size() == 1 else own)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
+
+
+def _replay(pending: _Pending, sample: ParameterSample) -> None:
+    """Replay the step of every parameter in the sample that has a gradient, one after the other."""
+    optimizer = stepping(pending.optimizer)
+    parameters = parameters_of(pending.optimizer)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    guard = Guard(optimizer)
+    overlapping = _overlapping(parameters)
+    for group in groups_of(pending.optimizer):
+        for parameter in group["params"]:
+            number = numbers[id(parameter)]
+            if not sample.has(parameters[number]):
+                continue
+            pending.own.add(number)
+            if parameter.grad is None or not local(parameter).numel():
+                continue
+            if number in overlapping:
+                pending.unjudged["another parameter lies in the same memory"].append(number)
+            elif not _is_finite(parameter.grad):
+                pending.unjudged["its gradient is not finite"].append(number)
+            else:
+                pending.due[number] = _due(optimizer, group, parameter, guard)
+
+
+def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guard: Guard) -> _Due:
+    after = replayed(optimizer, group, parameter, guard)
+    before = local(parameter.detach()).clone()
+    exact = _real(after.exact)
+    rough = [_real(one) for one in (after.native, after.traced) if one is not None]
+    noise = max(_length(one - exact) for one in rough)
+    # A copy of a class that is not torch's own must repeat the step, so that the replay in float64 says something.
+    native = None if is_of_torch(optimizer) else _segment(rough[0].double() - _real(before), before.dtype)
+    update = exact.sub_(_real(before))
+    unit = (_length(_real(before)) + _length(update)) * torch.finfo(before.dtype).eps / 2
+    return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit)
+
+
+def _length(tensor: Tensor) -> float:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
+
+
+def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the segment of an update, float64, of weights of a dtype.
+
+    Projecting float32 numbers is far cheaper. That rounds an update by less than its addition to weights does, unless
+    these are float64.
+    """
+    return segment(update if dtype in (torch.float64, torch.complex128) else update.float())
+
+
+def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int]) -> list[list[float]]:
+    """Return the rows of all parameters that are judged."""
+    unjudged = {number for numbers in pending.unjudged.values() for number in numbers}
+    rows: list[list[float]] = []
+    for number, parameter in enumerate(parameters):
+        due = pending.due.pop(number, None)
+        if due is not None and due.before.shape == local(parameter).shape:
+            made = _segment(_real(parameter).double() - _real(due.before), due.before.dtype)
+            error, right, moved = (float(vector.norm()) for vector in (made - due.update, due.update, made))
+            repeated = 0.0 if due.native is None else float((made - due.native).norm())
+            rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
+        elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
+            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # by how much is not known
+    return rows
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    own = local(tensor.detach())
+    return torch.view_as_real(own) if own.is_complex() else own
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    own = local(gradient)
+    values = own._values() if own.is_sparse else own
+    # A norm is far cheaper to compute; of numbers in float64 it may overflow.
+    return math.isfinite(_length(values)) or bool(values.isfinite().all())
+
+
+def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
+    """Return whether all weights, of which none is stored as such, are bfloat16 numbers."""
+    own = [_real(parameter) for parameter in parameters]
+    return all(
+        one.dtype in (torch.float32, torch.float64) and torch.equal(one.bfloat16().to(one.dtype), one) for one in own
+    )
+
+
+def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
+    """Return the numbers of parameters of which some entries lie in the memory of others."""
+    ranges = []
+    for number, parameter in enumerate(parameters):
+        own = local(parameter)
+        if own.numel() and (start := memory(own)):
+            last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+            start += int(own.storage_offset()) * own.element_size()
+            ranges.append((start, start + (last + 1) * own.element_size(), number))
+    ranges.sort()
+    found: set[int] = set()
+    end, holder = 0, -1
+    for start, stop, number in ranges:
+        if start < end:
+            found |= {holder, number}
+        if stop > end:
+            end, holder = stop, number
+    return found

@@ -1,0 +1,47 @@
+"""An observer that takes notes inside of functions and methods of torch, and cannot fail in the script's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observer import Observer
+from plumbline.check.rank.pause import is_paused
+
+
+class WrappingObserver(Observer):
+    """An observer that wraps functions of torch. It takes notes between ``start`` and ``stop``, and while it is well.
+
+    ``error`` says why it takes no notes any more, "" while it does.
+    """
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.error = ""
+
+    def start(self) -> None:
+        """Take notes from now on."""
+        self.recording = True
+
+    def stop(self) -> None:
+        """Take no more notes."""
+        self.recording = False
+
+    def final_facts(self) -> Facts | None:
+        """Return the error that ended the notes, if there was one."""
+        return {"error": self.error} if self.error else None
+
+    @property
+    def attends(self) -> bool:
+        """Whether what runs now is the script's, and notes are taken of it."""
+        return self.recording and not is_paused()
+
+    @contextmanager
+    def notes(self) -> Iterator[None]:
+        """Keep an exception in the body, which takes notes, from the script."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is not the script's
+            self.recording = False
+            self.error = f"{type(error).__name__}: {error}"

@@ -1,0 +1,98 @@
+"""What is recorded of one call of a module, so that it can be run again."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.rank.replay.autocast_state import AutocastState
+from plumbline.check.rank.replay.random_state import RandomState
+from plumbline.check.rank.sharding import local
+
+SAMPLE = 1024
+"""Entries of an output that are kept at most, to compare a replay with."""
+
+
+@dataclass(frozen=True)
+class UsedParameter:
+    """A parameter as it was when a module was called."""
+
+    parameter: nn.Parameter
+    version: int
+    address: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> UsedParameter:
+        """Return how ``parameter`` is now."""
+        return cls(parameter, parameter._version, local(parameter).data_ptr(), parameter.requires_grad)
+
+    @property
+    def changed(self) -> bool:
+        """Whether its values were replaced or written to since."""
+        return self.parameter._version != self.version or local(self.parameter).data_ptr() != self.address
+
+
+@dataclass
+class TrackedCall:
+    """One call of a module with gradients enabled.
+
+    ``args`` and ``kwargs`` hold copies of the tensors that the module was given, except of parameters. ``buffers`` are
+    the module's buffers before the call, by their identity then. ``outputs`` has a sample of each tensor of the output
+    that requires a gradient. ``cotangents`` has, for each backward pass, the gradient that arrived at each output from
+    outside of the call, None where there was none. ``obstacle`` says why the call cannot be run again, "" if it can.
+    ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
+    ``compiled`` says whether the module or a part of it ran as compiled code.
+    """
+
+    number: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    autocast: tuple[AutocastState, ...]
+    default_dtype: torch.dtype
+    training: tuple[tuple[nn.Module, bool], ...]
+    buffers: dict[int, tuple[Tensor, Tensor]]
+    compiled: bool = False
+    parameters: tuple[UsedParameter, ...] = ()
+    foreign: tuple[nn.Parameter, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    scalars: dict[int, str | int] = field(default_factory=dict)
+    cotangents: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    obstacle: str = ""
+    discarded: bool = False
+    graph: weakref.ref[Any] | None = None
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that required a gradient."""
+        return [one.parameter for one in self.parameters if one.requires_grad]
+
+    @property
+    def eps(self) -> float:
+        """The relative spacing of numbers in the coarsest precision that it may compute in."""
+        dtypes = {one.parameter.dtype for one in self.parameters} | {one.dtype for one in self.outputs}
+        dtypes |= {one.dtype for one in self.autocast if one.enabled}
+        return max(torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward pass can reach the call any more."""
+        return self.graph is not None and self.graph() is None
+
+    @property
+    def name(self) -> str:
+        """The class of its module."""
+        return type(self.module).__name__
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return at most ``SAMPLE`` entries of a tensor, evenly spread over it, as a copy."""
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, -(-flat.numel() // SAMPLE))
+    return flat[::stride].clone()

@@ -1,0 +1,98 @@
+"""Random numbers in a replay: drawn in the precision in which the model draws them, whatever the replay computes in.
+
+A generator gives other numbers for another dtype, so that a replay in float64 that drew in float64 would have other
+dropout masks than the training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.check.rank.replay.precision import ReplayPrecision
+
+_IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
+_LIKE = frozenset({"rand_like", "randn_like"})
+_FROM_VALUES = frozenset(
+    {"normal", "bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"}
+)
+_MADE = frozenset({"rand", "randn", "normal"})
+_DROPOUT = "native_dropout"
+
+DRAWING = _IN_PLACE | _LIKE | _FROM_VALUES | _MADE | {_DROPOUT}
+"""Names of operators that draw random numbers whose values depend on a dtype."""
+
+
+class UnknownDrawError(Exception):
+    """The precision of a draw has to be found out first, by a replay in the model's own precision."""
+
+
+class Draws:
+    """The dtypes in which a forward and its backward pass draw random numbers, in their order.
+
+    ``dtypes`` is None where they are not known; each draw is then in ``usual``, if that is known. ``default`` is the
+    default dtype of the training.
+    """
+
+    def __init__(
+        self,
+        precision: ReplayPrecision,
+        dtypes: list[torch.dtype] | None,
+        usual: torch.dtype | None,
+        default: torch.dtype,
+    ) -> None:
+        self._precision = precision
+        self._dtypes = None if dtypes is None else iter(dtypes)
+        self._usual = usual
+        self._default = default
+
+    def draw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that draws random numbers, and return its result in the precision of the replay."""
+        first = leading(args)
+        if first is None:
+            return widened(func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or self._default}), self._precision)
+        dtype = self._next()
+        if name == _DROPOUT:
+            return _dropout(func, dtype, *args)
+        if name in _IN_PLACE:
+            own = torch.empty_like(first, dtype=dtype)
+            return first.copy_(func(own, *(_lowered(one, dtype) for one in args[1:]), **kwargs))
+        if kwargs.get("dtype") is not None:
+            dtype = kwargs["dtype"]
+        named = {**kwargs, "dtype": dtype} if name in _LIKE else kwargs
+        return widened(func(*(_lowered(one, dtype) for one in args), **named), self._precision)
+
+    def _next(self) -> torch.dtype:
+        dtype = self._usual if self._dtypes is None else next(self._dtypes, None)
+        if dtype is None:
+            raise UnknownDrawError
+        return dtype
+
+
+def is_drawn(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator in ``DRAWING`` draws floating-point numbers with these arguments."""
+    first = leading(args)
+    return first is None or first.is_floating_point()
+
+
+def leading(args: tuple[Any, ...]) -> Tensor | None:
+    """Return the first tensor among the first two arguments, whose dtype is that of a draw."""
+    return next((one for one in args[:2] if isinstance(one, Tensor)), None)
+
+
+def widened(result: Any, precision: ReplayPrecision) -> Any:
+    """Return a tensor in the precision of a replay, and everything else as it is."""
+    return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
+
+
+def _lowered(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _dropout(func: Any, dtype: torch.dtype, x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    _, mask = func(torch.ones_like(x, dtype=dtype), p, train)
+    if train is False:
+        return x.clone(), mask
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask

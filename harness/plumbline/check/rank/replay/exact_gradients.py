@@ -1,0 +1,208 @@
+"""The exact local gradient of each backward pass: replays of all calls that it went through, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.evidence.training import segment
+from plumbline.check.rank.replay import agreement
+from plumbline.check.rank.replay.call import TrackedCall
+from plumbline.check.rank.replay.checkpointing import without_checkpoints
+from plumbline.check.rank.replay.draws import UnknownDrawError
+from plumbline.check.rank.replay.parameter_copies import ParameterCopies
+from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.check.rank.replay.replay import CannotReplayError, Replayed, replay
+from plumbline.check.rank.replay.tracked_calls import TrackedCalls
+from plumbline.check.rank.replay.unsharding import is_distributed
+
+Reduce = Callable[[Tensor, torch.dtype], Tensor]
+"""A linear map of a gradient to what is kept of it, such as ``exact_segment``; it is given the parameter's dtype."""
+
+Keeps = Callable[[Tensor], bool]
+"""Says whether the gradient of a parameter is asked for."""
+
+K = TypeVar("K")
+
+NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
+
+COMPILED_DRAWS = (
+    "it is compiled, and compiled code draws other random numbers, as for dropout, than the same code run again as it "
+    "is written; with torch._inductor.config.fallback_random = True it draws the same"
+)
+
+OUTSIDE = "it is used outside of any recorded call"
+
+
+def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the segment of an exact gradient of a parameter of ``dtype``, to which local ones are compared.
+
+    It is compared with gradients that are rounded to the parameter's dtype, beside which the projection's rounding is
+    nothing, except where that is float64 as well. No tolerance follows from exact gradients.
+    """
+    return segment(gradient, split=dtype in (torch.float64, torch.complex128))
+
+
+@dataclass
+class ExactPass:
+    """What is known exactly of one backward pass.
+
+    ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
+    parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
+    precision, where they were asked for.
+    """
+
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
+
+
+class ExactGradients:
+    """Replays calls immediately before an optimizer steps, when the weights are still those of the forward.
+
+    The rounding noise of a module's outputs is kept from step to step, by module: a later call that is within it of its
+    exact replay is not replayed in the training's own precision again.
+    """
+
+    def __init__(
+        self,
+        calls: TrackedCalls,
+        reduce: Reduce,
+        truth: ReplayPrecision = ReplayPrecision.FLOAT64,
+        keeps: Keeps = lambda parameter: True,
+    ) -> None:
+        self._calls = calls
+        self._keeps = keeps
+        self._truth = truth
+        self._reduce = reduce
+        self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+
+    def compute(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
+        """Return what is known of the backward passes since the last time, by their numbers.
+
+        Args:
+            recomputed_otherwise: the script may have recomputed other values in a backward pass than in its forward.
+                The replays then do without torch's activation checkpoints, draw the forward's random numbers in modules
+                that run again, and are repeated in the training's own precision.
+        """
+        with self._calls.paused(), without_checkpoints() if recomputed_otherwise else nullcontext():
+            passes: dict[int, ExactPass] = {}
+            step = _Step(
+                self._reduce, passes, self._noise, self._truth, self._keeps, recomputed_otherwise=recomputed_otherwise
+            )
+            pending = self._calls.pending()
+            for call in pending:
+                step.gather(call)
+            for call in pending:
+                step.replay(call)
+        self._calls.forget()
+        for number, parameters in self._calls.take_outside().items():
+            for parameter in parameters:
+                passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
+        for one in passes.values():
+            for parameter, why in self._calls.unrecorded.items():
+                one.uncovered.setdefault(parameter, why)
+            for parameter in one.uncovered:
+                one.gradients.pop(parameter, None)
+                one.native.pop(parameter, None)
+        return passes
+
+
+class _Step:
+    """The replays before one optimizer step: they share the copies of the parameters."""
+
+    def __init__(
+        self,
+        reduce: Reduce,
+        passes: dict[int, ExactPass],
+        noise: WeakKeyDictionary[nn.Module, float],
+        truth: ReplayPrecision,
+        keeps: Keeps,
+        recomputed_otherwise: bool,
+    ) -> None:
+        self._keeps = keeps
+        self._truth = truth
+        self._otherwise = recomputed_otherwise
+        self._reduce = reduce
+        self._passes = passes
+        self._noise = noise
+        self._exact = ParameterCopies(truth, keeps)
+        self._native = ParameterCopies(ReplayPrecision.NATIVE)
+        self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
+
+    def gather(self, call: TrackedCall) -> None:
+        """Gather sharded parameters, before anything can be different on different ranks."""
+        if any(is_distributed(one.parameter) for one in call.parameters):
+            self._exact.leaves(call)
+            self._native.leaves(call)
+
+    def replay(self, call: TrackedCall) -> None:
+        """Add the gradients of a call to its backward passes, or the reason why they are not known."""
+        for number in call.cotangents:
+            self._passes.setdefault(number, ExactPass())
+        try:
+            exact = self._exactly(call)
+            self._check(call, exact)
+            if self._otherwise:
+                self._added(call, ReplayPrecision.NATIVE, None)
+            self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
+        except CannotReplayError as error:
+            self._uncover(call, call.trainable, str(error))
+        self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
+
+    def _exactly(self, call: TrackedCall) -> Replayed:
+        if call.module not in self._drawn:
+            try:
+                return self._added(call, self._truth, None)
+            except UnknownDrawError:
+                self._drawn[call.module] = self._in_native(call).drawn
+        try:
+            return self._added(call, self._truth, self._drawn[call.module])
+        except UnknownDrawError:
+            raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
+
+    def _added(self, call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> Replayed:
+        """Replay a call for its gradients, and add them to those of its passes once all of them are known."""
+        found: dict[tuple[int, nn.Parameter], Tensor] = {}
+        native = precision is ReplayPrecision.NATIVE
+
+        def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+            if self._keeps(parameter):
+                _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
+
+        copies = self._native if native else self._exact
+        replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise)
+        for (number, parameter), kept in found.items():
+            one = self._passes[number]
+            _add(one.native if native else one.gradients, parameter, kept)
+        return replayed
+
+    def _in_native(self, call: TrackedCall) -> Replayed:
+        return replay(call, ReplayPrecision.NATIVE, None, self._native, None, forward_draws=self._otherwise)
+
+    def _check(self, call: TrackedCall, exact: Replayed) -> None:
+        """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""
+        apart = agreement.distance(call.outputs, exact.outputs)
+        if call.module in self._noise and apart <= agreement.SPREAD * self._noise[call.module]:
+            return
+        native = self._in_native(call)
+        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs, call.eps):
+            why = COMPILED_DRAWS if call.compiled and native.drawn else NOT_REPEATABLE
+            raise CannotReplayError(f"{call.name}: {why}")
+        self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
+
+    def _uncover(self, call: TrackedCall, parameters: Iterable[Tensor], why: str) -> None:
+        for number in call.cotangents:
+            for parameter in parameters:
+                if isinstance(parameter, nn.Parameter):
+                    self._passes[number].uncovered.setdefault(parameter, why)
+
+
+def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value

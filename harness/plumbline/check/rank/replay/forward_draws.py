@@ -1,0 +1,68 @@
+"""Modules that a backward pass runs again draw there what they drew in the forward of a replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from plumbline.check.rank.replay.nested import tensors_in
+from plumbline.check.rank.replay.random_state import RandomState
+
+
+class ForwardDraws:
+    """Notes the generators' states with which each module runs in the forward, and sets them in the backward pass.
+
+    That is what a checkpoint that is written by hand has to do. A module that runs several times in the forward is left
+    as it is: which of its runs is repeated is not known.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[nn.Module, RandomState | None] = {}
+        self._running: list[nn.Module] = []
+        self._outside: RandomState | None = None
+        self._handles: list[Any] = []
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a module runs again, with the states of its forward."""
+        return self._outside is not None
+
+    def __enter__(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not in_backward():
+            known = module in self._states
+            self._states[module] = None if known else _now(module, args)
+            return
+        state = self._states.get(module)
+        if not self._running and state is not None:
+            self._outside = _now(module, args)
+            state.set()
+        self._running.append(module)
+
+    def _ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward() and self._running:
+            self._running.pop()
+            if not self._running and self._outside is not None:
+                self._outside.set()
+                self._outside = None
+
+
+def in_backward() -> bool:
+    """Return whether this runs inside of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _now(module: nn.Module, args: tuple[Any, ...]) -> RandomState:
+    return RandomState.now(one.device for one in (*tensors_in(args), *module.parameters()))

@@ -1,0 +1,57 @@
+"""What stands for a training's modules in the replays before one optimizer step: leaves for parameters, and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.rank.replay.call import TrackedCall
+from plumbline.check.rank.replay.module_state import ModuleState
+from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.check.rank.replay.unsharding import computing_dtypes, is_distributed, shards
+from plumbline.check.rank.sharding import whole
+
+
+class ParameterCopies:
+    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
+
+    A sharded parameter is gathered once, when it is first asked for. ``keeps`` says whether its gradient is asked for.
+    """
+
+    def __init__(self, precision: ReplayPrecision, keeps: Callable[[Tensor], bool] = lambda parameter: True) -> None:
+        self.keeps = keeps
+        self._precision = precision
+        self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._states: dict[nn.Module, ModuleState] = {}
+
+    def state(self, module: nn.Module) -> ModuleState:
+        """Return the state of a module, to which every replay restores it: so it is the same for all its calls."""
+        if module not in self._states:
+            self._states[module] = ModuleState(module)
+        return self._states[module]
+
+    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
+        if id(parameter) not in self._copies:
+            values = whole(parameter.detach())
+            native = self._precision is ReplayPrecision.NATIVE
+            values = values.to(dtype or values.dtype) if native else self._precision.copy(values)
+            leaf = nn.Parameter(values, requires_grad=False)
+            if not is_distributed(parameter):
+                vars(leaf).update(vars(parameter))
+            self._copies[id(parameter)] = parameter, leaf
+        leaf = self._copies[id(parameter)][1]
+        leaf.requires_grad_(requires_grad)
+        return leaf
+
+    def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""
+        dtypes = computing_dtypes(call.module)
+        found = {}
+        for one in call.parameters:
+            leaf = self.of(one.parameter, requires_grad=one.requires_grad, dtype=dtypes.get(id(one.parameter)))
+            found[id(one.parameter)] = one.parameter, leaf
+        unsharded = {name: found[id(shard)] for name, shard in shards(call.module).items() if id(shard) in found}
+        return {**found, **unsharded}

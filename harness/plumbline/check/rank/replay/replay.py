@@ -1,0 +1,279 @@
+"""Runs a recorded call again and differentiates it: the exact local gradient, from the call's own inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from plumbline.check.evidence.training import COMMUNICATES
+from plumbline.check.rank.replay.autocast_state import autocast
+from plumbline.check.rank.replay.call import TrackedCall, sample
+from plumbline.check.rank.replay.draws import Draws, UnknownDrawError
+from plumbline.check.rank.replay.forward_draws import ForwardDraws
+from plumbline.check.rank.replay.module_state import ModuleState
+from plumbline.check.rank.replay.nested import map_tensors
+from plumbline.check.rank.replay.parameter_copies import ParameterCopies
+from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.check.rank.replay.random_state import drawn_from
+from plumbline.check.rank.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, WideMode
+from plumbline.check.rank.replay.tracked_calls import differentiable
+from plumbline.check.rank.replay.unsharding import replace_hooks
+from plumbline.check.rank.replay.uses import Graph
+
+ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
+"""Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""
+
+Leaves = Sequence["tuple[nn.Parameter, nn.Parameter]"]
+"""Parameters, each with the leaf that stands for it in a replay."""
+
+
+class CannotReplayError(Exception):
+    """A call cannot be run again; the message says why."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
+
+    ``drawn`` is None but for a native replay. ``hidden`` has the parameters that the call used
+    although they are not its module's.
+    """
+
+    outputs: tuple[Tensor, ...]
+    drawn: list[torch.dtype] | None
+    hidden: tuple[Tensor, ...]
+
+
+def replay(
+    call: TrackedCall,
+    precision: ReplayPrecision,
+    receive: ReceiveGradient | None,
+    copies: ParameterCopies,
+    drawn: list[torch.dtype] | None = None,
+    *,
+    forward_draws: bool = False,
+) -> Replayed:
+    """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
+
+    Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
+    ``copies`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
+    training's own precision found them, None where there was none yet. ``forward_draws``: modules that a backward pass
+    runs again draw what they drew in the forward. Module, generators, gradients and everything
+    else are afterwards what they were before.
+
+    Raises:
+        CannotReplayError: where the call cannot be run again.
+        UnknownDrawError: where it has to be run in the training's own precision first.
+    """
+    _check(call)
+    leaves = copies.leaves(call)
+    own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
+    chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
+    state, mode = copies.state(call.module), _mode(call, precision, drawn)
+    try:
+        with _conditions(call, precision, mode), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
+            return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
+    except (CannotReplayError, UnknownDrawError):
+        raise
+    except CommunicatesError as error:
+        # All ranks could replay together, if they knew from each other that they recorded the same calls.
+        raise CannotReplayError(f"{call.name}: {COMMUNICATES}") from error
+    except DrawsInBackwardError as error:
+        raise CannotReplayError(f"{call.name}: its backward pass draws random numbers of its own") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
+    except Exception as error:
+        why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
+        raise CannotReplayError(why) from error
+    finally:
+        state.restore()
+
+
+def _check(call: TrackedCall) -> None:
+    if call.obstacle:
+        raise CannotReplayError(f"{call.name}: {call.obstacle}")
+    if any(one.changed for one in call.parameters):
+        raise CannotReplayError(f"{call.name}: its parameters were changed between its forward and the optimizer step")
+
+
+def _replacement(
+    call: TrackedCall, precision: ReplayPrecision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
+) -> Callable[[Tensor], Tensor]:
+    """Return what a tensor is replaced by: leaves for parameters, the recorded buffers, copies of everything else."""
+
+    def replacement(tensor: Tensor) -> Tensor:
+        if id(tensor) in leaves:
+            return leaves[id(tensor)][1]
+        if id(tensor) in call.buffers:
+            return precision.copy(call.buffers[id(tensor)][1])
+        copy = precision.copy(tensor)
+        return copy.requires_grad_().view_as(copy) if tensor.requires_grad else copy
+
+    return replacement
+
+
+def _run(
+    call: TrackedCall,
+    state: ModuleState,
+    replacement: Callable[[Tensor], Tensor],
+    leaves: Leaves,
+    chosen: list[nn.Parameter],
+    receive: ReceiveGradient | None,
+    mode: NativeMode | WideMode,
+) -> Replayed:
+    with mode:
+        state.exchange(replacement)
+        for module, training in call.training:
+            vars(module)["training"] = training
+        replace_hooks(module for module, _ in call.training)
+        args, kwargs = map_tensors((call.args, call.kwargs), replacement)
+        outputs = differentiable(call.module(*args, **kwargs))
+    if len(outputs) != len(call.outputs):
+        why = f"run again, it gave {len(outputs)} outputs instead of {len(call.outputs)}"
+        raise CannotReplayError(f"{call.name}: {why}")
+    samples, graph = tuple(sample(one) for one in outputs), Graph.of(outputs)
+    known = {id(leaf) for _, leaf in leaves}
+    hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
+    runs_code = mode.saves_with_hooks or graph.runs_code
+    if (receive is not None and chosen) or runs_code:
+        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+            _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
+    return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
+
+
+def _differentiate(
+    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, chosen: list[nn.Parameter]
+) -> None:
+    """Go backward through the call for each pass, to ``chosen`` leaves: all if [], as reentrant checkpoints need it."""
+    wanted = [(parameter, leaf) for parameter, leaf in leaves if leaf.requires_grad]
+    given = {
+        number: [(one, v) for one, v in zip(outputs, cotangents, strict=True) if v is not None]
+        for number, cotangents in sorted(call.cotangents.items())
+    }
+    given = {number: pairs for number, pairs in given.items() if pairs}
+    for number, pairs in given.items():
+        with _received(wanted, number, receive):
+            _backward(
+                [one for one, _ in pairs],
+                [v.to(one.dtype) for one, v in pairs],
+                keep=number != max(given),
+                inputs=chosen,
+            )
+
+
+def _ignored(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+    pass
+
+
+def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: Sequence[Tensor]) -> None:
+    """Run the engine itself: ``torch.autograd.backward`` counts as a backward pass of the script."""
+    run = Variable._execution_engine.run_backward
+    run(tuple(outputs), tuple(cotangents), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Leave the gradients of parameters as they are, which a backward pass without inputs would add to."""
+    before = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in zip(parameters, before, strict=True):
+            one.grad = gradient
+
+
+@contextlib.contextmanager
+def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, receive: ReceiveGradient) -> Iterator[None]:
+    """Hand each gradient on as soon as it is complete, and free it."""
+
+    def hand_on(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        def hook(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                receive(number, parameter, gradient)
+
+        return hook
+
+    handles = [
+        leaf.register_post_accumulate_grad_hook(hand_on(parameter))  # type: ignore[no-untyped-call]
+        for parameter, leaf in wanted
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, leaf in wanted:
+            leaf.grad = None
+
+
+@contextlib.contextmanager
+def _conditions(call: TrackedCall, precision: ReplayPrecision, mode: NativeMode | WideMode) -> Iterator[None]:
+    """Provide what a forward depends on beside its module, and keep what it prints to itself."""
+    native = precision is ReplayPrecision.NATIVE
+    default = precision.wide(call.default_dtype)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(drawn_from(call.random))
+        stack.callback(mode.put_back)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_default_dtype(default))
+        stack.enter_context(autocast(call.autocast, enabled=native))
+        stack.enter_context(_eager())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield
+
+
+@contextlib.contextmanager
+def _repeated_draws(mode: NativeMode | WideMode) -> Iterator[None]:
+    mode.forward_draws = ForwardDraws()
+    with mode.forward_draws:
+        yield
+
+
+def _mode(call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
+    if precision is ReplayPrecision.NATIVE:
+        return NativeMode()
+    return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
+
+
+def _usual_draw(call: TrackedCall) -> torch.dtype | None:
+    """Return the one precision in which a module can draw, None where it computes in several."""
+    dtypes = {one.parameter.dtype for one in call.parameters}
+    if len(dtypes) != 1 or any(one.enabled for one in call.autocast):
+        return None
+    return dtypes.pop()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Let compiled functions run as they are written. Before torch 2.6 they run compiled."""
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _sentence(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,170 @@
+"""The dispatch modes under which calls are replayed: what every operator of a replay goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plumbline.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
+from plumbline.check.rank.replay.forward_draws import ForwardDraws, in_backward
+from plumbline.check.rank.replay.precision import ReplayPrecision
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+class CommunicatesError(Exception):
+    """A replay would communicate with other ranks, which may not be replaying the same."""
+
+
+class DrawsInBackwardError(Exception):
+    """A backward pass draws random numbers that are not those of a module that it runs again."""
+
+
+class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Puts generators that the script passes to operators back to their states when the replay is over.
+
+    ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
+    its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saves_with_hooks = False
+        self.forward_draws: ForwardDraws | None = None
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a replay: the wrapper against it would cost more than the mode does."""
+        return False
+
+    def put_back(self) -> None:
+        """Set the generators of the script to the states that they had before the replay."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self._generators.clear()
+
+    def _noted(self, func: Any) -> _Kind:
+        """Return the kind of an operator that is about to run."""
+        if not self.saves_with_hooks:
+            self.saves_with_hooks = _hooks_on_saved_tensors()
+        kind = _kind(func)
+        if kind is _Kind.COMMUNICATES:
+            raise CommunicatesError
+        return kind
+
+    def _before_draw(self, kwargs: dict[str, Any]) -> None:
+        if self.forward_draws is not None and in_backward() and not self.forward_draws.repeats:
+            raise DrawsInBackwardError
+        generator = kwargs.get("generator")
+        if generator is not None and all(one is not generator for one, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
+
+
+class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
+    """Changes nothing, and notes the dtypes in which random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs, kind = kwargs or {}, self._noted(func)
+        if kind is _Kind.DRAWS:
+            self._before_draw(kwargs)
+            first = leading(args)
+            if first is not None and is_drawn(args):
+                self.drawn.append(first.dtype)
+        return func(*args, **kwargs)
+
+
+class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
+    """Lets everything that the model's code casts to a lower precision become that of the replay."""
+
+    def __init__(self, precision: ReplayPrecision, random: Draws) -> None:
+        super().__init__()
+        self._precision = precision
+        self._random = random
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs, kind = kwargs or {}, self._noted(func)
+        if kind is _Kind.DRAWS:
+            self._before_draw(kwargs)
+            if is_drawn(args):
+                return self._random.draw(func, _name(func), args, kwargs)
+        if kind is not _Kind.PLAIN:
+            args, kwargs = self._with_wide_dtypes(args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            # a tensor that is no parameter, buffer or argument, such as a plain attribute of another object
+            if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
+                raise
+            return func(*self._widened(args), **self._widened(kwargs))
+        return widened(result, self._precision) if kind is _Kind.LIFTS else result
+
+    def _with_wide_dtypes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        wide = self._precision.wide
+        if any(isinstance(one, torch.dtype) for one in args):
+            args = tuple(wide(one) if isinstance(one, torch.dtype) else one for one in args)
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs = {**kwargs, "dtype": wide(kwargs["dtype"])}
+        return args, kwargs
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._widened(part) for part in value)
+        if isinstance(value, dict):
+            return {name: self._widened(part) for name, part in value.items()}
+        return widened(value, self._precision)
+
+
+class _Kind(Enum):
+    PLAIN = "needs no change"
+    CASTS = "may be given a dtype"
+    DRAWS = "draws random numbers"
+    COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
+    LIFTS = "gives a tensor that was made from Python numbers"
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    """Return what is to be changed about calls of an operator."""
+    name = _name(func)
+    if func.namespace in _COLLECTIVES:
+        return _Kind.COMMUNICATES
+    if name in DRAWING:
+        return _Kind.DRAWS
+    if name in ("lift_fresh", "lift_fresh_copy", "lift"):
+        return _Kind.LIFTS
+    return _Kind.CASTS if any("ScalarType" in str(one.real_type) for one in func._schema.arguments) else _Kind.PLAIN
+
+
+def _hooks_on_saved_tensors() -> bool:
+    """Return whether hooks are on the tensors that are saved at present; true where torch cannot say so."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

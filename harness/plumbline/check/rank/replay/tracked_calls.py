@@ -1,0 +1,307 @@
+"""Follows the calls of a training's outermost modules, and records what it takes to run each of them again."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from plumbline.check.rank.replay import unwrapping
+from plumbline.check.rank.replay.alias import alias
+from plumbline.check.rank.replay.autocast_state import AutocastState
+from plumbline.check.rank.replay.call import TrackedCall, UsedParameter, sample
+from plumbline.check.rank.replay.module_calls import ModuleCalls
+from plumbline.check.rank.replay.nested import map_tensors, tensors_in
+from plumbline.check.rank.replay.random_state import RandomState
+from plumbline.check.rank.replay.unsharding import is_distributed, shards
+from plumbline.check.rank.replay.unwrapping import Role
+from plumbline.check.rank.replay.uses import used_outside
+
+CurrentPass = Callable[[], "int | None"]
+"""Returns the number of the backward pass that is running, None where there is none that counts."""
+
+CallBegins = Callable[[nn.Module, "tuple[Any, ...]", "dict[str, Any]"], None]
+
+RunsAgain = Callable[[nn.Module], None]
+
+
+class _Thread(threading.local):
+    """Where a thread is: whether it is inside a tracked call, and what was called outside of one."""
+
+    inside = False
+
+    def __init__(self) -> None:
+        self.called: list[nn.Module] = []
+
+
+class TrackedCalls:
+    """The calls of outermost modules with trainable parameters, in the order in which they began.
+
+    Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
+    it runs, ``ends`` when one has returned, and ``runs_again`` of modules that a backward pass runs again.
+    ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
+    """
+
+    def __init__(
+        self,
+        current_pass: CurrentPass,
+        begins: CallBegins | None = None,
+        runs_again: RunsAgain | None = None,
+        ends: Callable[[], None] | None = None,
+    ) -> None:
+        self.calls: list[TrackedCall] = []
+        self.unrecorded: dict[nn.Parameter, str] = {}
+        self._current_pass = current_pass
+        self._begins = begins
+        self._runs_again = runs_again
+        self._ends = ends
+        self._thread = _Thread()
+        self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._outside: dict[int, list[nn.Parameter]] = {}
+        self._recording = False
+        self._number = 0
+        self._patch: ModuleCalls | None = None
+
+    def start(self) -> None:
+        """Begin to follow calls."""
+        self._recording = True
+        self._patch = ModuleCalls(self._called)
+        self._patch.install()
+
+    def stop(self) -> None:
+        """Follow no more calls. Those recorded so far still receive their gradients."""
+        self._recording = False
+        self._buffers.clear()
+        if self._patch is not None:
+            self._patch.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Follow no calls inside the block."""
+        before, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._recording = before
+
+    def pending(self) -> list[TrackedCall]:
+        """Return the calls at which gradients arrived."""
+        return [one for one in self.calls if one.cotangents]
+
+    def forget(self) -> None:
+        """Forget the gradients that arrived, and the calls that no other backward pass can reach."""
+        for call in self.calls:
+            call.cotangents.clear()
+        self.calls = [one for one in self.calls if not one.is_over]
+
+    def pass_begins(self, number: int, roots: Iterable[Tensor]) -> None:
+        """Note which parameters the backward pass reaches on ways that lead through no tracked call."""
+        if self._recording:
+            found = [one for one in used_outside(roots) if isinstance(one, nn.Parameter)]
+            self._outside.setdefault(number, []).extend(found)
+
+    def take_outside(self) -> dict[int, list[nn.Parameter]]:
+        """Return, by backward passes since the last time, the parameters that are used outside of tracked calls."""
+        taken, self._outside = self._outside, {}
+        return taken
+
+    def _called(self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        thread = self._thread
+        if not self._recording or thread.inside or not torch.is_grad_enabled() or _is_transformed():
+            return run(module, *args, **kwargs)
+        role = unwrapping.role_of(module)
+        if role is Role.UNTRAINED:
+            return run(module, *args, **kwargs)
+        if self._is_computed_again(module):
+            if self._runs_again is not None:
+                self._runs_again(module)
+            return run(module, *args, **kwargs)
+        thread.called.append(module)
+        if role is Role.WRAPPER:
+            return run(module, *args, **kwargs)
+        if role is Role.UNDECIDED:
+            return self._undecided(run, module, args, kwargs)
+        call = self._begin(module, args, kwargs)
+        thread.inside = True
+        try:
+            output = run(module, *args, **kwargs)
+        finally:
+            thread.inside = False
+        return self._end(call, args, kwargs, output)
+
+    def _undecided(
+        self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the call and those inside it, and keep the inner ones if ``module`` turns out to be a wrapper."""
+        thread = self._thread
+        forward, child = vars(module).get("forward"), unwrapping.sole_child(module)
+        call = self._begin(module, args, kwargs)
+        first, thread.called, outer = len(self.calls), [], thread.called
+        try:
+            output = run(module, *args, **kwargs)
+        finally:
+            thread.called, called = outer, thread.called
+        if unwrapping.is_redirected(module, forward) or any(one is child for one in called):
+            return output
+        for inner in self.calls[first:]:
+            inner.discarded = True
+        del self.calls[first:]
+        return self._end(call, args, kwargs, output)
+
+    def _is_computed_again(self, module: nn.Module) -> bool:
+        """Return whether a checkpoint inside a recorded call runs ``module`` again in the backward pass."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        return any(one is module for call in self.calls for one, _ in call.training)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall | None:
+        try:
+            if self._begins is not None:
+                self._begins(module, args, kwargs)
+            return self._recorded(module, args, kwargs)
+        except Exception as error:
+            self._fail(module, error)
+            return None
+
+    def _recorded(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
+        self._number += 1
+        module = unwrapping.unwrapped(called)
+        devices = {one.device for one in (*tensors_in((args, kwargs)), *module.parameters())}
+        recorded_args, recorded_kwargs = map_tensors((args, kwargs), _copy)
+        return TrackedCall(
+            number=self._number,
+            module=module,
+            args=recorded_args,
+            kwargs=recorded_kwargs,
+            random=RandomState.now(devices, _generators(module)),
+            autocast=AutocastState.now(one.type for one in devices if one.type != "meta"),
+            default_dtype=torch.get_default_dtype(),
+            training=tuple((one, one.training) for one in module.modules()),
+            buffers=self._copied_buffers(module),
+            compiled=unwrapping.is_compiled(called),
+        )
+
+    def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the present buffers and their copies by identity; a copy is made again only after a change."""
+        copies = {}
+        for buffer in module.buffers():
+            if is_lazy(buffer):
+                continue
+            _, version, copy = self._buffers.get(id(buffer), (buffer, -1, buffer))
+            if version != buffer._version:
+                copy = buffer.detach().clone()
+                self._buffers[id(buffer)] = buffer, buffer._version, copy
+            copies[id(buffer)] = buffer, copy
+        return copies
+
+    def _end(self, call: TrackedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if call is None:
+            return output
+        try:
+            if self._ends is not None:
+                self._ends()
+            outputs = differentiable(output)
+            if not outputs:
+                return output
+            self._note_parameters(call, args, kwargs)
+            call.outputs = tuple(sample(one) for one in outputs)
+            call.scalars = _scalars(output, outputs)
+            nodes = tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None)
+            aliases = dict(zip(map(id, outputs), alias(call, nodes, self._received, outputs), strict=True))
+            call.graph = _reference(next(iter(aliases.values())))
+            self.calls.append(call)
+            return map_tensors(output, lambda one: aliases.get(id(one), one))
+        except Exception as error:
+            self._fail(call.module, error)
+            return output
+
+    def _fail(self, module: nn.Module, error: Exception) -> None:
+        why = f"a call of {type(module).__name__} cannot be recorded: {type(error).__name__}: {error}"
+        self.unrecorded.update(dict.fromkeys(module.parameters(), why))
+
+    @staticmethod
+    def _note_parameters(call: TrackedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sharded: dict[int, Any] = shards(call.module)
+        parameters = [sharded.get(id(one), one) for one in call.module.parameters()]
+        own = {*map(id, parameters), *sharded}
+        call.parameters = tuple(UsedParameter.of(one) for one in parameters)
+        given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
+        call.foreign = tuple(one for one in given if id(one) not in own)
+        call.obstacle = _obstacle(call.module, parameters, set(map(id, sharded.values())))
+
+    def _received(self, call: TrackedCall, cotangents: tuple[Tensor | None, ...]) -> None:
+        number = self._current_pass()
+        if call.discarded:
+            return
+        if torch.is_grad_enabled():
+            call.obstacle = "second-order gradients were computed through it (create_graph=True)"
+        if number is None:
+            return
+        new = tuple(None if one is None else one.detach() for one in cotangents)
+        old = call.cotangents.get(number)
+        call.cotangents[number] = new if old is None else tuple(map(_sum, old, new))
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """Return the tensors in the output of a module that require a gradient."""
+    return [one for one in tensors_in(output) if one.requires_grad]
+
+
+def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
+    """Return the places of single numbers among the tensors of an output, each with its key, field or place in it."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
+        parts = output.items()
+    elif hasattr(output, "_asdict"):
+        parts = output._asdict().items()
+    elif isinstance(output, (list, tuple)):
+        parts = enumerate(output)
+    elif not isinstance(output, Tensor) and hasattr(output, "__dict__"):
+        parts = vars(output).items()
+    named = {id(one): name for name, one in parts if isinstance(one, Tensor) and one.numel() == 1}
+    return {place: named[id(one)] for place, one in enumerate(outputs) if id(one) in named}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy that requires a gradient if ``tensor`` does; a parameter is kept, since it is replaced later."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    """Return the generators that a module and its submodules have as attributes."""
+    values = (value for one in module.modules() for value in vars(one).values())
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+
+def _obstacle(module: nn.Module, parameters: Iterable[Tensor], sharded: set[int]) -> str:
+    if unwrapping.flat_sharding(module):
+        return "FSDP1 holds its parameters as pieces of flat ones (`fully_shard` does not)"
+    if any(is_distributed(one) and id(one) not in sharded for one in parameters):
+        return "its parameters are DTensors that `fully_shard` did not make"
+    if any(not one.is_leaf for one in parameters):
+        return "its parameters are computed from other tensors"
+    return ""
+
+
+def _reference(tensor: Tensor) -> Any:
+    return weakref.ref(tensor.grad_fn)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func or a tracer is running, in which tensors are not what they seem."""
+    tracing: bool = torch._C._get_tracing_state() is not None
+    return tracing or torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,0 +1,57 @@
+"""What a graph uses and does: found by walking it, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from plumbline.check.rank.replay.alias import CallOutputs
+
+_CALL: Any = CallOutputs._backward_cls
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What the gradient of some tensors reaches.
+
+    ``leaves`` are the tensors at its ends. ``runs_code``: a backward pass runs Python functions of the script's.
+    ``is_reentrant``: it has a checkpoint that runs a backward pass inside of the backward pass.
+    """
+
+    leaves: tuple[Tensor, ...]
+    runs_code: bool
+    is_reentrant: bool
+
+    @classmethod
+    def of(cls, outputs: Iterable[Tensor]) -> Graph:
+        """Return the graph of these tensors."""
+        nodes = list(_walk(outputs, into_calls=True))
+        return cls(
+            tuple(node.variable for node in nodes if hasattr(node, "variable")),
+            any(isinstance(node, BackwardCFunction) for node in nodes),
+            any("CheckpointFunction" in type(node).__name__ for node in nodes),
+        )
+
+
+def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves that a gradient of ``outputs`` reaches on a way that is not through a tracked call."""
+    return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]
+
+
+def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:
+    waiting: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    seen: dict[int, Any] = {}  # holds the nodes, since another could get the identity of one that is gone
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        yield node
+        if isinstance(node, _CALL) and not into_calls and not node.call.discarded:
+            waiting.extend(node.arguments)
+        else:
+            waiting.extend(following for following, _ in node.next_functions)

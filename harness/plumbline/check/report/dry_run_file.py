@@ -1,0 +1,91 @@
+"""The estimate of a dry run as JSON, for programs. ``dry_run.schema.json`` is the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.judge.estimate import CostEstimate
+from plumbline.check.report.json_file import Script
+from plumbline.results.fields import Count, Text
+from plumbline.results.schema import DIALECT
+
+VERSION: Final = 1
+"""Of the schema; a field may be added without a new one."""
+
+FILE: Final = Path(__file__).with_name("dry_run.schema.json")
+
+
+class StepCost(BaseModel):
+    """What one step takes on the slowest rank, in seconds: unrecorded, recorded, and to compute its gradients again."""
+
+    plain_seconds: float
+    recorded_seconds: float
+    replay_seconds: float
+
+
+class TrainingCost(BaseModel):
+    """What all recorded steps of a training will take, and without a check, in seconds; bytes of memory and files.
+
+    ``memory_bytes`` are needed on each rank beside ``parameter_bytes`` of parameters; ``evidence_bytes`` are the files
+    of all ranks.
+    """
+
+    ranks: Count
+    seconds: float
+    seconds_without_check: float
+    step: StepCost
+    memory_bytes: Count
+    parameter_bytes: Count
+    evidence_bytes: Count
+
+    @classmethod
+    def of(cls, one: CostEstimate, steps: int) -> TrainingCost:
+        """Return the record of an estimate for so many recorded steps."""
+        return cls(
+            ranks=one.ranks,
+            seconds=one.checked_s(steps),
+            seconds_without_check=one.unchecked_s(steps),
+            step=StepCost(plain_seconds=one.plain_s, recorded_seconds=one.recorded_s, replay_seconds=one.replay_s),
+            memory_bytes=one.extra_bytes,
+            parameter_bytes=one.parameter_bytes,
+            evidence_bytes=one.all_evidence_bytes(steps),
+        )
+
+
+class DryRunDocument(BaseModel):
+    """What ``plumbline check --dry-run --json`` writes; a training whose cost could not be measured is not in it.
+
+    ``obstacle`` is why no training is in it, null where there is one.
+    """
+
+    version: Literal[1] = VERSION
+    command: tuple[Text, ...]
+    exit_code: int
+    steps: Count
+    obstacle: Text | None
+    script: Script
+    trainings: tuple[TrainingCost, ...]
+
+
+def dry_run_json(checked: CheckedCommand, steps: int, obstacle: str | None, exit_code: int) -> str:
+    """Return the document for ``steps`` recorded steps."""
+    end = checked.end
+    document = DryRunDocument(
+        command=checked.command,
+        exit_code=exit_code,
+        steps=steps,
+        obstacle=obstacle,
+        script=Script(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds),
+        trainings=tuple(TrainingCost.of(one.estimate, steps) for one in checked.trainings if one.estimate),
+    )
+    return f"{document.model_dump_json(indent=2)}\n"
+
+
+def dry_run_schema() -> dict[str, Any]:
+    """Return the schema of the document."""
+    schema = DryRunDocument.model_json_schema(mode="serialization")
+    return {"$schema": DIALECT, "$id": f"urn:plumbline:dry-run:{VERSION}", **schema}

@@ -1,0 +1,60 @@
+"""Writes the verdict to files, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.report.json_file import as_json
+from plumbline.check.verdict.verdict import Verdict
+from plumbline.core.errors import PlanError
+
+
+def refuse_unwritable(*files: Path | None) -> None:
+    """Refuse files that cannot be written, before a training is started for them.
+
+    Raises:
+        PlanError: the file is a folder, or its folder is missing or not writable.
+    """
+    for file in filter(None, files):
+        if file.is_dir():
+            raise PlanError(f"{file} is a folder: name a file")
+        if not file.absolute().parent.is_dir():
+            raise PlanError(f"there is no folder {file.absolute().parent} for {file.name}: make it first")
+        if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise PlanError(f"{file} cannot be written: choose another place")
+
+
+def write_files(
+    checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
+) -> None:
+    """Write the files that were asked for.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if json is not None:
+        write_whole(json, as_json(checked, verdict))
+    if sarif is not None:
+        from plumbline.check.report.annotations import check_sarif
+
+        write_whole(sarif, check_sarif(checked, verdict))
+    if html is not None:
+        from plumbline.check.report.page import verdict_page
+
+        write_whole(html, verdict_page(checked, verdict))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, or leave it as it was.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,188 @@
+"""The verdict as JSON: all of it, in full precision, for programs. ``check.schema.json`` is the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.coverage import Coverage, Share
+from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.judge.noted import Information
+from plumbline.check.verdict.description import describe
+from plumbline.check.verdict.notes import notes_on
+from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, sentence_on
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.results.fields import Count, Text, XNoise
+from plumbline.results.records import ErrorGrid, RankShares, fields_of
+from plumbline.results.schema import DIALECT
+
+VERSION: Final = 1
+"""Of the schema; a field may be added without a new one."""
+
+FILE: Final = Path(__file__).with_name("check.schema.json")
+
+
+class ScriptPlace(BaseModel):
+    """A line of the script: the file as the script's process knew it, relative to where the command was called."""
+
+    file: Text
+    line: Count
+
+
+class CheckFinding(BaseModel):
+    """The answer to one question. What does not apply is null; ``information``: it is no verdict."""
+
+    check: Text
+    outcome: Outcome
+    message: Text
+    cause: Text | None
+    family: Text | None
+    error_x_noise: XNoise | None
+    step: Count | None
+    parameter: Text | None
+    rank: Count | None
+    limit_x_noise: XNoise | None
+    parameters: dict[Text, XNoise]
+    consequence_of: Text | None
+    undeclared: tuple[Text, ...]
+    hint: Text | None
+    cause_x_noise: XNoise | None
+    error_grid: ErrorGrid | None
+    rank_shares: RankShares | None
+    information: bool
+
+    @classmethod
+    def of(cls, finding: Finding) -> CheckFinding:
+        """Return the record of a finding."""
+        return cls(**fields_of(finding), information=isinstance(finding, Information))
+
+
+class Uncovered(BaseModel):
+    """Parameters that were not judged, and why; ``entries`` of them."""
+
+    names: tuple[Text, ...]
+    entries: Count
+    why: Text
+
+
+class CheckCoverage(BaseModel):
+    """How many ``parameters`` (entries) there are, and which shares of them were judged.
+
+    ``compared`` is the share whose gradients were judged, ``updates`` that whose updates were, ``replayed`` that whose
+    gradients were computed again in float64; the lists have what was left out of each, and why.
+    """
+
+    parameters: Count
+    compared: float
+    updates: float
+    replayed: float
+    uncovered: tuple[Uncovered, ...]
+    gradients_left_out: tuple[Uncovered, ...]
+    updates_left_out: tuple[Uncovered, ...]
+
+    @classmethod
+    def of(cls, coverage: Coverage) -> CheckCoverage:
+        """Return the record of a training's coverage."""
+        return cls(
+            parameters=coverage.entries,
+            compared=coverage.gradients.part,
+            updates=coverage.updates.part,
+            replayed=coverage.replays.part,
+            uncovered=_left_out(coverage.replays),
+            gradients_left_out=_left_out(coverage.gradients),
+            updates_left_out=_left_out(coverage.updates),
+        )
+
+
+def _left_out(share: Share) -> tuple[Uncovered, ...]:
+    return tuple(Uncovered(names=one.names, entries=one.entries, why=one.why) for one in share.left_out)
+
+
+class CheckTraining(BaseModel):
+    """One training of the command.
+
+    ``notes`` are sentences that stand under the verdict, also among ``findings``. ``steps_at`` is the line of the
+    script in which its first step was taken.
+    """
+
+    verdict: Answer
+    sentence: Text
+    notes: tuple[Text, ...]
+    ranks: Count
+    steps: Count
+    backward_passes: tuple[Count, Count]
+    optimizers: tuple[Text, ...]
+    precision: tuple[Text, ...]
+    wrappers: tuple[Text, ...]
+    steps_at: ScriptPlace | None
+    coverage: CheckCoverage
+    findings: tuple[CheckFinding, ...]
+
+    @classmethod
+    def of(cls, one: CheckedTraining) -> CheckTraining:
+        """Return the record of a training that was judged."""
+        what = describe(one.training)
+        place = what.steps_at
+        return cls(
+            verdict=answer_of(one),
+            sentence=sentence_on(one),
+            notes=tuple(notes_on(one)),
+            ranks=what.ranks,
+            steps=what.steps,
+            backward_passes=what.passes,
+            optimizers=tuple(what.optimizers),
+            precision=tuple(what.precision),
+            wrappers=tuple(what.wrappers),
+            steps_at=place and ScriptPlace(file=place[0], line=place[1]),
+            coverage=CheckCoverage.of(one.coverage),
+            findings=tuple(map(CheckFinding.of, one.findings)),
+        )
+
+
+class Script(BaseModel):
+    """How the command ended: its exit code, what ended it, and after how many seconds."""
+
+    exit_code: int | None
+    ended_by: EndedBy
+    seconds: float
+
+
+class CheckDocument(BaseModel):
+    """What ``plumbline check --json`` writes."""
+
+    version: Literal[1] = VERSION
+    command: tuple[Text, ...]
+    exit_code: int
+    verdict: Answer
+    sentence: Text
+    incidents: tuple[Text, ...]
+    script: Script
+    judging_seconds: float
+    trainings: tuple[CheckTraining, ...]
+
+
+def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
+    """Return the document; what does not apply is null, an infinite number the string ``inf``."""
+    end = checked.end
+    document = CheckDocument(
+        command=tuple(checked.command),
+        exit_code=verdict.exit_code,
+        verdict=verdict.answer,
+        sentence=verdict.sentence,
+        incidents=tuple(verdict.incidents),
+        script=Script(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds),
+        judging_seconds=checked.judging_s,
+        trainings=tuple(map(CheckTraining.of, checked.trainings)),
+    )
+    return f"{document.model_dump_json(indent=2)}\n"
+
+
+def check_schema() -> dict[str, Any]:
+    """Return the schema of the document."""
+    schema = CheckDocument.model_json_schema(mode="serialization")
+    return {"$schema": DIALECT, "$id": f"urn:plumbline:check:{VERSION}", **schema}

@@ -1,0 +1,126 @@
+"""What every form of the verdict says: a line a question, the training in words, what was not covered and why."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
+from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.judge.noted import HeadlineNote, Information
+from plumbline.check.verdict.description import describe
+from plumbline.check.verdict.verdict import accusations, is_accusation
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.report.text import counted, digits, in_words, listed, percent, shortened
+
+MOST_NAMES = 3
+
+
+class Sign(str, Enum):
+    """What became of a question; the value is shown."""
+
+    WRONG = "wrong"
+    RIGHT = "ok"
+    INFORMATION = "note"
+    NOT_JUDGED = "not judged"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The answer to a question, with its reason."""
+
+    sign: Sign
+    check: str
+    text: str
+    finding: Finding
+
+
+def lines_of(one: CheckedTraining) -> list[Line]:
+    """Return a line for each finding but those that stand above them: the first accusation and the notes."""
+    first = next(accusations(one), None)
+    return [_line(each) for each in one.findings if each is not first and not isinstance(each, HeadlineNote)]
+
+
+def _line(finding: Finding) -> Line:
+    text = finding.message.removeprefix("not judged: ")
+    if finding.error_x_noise is not None and "× noise" not in text:
+        text += f" ({digits(finding.error_x_noise)} × noise)"
+    if is_accusation(finding) and finding.consequence_of is not None:
+        text = f"follows from {finding.consequence_of}: {text}"
+    return Line(_sign(finding), finding.check, text, finding)
+
+
+def _sign(finding: Finding) -> Sign:
+    if is_accusation(finding):
+        return Sign.WRONG
+    if finding.outcome is Outcome.PASSED:
+        return Sign.INFORMATION if isinstance(finding, Information) else Sign.RIGHT
+    return Sign.NOT_JUDGED
+
+
+def training_line(one: CheckedTraining) -> str:
+    """Return what kind of training it is, in a line."""
+    what = describe(one.training)
+    low, high = what.passes
+    optimizers = [
+        name if what.optimizers.count(name) == 1 else f"{what.optimizers.count(name)} × {name}"
+        for name in dict.fromkeys(what.optimizers)
+    ]
+    parts = [
+        counted(what.ranks, "rank"),
+        counted(what.steps, "step"),
+        (f"{low}" if low == high else f"{low} to {high}") + f" backward pass{'es' if high != 1 else ''} a step",
+        ", ".join(optimizers),
+        ", ".join(what.precision),
+        ", ".join(what.wrappers),
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
+    """Yield what share of the trainable parameters was judged, and for each reason what was not.
+
+    ``truth`` is the precision of the replays.
+    """
+    gradients, updates, replays = coverage.gradients, coverage.updates, coverage.replays
+    yield (
+        f"judged: {percent(gradients.part)} of gradients, {percent(updates.part)} of updates, of {coverage.entries:,} "
+        f"trainable parameters"
+    )
+    if replays.entries:
+        yield f"{percent(replays.part)} of gradients were computed again in {truth}"
+    elif gradients.entries:
+        yield "gradients were compared with what the script's own backward passes computed"
+    for what, share in (("gradients", gradients), ("updates", updates)):
+        for one in share.left_out:
+            yield f"{what} not judged: {_left_out(one, share)}"
+    unseen = {name for one in gradients.left_out for name in one.names}
+    for one in replays.left_out:
+        if not unseen.issuperset(one.names) and one.why != NO_REPLAY:
+            yield f"not computed again: {_left_out(one, replays)}"
+
+
+def _left_out(one: Uncovered, share: Share) -> str:
+    return f"{percent(one.entries / share.of)}, {listed(one.names, MOST_NAMES)}: {one.why}"
+
+
+def ran(checked: CheckedCommand) -> str:
+    """Return the command, how it ended, and how long that and judging took."""
+    return f"{shortened(shlex.join(checked.command), 300)}: {script_end(checked)}, {durations(checked)}"
+
+
+def script_end(checked: CheckedCommand) -> str:
+    """Return how the script ended, for example ``exit code 0``."""
+    end = checked.end
+    stopped = end.by is EndedBy.ITSELF and checked.options.stop and checked.trainings
+    return end.in_words + (" (ended by --stop)" if stopped else "")
+
+
+def durations(checked: CheckedCommand) -> str:
+    """Return how long the command ran, and how long judging took."""
+    return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"

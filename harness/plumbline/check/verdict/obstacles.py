@@ -1,0 +1,146 @@
+"""Why nothing could be judged, and what else went wrong while a command ran, each with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.process_notes import PythonProcess
+from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.verdict.description import describe
+from plumbline.report.text import counted, in_words, shortened
+
+MEMORY = "the kernel killed a process meanwhile because the machine, or its control group, was out of memory"
+
+KEPT_OUT = "a container, a cleared environment or Python's -I, -E and -S keep it out"
+ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
+
+
+def why_nothing_was_recorded(checked: CheckedCommand) -> str:
+    """Return why a command left no optimizer step."""
+    if checked.has_lost_folder:
+        return "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not clear"
+    if checked.full_folder is not None:
+        return f"there is no room left in {checked.full_folder}: make room, or name another folder with TMPDIR"
+    if not checked.processes and checked.end.has_failed:
+        return (
+            f"the command failed before a Python process loaded the recorder: {checked.end.in_words}; if it did start "
+            f"Python, {KEPT_OUT}"
+        )
+    if not checked.processes:
+        return f"no Python process of the command has loaded the recorder: {KEPT_OUT}; Python 3.6 or newer is needed"
+    trained = [one for one in checked.processes if one.torch]
+    early = [one for one in checked.processes if one.raised or not one.ended]
+    if not trained:
+        return _before_torch(checked, early)
+    if obstacle := next((one.obstacle for one in trained if one.obstacle), ""):
+        return obstacle
+    if checked.end.by is not EndedBy.ITSELF:
+        return f"no optimizer step was complete when the command was ended {_by(checked)}"
+    if checked.end.has_failed:
+        when = "in" if any(one.begun for one in trained) else "before"
+        return f"the script failed {when} its first optimizer step: {checked.end.in_words}{_reason(early)}"
+    return _without_a_step(checked, trained)
+
+
+def why_no_estimate(checked: CheckedCommand) -> str | None:
+    """Return why a dry run measured no training, None where it measured one."""
+    if any(one.estimate for one in checked.trainings):
+        return None
+    if checked.trainings:
+        return f"the ranks of the training did not take {counted(checked.options.after + 1, 'step')} each"
+    return why_nothing_was_recorded(checked)
+
+
+def incidents(checked: CheckedCommand) -> Iterator[str]:
+    """Yield what else went wrong, the command's own failure first."""
+    if checked.trainings and (early := early_end(checked)):
+        yield early
+    if checked.end.out_of_memory:
+        yield MEMORY
+    for one in checked.trainings:
+        yield from _of_training(checked, one)
+    if checked.trainings and checked.full_folder is not None:
+        yield f"there is no room left in {checked.full_folder}: evidence may be missing"
+
+
+def early_end(checked: CheckedCommand) -> str:
+    """Return that the command failed, or who ended it; "" where it ended well."""
+    if checked.end.by is not EndedBy.ITSELF:
+        return f"the command was ended {_by(checked)}, after {in_words(checked.end.seconds, 's')}"
+    if checked.end.has_failed:
+        early = [one for one in checked.processes if one.raised or (one.torch and not one.ended)]
+        return f"the command failed: {checked.end.in_words}{_reason(early)}"
+    return ""
+
+
+def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> str:
+    if checked.end.by is not EndedBy.ITSELF:
+        return f"no process had imported torch when the command was ended {_by(checked)}"
+    if checked.end.has_failed:
+        return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
+    return f"no process of the command imports torch: put the command that starts the training after --, {ELSEWHERE}"
+
+
+def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
+    after = checked.options.after
+    most = max(one.steps for one in trained)
+    if most and checked.options.dry_run:
+        return f"the script takes only {counted(most, 'optimizer step')}: a dry run needs {after + 1}"
+    if most:
+        return f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none: take a smaller N"
+    if not any(one.optimizers for one in trained):
+        return "the script makes no optimizer of torch.optim: only what an optimizer receives and does can be judged"
+    if not any(one.passes for one in trained):
+        return (
+            "the script makes an optimizer, but runs no backward pass: give it the arguments with which it trains, "
+            f"{ELSEWHERE}"
+        )
+    if any(one.begun for one in trained):
+        return "the first optimizer step raised an error, and no step was completed"
+    return "the script runs backward passes, but never calls its optimizer's step"
+
+
+def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]:
+    training, options = one.training, checked.options
+    counts = {rank.rank: len(rank.steps) for rank in training.ranks}
+    if len(training.ranks) < training.world_size:
+        missing = sorted(set(range(training.world_size)) - set(counts))
+        yield (
+            f"rank {_listed(missing)} of {training.world_size} left no step; if these ranks are on other machines, "
+            "set TMPDIR to a folder that all machines share"
+        )
+    if len(set(counts.values())) > 1:
+        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        yield (
+            f"ranks took different numbers of steps: rank {least} recorded {counts[least]}, rank {most} "
+            f"{counts[most]}; only the steps that all ranks took are judged"
+        )
+    elif (steps := describe(training).steps) < options.steps:
+        yield f"{steps} of {options.steps} steps were taken before the script ended"
+    for rank in training.ranks:
+        if rank.error:
+            yield f"rank {rank.rank}: {shortened(rank.error, 300)}"
+
+
+def _by(checked: CheckedCommand) -> str:
+    if checked.end.by is EndedBy.USER:
+        return "by Ctrl-C or a signal"
+    return f"at the time limit of {checked.time_limit:g} s"
+
+
+def _reason(processes: Sequence[PythonProcess]) -> str:
+    """Return what ended the first of these processes: of those with a rank, where there are such."""
+    ranked = [one for one in processes if one.rank is not None and one.torch]
+    one = next(iter(ranked or processes), None)
+    if one is None:
+        return ""
+    who = "" if one.rank is None else f"on rank {one.rank}: "
+    if one.raised:
+        return f" ({who}{shortened(one.raised, 200)})"
+    return f" ({who}process {one.pid} was killed)"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")

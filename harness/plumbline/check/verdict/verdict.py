@@ -1,0 +1,143 @@
+"""What a checked command comes to: right, wrong or not judged, in one sentence, and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.gradients import CHECK as GRADIENTS
+from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.verdict.description import describe
+from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
+from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.outcome import Outcome
+from plumbline.report.text import counted, digits, percent
+
+RIGHT, WRONG = 0, 1
+
+ENOUGH = 0.99
+"""The share of a training's trainable entries whose gradients and updates are judged where it is called right."""
+
+INTERRUPTED = 130  # 128 + SIGINT, as a shell does
+
+
+class Answer(str, Enum):
+    """Whether a training is right, worst last.
+
+    ``RIGHT_IN_PART``: nothing is wrong, but less than ``ENOUGH`` of its gradients or updates was judged.
+    """
+
+    RIGHT = "right"
+    RIGHT_IN_PART = "right in part"
+    NOT_JUDGED = "not judged"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, a sentence that gives its reason, what went wrong beside it, and the exit code."""
+
+    answer: Answer
+    sentence: str
+    incidents: tuple[str, ...]
+    exit_code: int
+
+
+def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdict:
+    """Return the verdict on a command: that of its worst training. One that failed is not right.
+
+    ``require_full``: a training that is right in part has the exit code of one that could not be judged.
+    """
+    answers = [answer_of(one) for one in checked.trainings]
+    answer = max(answers, key=list(Answer).index, default=Answer.NOT_JUDGED)
+    if not answers:
+        sentence = why_nothing_was_recorded(checked)
+    else:
+        sentence = sentence_on(checked.trainings[answers.index(answer)])
+        if len(answers) > 1:
+            sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
+    also = list(incidents(checked))
+    if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
+        answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; until then {sentence}"
+    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
+
+
+def answer_of(one: CheckedTraining) -> Answer:
+    """Return whether a training is right: what its optimizers received and made of it must have been judged."""
+    coverage = one.coverage
+    if any(is_accusation(finding) for finding in one.findings):
+        return Answer.WRONG
+    has_passed = any(_has_passed(finding, GRADIENTS) for finding in one.findings)
+    if not has_passed or not coverage.gradients.entries or coverage.nothing_moved:
+        return Answer.NOT_JUDGED
+    is_full = min(coverage.gradients.part, coverage.updates.part) >= ENOUGH
+    return Answer.RIGHT if is_full else Answer.RIGHT_IN_PART
+
+
+def _has_passed(finding: Finding, check: str) -> bool:
+    return finding.check == check and finding.outcome is Outcome.PASSED
+
+
+def is_accusation(finding: Finding) -> bool:
+    """Return whether a finding says that the training is wrong; a question without an answer does not."""
+    return finding.outcome.is_bad and finding.outcome is not Outcome.ERRORED
+
+
+def accusations(one: CheckedTraining) -> Iterator[Finding]:
+    """Yield what is wrong, the finding that explains the others first."""
+    return (finding for finding in one.findings if is_accusation(finding))
+
+
+def sentence_on(one: CheckedTraining) -> str:
+    """Return the reason for a training's answer, without the answer itself."""
+    wrong = next(accusations(one), None)
+    if wrong is not None:
+        return f"{_cause(wrong)}{_noise(wrong)}"
+    gradients = [finding for finding in one.findings if finding.check == GRADIENTS]
+    if not gradients:
+        return "no gradient was judged"
+    passed = next((finding for finding in gradients if finding.outcome is Outcome.PASSED), None)
+    if passed is None:
+        return gradients[0].message.removeprefix("not judged: ")
+    if one.coverage.nothing_moved:
+        return "no weight was due to move in the recorded steps: is the learning rate 0?"
+    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}"
+
+
+def _judged_shares(one: CheckedTraining) -> str:
+    gradients, updates = percent(one.coverage.gradients.part), percent(one.coverage.updates.part)
+    if gradients == updates:
+        return f"{gradients} of gradients and updates"
+    return f"{gradients} of gradients, {updates} of updates"
+
+
+def extent(one: CheckedTraining) -> str:
+    """Return how much of a training was recorded, for example ``4 steps on 2 ranks``."""
+    what = describe(one.training)
+    return counted(what.steps, "step") + (f" on {what.ranks} ranks" if what.ranks > 1 else "")
+
+
+def _cause(wrong: Finding) -> str:
+    if is_unexplained(wrong):
+        return f"{wrong.check}: no known mistake explains the difference"
+    return f"{wrong.check}: {str(wrong.cause).replace('-', ' ')}"
+
+
+def _noise(finding: Finding) -> str:
+    # Without any difference there is no noise to count in.
+    return "" if not finding.error_x_noise else f" ({digits(finding.error_x_noise)} × rounding noise)"
+
+
+def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:
+    """Return the code: a mistake counts more than how the command ended, and that more than its being right."""
+    if answer is Answer.WRONG:
+        return WRONG
+    if checked.end.by is EndedBy.USER:
+        return INTERRUPTED
+    if answer is Answer.RIGHT_IN_PART and require_full:
+        return TROUBLE
+    return TROUBLE if answer is Answer.NOT_JUDGED else RIGHT

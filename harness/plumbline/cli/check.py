@@ -1,0 +1,158 @@
+"""``plumbline check``: is a training right on all of its ranks? It runs a user's own command, unmodified."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from plumbline.core.errors import PlanError
+from plumbline.core.exit_codes import TROUBLE
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command's arguments."""
+    command = commands.add_parser("check", description=check.__doc__, usage="plumbline check [options] -- COMMAND …")
+    command.add_argument(
+        "--steps", type=_at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"
+    )
+    command.add_argument(
+        "--after", type=_at_least(0), default=0, metavar="N", help="steps of each optimizer before that (default: 0)"
+    )
+    command.add_argument("--stop", action="store_true", help="end the script after the recorded steps (default: go on)")
+    command.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="end the command after S seconds, and judge what it recorded"
+    )
+    command.add_argument(
+        "--sample-parameters",
+        type=_sample,
+        default=0.0,
+        metavar="FRACTION|N",
+        help="judge a part of each optimizer's parameters: a fraction, or a number of them (default: all)",
+    )
+    command.add_argument(
+        "--truth",
+        choices=("float64", "float32"),
+        default="float64",
+        help="compute gradients again in this precision, to measure rounding noise (default: %(default)s)",
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="take a few steps, print what recording K of them costs in time, memory and files, and end the script",
+    )
+    command.add_argument(
+        "--require-full",
+        action="store_true",
+        help="exit with 2 where less than 99 %% of gradients and updates was judged (default: 0 if none is wrong)",
+    )
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the verdict, or the estimate of --dry-run, as JSON"
+    )
+    command.add_argument("--sarif", type=Path, metavar="FILE", help="write what is wrong as SARIF, for code scanning")
+    command.add_argument(
+        "--github", action="store_true", help="print what is wrong as annotations of GitHub Actions, on standard error"
+    )
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the training")
+    command.set_defaults(do=check)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Run a training script as it is, record its first optimizer steps on every rank, and say whether they are right.
+
+    The script's output goes where it always goes; the verdict follows on standard error, so that standard output is
+    the script's alone.
+
+    Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its
+    own exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
+    """
+    from plumbline.check.command.command_line import command_in
+    from plumbline.check.evidence.options import RecordingOptions
+    from plumbline.check.report.files import refuse_unwritable
+
+    command = command_in(options.command)
+    if options.dry_run and (options.html or options.sarif or options.github):
+        raise PlanError(
+            "--dry-run gives no verdict: leave out --html, --sarif and --github; --json writes its estimate"
+        )
+    refuse_unwritable(options.html, options.json, options.sarif)
+    if options.dry_run:
+        return _dry_run(command, options)
+    from plumbline.check.command.command import check as run_check
+    from plumbline.check.report.files import write_files
+    from plumbline.check.report.terminal import verdict_screen
+    from plumbline.check.verdict.verdict import verdict_of
+
+    recording = RecordingOptions(
+        options.steps,
+        options.after,
+        options.stop,
+        truth=options.truth,
+        sample_parameters=options.sample_parameters,
+    )
+    checked = run_check(command, recording, options.time_limit)
+    verdict = verdict_of(checked, require_full=options.require_full)
+    _print(verdict_screen(checked, verdict, **_form()))
+    if options.github:
+        from plumbline.check.report.annotations import annotations_on
+        from plumbline.report.annotations.github import github_commands
+
+        _print(github_commands(annotations_on(checked)))
+    write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
+    return verdict.exit_code
+
+
+def _dry_run(command: list[str], options: argparse.Namespace) -> int:
+    from plumbline.check.command.command import check as run_check
+    from plumbline.check.evidence.options import RecordingOptions
+    from plumbline.check.judge.estimate import PLAIN_STEPS
+    from plumbline.check.report.dry_run_file import dry_run_json
+    from plumbline.check.report.files import write_whole
+    from plumbline.check.report.terminal import dry_run_screen
+    from plumbline.check.verdict.obstacles import why_no_estimate
+
+    recording = RecordingOptions(1, options.after + PLAIN_STEPS, stop=True, dry_run=True)
+    checked = run_check(command, recording, options.time_limit)
+    _print(dry_run_screen(checked, options.steps, **_form()))
+    why = why_no_estimate(checked)
+    code = 0 if why is None else TROUBLE
+    if options.json is not None:
+        write_whole(options.json, dry_run_json(checked, options.steps, why, code))
+    return code
+
+
+def _form() -> dict[str, Any]:
+    is_terminal = sys.stderr.isatty()
+    return {"width": min(shutil.get_terminal_size().columns, 100) if is_terminal else 80, "colour": is_terminal}
+
+
+def _print(screen: str) -> None:
+    print(f"\n{screen}", file=sys.stderr, flush=True)
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small: take at least {least}")
+        return value
+
+    return number
+
+
+def _sample(text: str) -> float:
+    value = float(text)
+    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text} is no sample: take a fraction between 0 and 1, or a whole number")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time limit: take a number of seconds above 0")
+    return value

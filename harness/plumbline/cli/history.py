@@ -1,0 +1,35 @@
+"""``plumbline history``: a small site about many runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from plumbline.cli.complain import complain
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command's arguments."""
+    command = commands.add_parser("history", description=history.__doc__)
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="a folder with runs in it, for example reports")
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="SITE", help="the folder to write it to (default: history/ in FOLDER)"
+    )
+    command.set_defaults(do=history)
+
+
+def history(options: argparse.Namespace) -> int:
+    """Make a small site about all runs in a folder: what changed, when, and what else was different then.
+
+    It has a row for each cell and each measured figure, a badge for each subject and an Atom feed, all with relative
+    addresses: it works from a disk, as an artifact of CI and on a static host.
+    """
+    from plumbline.report.history.site import INDEX, write_site
+
+    site = options.output or options.folder / "history"
+    found = write_site(options.folder, site)
+    for reason in found.unreadable:
+        complain(f"left out: {reason}")
+    print(site / INDEX)
+    return 0

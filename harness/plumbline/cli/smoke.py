@@ -1,0 +1,33 @@
+"""``plumbline smoke``: is the adapter wrong, or the trainer? Tiny cells decide, in a few seconds."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from plumbline.core.invocation import suite_command
+from plumbline.engine.smoke import smoke as run_smoke
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command's arguments."""
+    command = commands.add_parser("smoke", description=smoke.__doc__)
+    command.add_argument(
+        "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as for --subject"
+    )
+    command.add_argument(
+        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device"
+    )
+    command.set_defaults(do=smoke)
+
+
+def smoke(options: argparse.Namespace) -> int:
+    """Train a tiny model on two devices, then with the other declared backends and precisions, and name the cause.
+
+    Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 there is no such subject.
+    """
+    worst = run_smoke(options.subject, options.accelerator)
+    if not worst:
+        print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")
+    return worst

@@ -1,0 +1,88 @@
+"""``plumbline subjects``: the trainers that ship, and environments for exact versions of their libraries."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plumbline.core.invocation import command, suite_command
+from plumbline.report.text import printable, printable_lines, shortened
+from plumbline.subjects.declare import Subject
+from plumbline.subjects.shipped import Shipped, shipped
+from plumbline.subjects.virtual_environments import environments, install, parse_requirement, pip_command
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command's arguments."""
+    command = commands.add_parser("subjects", description=listed.__doc__)
+    command.set_defaults(do=listed)
+    further = command.add_subparsers(metavar="COMMAND")
+    command = further.add_parser(
+        "install", help="make an environment for one version of a trainer's library", description=installed.__doc__
+    )
+    command.add_argument("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
+    command.set_defaults(do=installed)
+
+
+def listed(options: argparse.Namespace) -> int:
+    """List the trainers that ship: what is installed, what each of them supports, and how to install missing ones."""
+    show(shipped(), Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+    return 0
+
+
+def show(subjects: list[Shipped], console: Console) -> None:
+    """Print the subjects as a table as wide as ``console``, then how to install what is missing, then environments."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("Subject", "Library", "Backends", "Precisions", "Capabilities"):
+        table.add_column(head, overflow="fold", no_wrap=head == "Subject")
+    for one in subjects:
+        does = [(declared.backends, _precisions(declared), sorted(declared.capabilities)) for declared in one.declared]
+        for number, columns in enumerate(does or [()]):
+            name, library = ("", "") if number else (one.name, one.library or "not installed")
+            table.add_row(name, library, *map(" ".join, columns))
+    console.print(table)
+    verbatim: Any = {"markup": False, "soft_wrap": True}  # not wrapped, so that commands can be copied
+    for one in subjects:
+        if one.obstacle:
+            console.print(f"{one.name} cannot be imported: {printable_lines(one.obstacle)}", **verbatim)
+        elif one.library is None:
+            own = command("plumbline", "subjects", "install", f"{one.name}==VERSION")
+            here = pip_command(one.name)
+            console.print(f"{one.name}: install it here ({here}), or in an environment of its own ({own})", **verbatim)
+    for name, python in environments():
+        console.print(f'{name}, in an environment of its own: --subject "…;python={python}"', **verbatim)
+
+
+def _precisions(subject: Subject) -> list[str]:
+    """Return the precisions of a subject; those that only some accelerators have name them."""
+    every = dict.fromkeys(precision for offered in subject.precisions.values() for precision in offered)
+    where = {one: [name for name, offered in subject.precisions.items() if one in offered] for one in every}
+    return [
+        one if len(names) == len(subject.precisions) else f"{one} ({', '.join(names)})" for one, names in where.items()
+    ]
+
+
+def installed(options: argparse.Namespace) -> int:
+    """Make a virtual environment with one version of a trainer's library and this interpreter's version of torch.
+
+    It is in the user's cache; an existing environment is used unchanged. pip's own settings (its configuration, and
+    variables such as PIP_INDEX_URL) determine where packages come from.
+    """
+    environment = parse_requirement(options.what)
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"{environment.requirement} …") as status:
+
+        def show_progress(line: str) -> None:
+            status.update(Text(shortened(f"{environment.requirement}: {printable(line)}", console.width - 4)))
+
+        python = install(environment, show_progress)
+    print(f"{environment.requirement} is installed, with {environment.torch}. Use it:")
+    print(shlex.join(suite_command("--subject", f"{environment.subject};python={python}")))
+    return 0

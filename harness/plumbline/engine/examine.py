@@ -1,0 +1,58 @@
+"""One cell, from launch to findings: what the pytest plugin calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, TraceError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.judge import judge
+from plumbline.launch.cell_launch import CellLaunch, behavior_of, start, with_interruption
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.launch.this_machine import devices_of
+from plumbline.machine.lease import shared_lease
+from plumbline.own_workloads.find import workload_of
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The findings of one cell, and the wall time of its launch in seconds (None if it could not be launched)."""
+
+    findings: tuple[Finding, ...]
+    seconds: float | None
+
+
+def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
+    """Train ``cell`` with ranks from ``pool``, write the traces to ``folder``, and judge them.
+
+    Where a cell is being measured on this machine, or its devices are in use, that comes first.
+    """
+    try:
+        with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
+            return verdict(start(pool, cell, folder, settings), cell)
+    except LaunchError as error:
+        return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
+
+
+def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
+    """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
+
+    Where the workload has an interruption, two more launches follow.
+
+    Raises:
+        LaunchError: the harness could not go through with it.
+    """
+    workload = workload_of(cell)
+    try:
+        trace = launched.trace()
+        if workload.interrupt_after is not None:
+            trace = with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
+    except TraceError as error:
+        return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
+    meanwhile()
+    return Examined(judge(trace, workload, cell, behavior_of(launched.pool, cell)), trace.seconds)

@@ -1,0 +1,236 @@
+"""Two trainers measured in turns on one machine: every launch of one beside a launch of the other, round by round."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plumbline.benchmark.launch_metrics import LaunchSample, SamplesError
+from plumbline.benchmark.measurements import measurements
+from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError, interleaved
+from plumbline.core.accelerator import resolve_accelerator
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, PlanError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.engine.subject_code import subject_code
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.machine.fingerprint import take_fingerprint
+from plumbline.machine.lease import exclusive_lease
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, check_devices, plan
+from plumbline.planning.topologies import DEFAULT_GPUS
+from plumbline.report.comparison.comparison import IN_TURNS
+from plumbline.report.formats import write_report
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import PERFORMANCE as CHECK
+from plumbline.results.records import Measurement, Result
+from plumbline.results.run import Run, read_run
+from plumbline.results.run_writer import RunWriter
+from plumbline.statistics.intervals import FEWEST_LAUNCHES
+from plumbline.subjects.locator import parse_subject
+from plumbline.workloads import PERFORMANCE
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two trainers: where it is found, and what it declares."""
+
+    locator: str
+    python: str | None
+    declared: tuple[Declaration, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Side:
+        """Look at a trainer, given as ``--subject`` has it.
+
+        Raises:
+            PlumblineError: there is none, or more than one, or it cannot be loaded.
+        """
+        locator, python = parse_subject(text)
+        with closing(Pool(locator, python)) as pool:
+            declared = tuple(Declaration.of(text, values) for values in pool.subjects)
+        names = list(dict.fromkeys(one.name for one in declared))
+        if len(names) > 1:
+            raise PlanError(f"{text} holds several trainers: name one of them, as {locator}::{names[0]}")
+        return cls(locator, python, declared)
+
+    def pool(self) -> Pool:
+        """Return a new interpreter for a launch."""
+        return Pool(self.locator, self.python)
+
+
+def matrix_of(options: Any) -> Matrix:
+    """Return what was asked for.
+
+    Raises:
+        PlanError: there are not so many devices.
+    """
+    import torch
+
+    present = torch.cuda.device_count()
+    accelerator = resolve_accelerator(options.accelerator, present)
+    if options.launches < FEWEST_LAUNCHES:
+        raise PlanError(f"--launches {options.launches}: fewer than {FEWEST_LAUNCHES} say nothing of their spread")
+    matrix = Matrix(
+        gpus=options.gpus or (present if accelerator == "cuda" else DEFAULT_GPUS),
+        backends=options.backends,
+        precisions=options.precisions,
+        workloads=options.workloads,
+        accelerator=accelerator,
+    )
+    check_devices(matrix, present, oversubscribe=False)
+    return matrix
+
+
+def cells_of_both(matrix: Matrix, sides: Sequence[Side]) -> list[tuple[Cell, Cell]]:
+    """Return the cells that are trained for their speed and that both trainers do, in pairs.
+
+    Raises:
+        PlanError: there is none.
+    """
+    a, b = ({_place(one.cell): one for one in plan(matrix, side.declared, PERFORMANCE)} for side in sides)
+    both = [
+        (one.cell, b[place].cell) for place, one in a.items() if place in b and not (one.refusal or b[place].refusal)
+    ]
+    if not both:
+        refusal = next((one.refusal for one in (*a.values(), *b.values()) if one.refusal), "there are no such cells")
+        raise PlanError(f"nothing is measured that both trainers do: {refusal}")
+    return both
+
+
+def _place(cell: Cell) -> tuple[object, ...]:
+    return cell.workload, cell.backend, cell.topology, cell.precision
+
+
+def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
+    """Measure both trainers of ``options`` in turns; return the two runs, which say that they belong together.
+
+    Raises:
+        PlumblineError: it cannot be planned, a trainer cannot be loaded, or nothing can be written.
+    """
+    matrix = matrix_of(options)
+    plan(matrix, [])  # a misspelt name is answered before anything is loaded
+    sides = [Side.of(text) for text in (options.a, options.b)]
+    pairs = cells_of_both(matrix, sides)
+    report_dir = Path(options.report_dir or "reports")
+    header = partial(  # of either run: the same machine, and one word that nobody else has
+        Header.of,
+        (),
+        command=sys.argv,
+        options={IN_TURNS: secrets.token_hex(8), "launches": options.launches},
+        fingerprint=take_fingerprint(matrix.accelerator),
+        simulated=matrix.accelerator == "cpu",
+    )
+    with ExitStack() as stack:
+        writers = []
+        for side, cells in zip(sides, zip(*pairs, strict=True), strict=True):
+            software = {one.name: one.software for one in side.declared}
+            begun = header(measured=cells, subjects=software, code=subject_code(side.declared))
+            writers.append(stack.enter_context(RunWriter(report_dir, begun)))
+        results: list[list[Result]] = [[] for _ in writers]
+        for number, cells in enumerate(pairs, start=1):
+            tell(
+                f"{' '.join(map(str, _place(cells[0])))}, {number} of {len(pairs)}: {options.launches} launches of each"
+            )
+            for writer, found, ends in zip(writers, measured(cells, sides, options.launches), results, strict=True):
+                writer.write(*found)
+                ends += [record for record in found if isinstance(record, Result)]
+        for writer, ends in zip(writers, results, strict=True):
+            writer.close(Footer.of(ends, 0))
+    for writer in writers:
+        write_report(writer.path)
+    a, b = (read_run(writer.path) for writer in writers)
+    return a, b
+
+
+class SideError(Exception):
+    """The launch of one side did not come to its end."""
+
+    def __init__(self, place: int, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.place = place
+        self.finding = finding
+
+
+def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[list[Measurement | Result]]:
+    """Return the records of both cells. Where one goes wrong, it says how, and the other is not measured either."""
+    launches: list[list[LaunchSample]] = [[], []]
+    try:
+        for done in range(number):
+            # What differs between two interpreters, such as where memory lies, is drawn anew for each launch.
+            with _folder() as folder, closing(sides[0].pool()) as a, closing(sides[1].pool()) as b, exclusive_lease():
+                for place, launch in _launched((a, b), cells, folder, backwards=done % 2 == 1):
+                    launches[place].append(launch)
+    except SideError as failed:
+        findings = [Finding(CHECK, Outcome.SKIPPED, "the other trainer went wrong here") for _ in cells]
+        findings[failed.place] = failed.finding
+        return [[Result.of(cell, finding, _reproduce(), None)] for cell, finding in zip(cells, findings, strict=True)]
+    return [_records(cell, done) for cell, done in zip(cells, launches, strict=True)]
+
+
+def _records(cell: Cell, launches: Sequence[LaunchSample]) -> list[Measurement | Result]:
+    try:
+        return list(measurements(cell, launches, _reproduce()))
+    except SamplesError as error:
+        return [Result.of(cell, Finding(CHECK, Outcome.ERRORED, str(error)), _reproduce(), None)]
+
+
+def _reproduce() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _folder() -> AbstractContextManager[str]:
+    return TemporaryDirectory(prefix="plumbline-")
+
+
+def _launched(
+    pools: Sequence[Pool], cells: Sequence[Cell], folder: str, *, backwards: bool
+) -> Iterator[tuple[int, LaunchSample]]:
+    """Yield one launch of each side; their rounds alternate. ``backwards``: B begins."""
+    turns: list[_Turn] = []
+    try:
+        for place in (1, 0) if backwards else (0, 1):
+            own = Path(folder, str(place))
+            own.mkdir()
+            begin = partial(TimedLaunch.begin, pools[place], cells[place], own, Settings())
+            turns.append(_Turn(place, _of(place, begin)))
+        interleaved(turns, PERFORMANCE[cells[0].workload].rounds)
+        for turn in turns:
+            yield turn.place, LaunchSample(turn.end())
+    finally:
+        for turn in turns:
+            turn.group.close()
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A group that says whose it is where it goes wrong."""
+
+    place: int
+    group: TimedLaunch
+
+    def round(self) -> None:
+        _of(self.place, self.group.round)
+
+    def end(self) -> Any:
+        _of(self.place, self.group.profile)
+        return _of(self.place, self.group.end)
+
+
+def _of(place: int, do: Callable[[], Any]) -> Any:
+    try:
+        return do()
+    except TimedLaunchError as failed:
+        raise SideError(place, failed.finding) from failed
+    except LaunchError as error:
+        raise SideError(place, Finding(CHECK, Outcome.ERRORED, str(error))) from error

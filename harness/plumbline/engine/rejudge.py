@@ -1,0 +1,94 @@
+"""Judges a recorded run again with the present judge, from the traces that the run kept, without any training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import TraceError
+from plumbline.core.finding import in_reading_order
+from plumbline.core.outcome import Outcome
+from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.engine.recorded_workloads import use_recorded_workloads
+from plumbline.evidence.read import read_trace
+from plumbline.judge.judge import judge
+from plumbline.results.json_lines import line_of
+from plumbline.results.logs import trace_folder
+from plumbline.results.records import PlannedCell, Result
+from plumbline.results.run import Run
+from plumbline.workloads import WORKLOADS, find
+
+
+@dataclass(frozen=True)
+class Rejudged:
+    """One cell of a run: the recorded findings, and the present judge's findings on the same trace.
+
+    ``obstacle`` is a sentence why the trace cannot be judged, None where it can.
+    """
+
+    cell: str
+    recorded: tuple[Result, ...]
+    now: tuple[Result, ...] = ()
+    obstacle: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the findings are the recorded ones, byte for byte."""
+        return [line_of(result) for result in self.now] == [line_of(result) for result in self.recorded]
+
+
+def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
+    """Judge every cell whose trace the run kept, in the order of the plan.
+
+    A rank that crashed or timed out left no trace, and no other rank's can replace it. ``workloads`` say where those of
+    the user's own are: they are programs, and a run cannot say which are run.
+
+    Raises:
+        WorkloadError: one of ``workloads`` cannot be loaded.
+    """
+    import torch
+
+    # As in the session that recorded the findings: another number of threads could round in another order.
+    torch.set_num_threads(1)
+    seed = run.header.options.get("seed")
+    missing = use_recorded_workloads(run.header.workloads, workloads)
+    return [
+        _rejudge(planned, run, folder, seed if isinstance(seed, int) else None, missing.get(planned.workload))
+        for planned in run.header.planned
+        if (folder := trace_folder(run.path, planned.cell))
+    ]
+
+
+def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, missing: str | None = None) -> Rejudged:
+    recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
+    cell = Cell(
+        planned.subject, planned.workload, planned.backend, Topology.parse(planned.place), planned.precision,
+        planned.accelerator, seed,
+    )  # fmt: skip
+    if missing is not None:
+        return Rejudged(cell.id, recorded, obstacle=missing)
+    if cell.workload not in WORKLOADS:
+        return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
+    try:
+        trace = read_trace(evidence)
+    except TraceError as error:
+        return Rejudged(cell.id, recorded, obstacle=str(error))
+    reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
+    try:
+        behavior = TrainingBehavior.of(planned.conduct)
+    except ValueError as error:
+        return Rejudged(
+            cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
+        )
+    findings = judge(trace, find(cell.workload, seed), cell, behavior)
+    # Expectations are no part of the judge: those of the recorded run are kept.
+    expected = {result.check: result.expected for result in recorded}
+    # Nor are notes about the launch.
+    notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
+    older = not any(result.findings for result in recorded)  # runs that do not say how many there are
+    counted = None if older else len(findings) + len(notes)
+    now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
+    return Rejudged(cell.id, recorded, tuple(in_reading_order([*notes, *now])))

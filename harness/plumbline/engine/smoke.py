@@ -1,0 +1,242 @@
+"""Smoke test of a subject: is the adapter wrong, or the trainer? Tiny cells decide, in a few seconds."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plumbline.core.accelerator import resolve_accelerator
+from plumbline.core.backend import smoke_order
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError, SubjectError
+from plumbline.core.exit_codes import ADAPTER_WRONG
+from plumbline.core.invocation import command
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.launch.pool import Pool
+from plumbline.planning.plan import smoke_workload
+from plumbline.report.text import printable, printable_lines
+from plumbline.subjects.locator import parse_subject
+from plumbline.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from plumbline.engine.adapter_diagnosis import AdapterVerdict, SmokeEvidence
+    from plumbline.evidence.trace import Trace
+
+TIME_LIMIT = 30.0
+"""Time limit of one cell in seconds, without the extension for a slow machine."""
+
+STARTS = 4
+"""The time limit is extended by this multiple of the time that the start of the fork server took."""
+
+EXCERPT_LINES = 12
+
+
+def smoke(subject: str, accelerator: str) -> int:
+    """Train tiny cells of a subject, print what is wrong, and return the exit code: is it the adapter or the trainer.
+
+    ``subject`` is a locator as ``--subject`` takes it, ``accelerator`` is ``auto``, ``cuda`` or ``cpu``.
+
+    Raises:
+        PlanError: there is no such file, or there are too few devices.
+        SubjectError: there is no such subject. A file that cannot be imported is a wrong adapter instead.
+    """
+    begun = time.monotonic()
+    locator, python = _located(subject)
+    try:
+        with closing(Pool(locator, python)) as pool:
+            import torch  # here, so that the pool imports it at the same time
+
+            torch.set_num_threads(1)  # as the session that judges for pytest
+            present = torch.cuda.device_count()
+            accelerator = resolve_accelerator(accelerator, present)
+            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
+            limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
+            for declared in pool.subjects:
+                cells[declared["name"]] += cells_of(declared, accelerator, present)
+            _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
+            untried: dict[str, list[str]] = {name: [] for name in cells}
+            for declared in pool.subjects:
+                untried[declared["name"]] += untried_of(declared, accelerator, cells[declared["name"]])
+            return max(try_in_turn(pool, own, limit, untried[name]) for name, own in cells.items())
+    except SubjectError as error:
+        place, _, name = locator.partition("::")
+        if not place.endswith(".py") or (name and f"has no subject {name!r}" in str(error)):
+            raise
+        print(f"The adapter is wrong: {printable_lines(str(error).removeprefix('--subject '))}")
+        return ADAPTER_WRONG
+
+
+def _located(what: str) -> tuple[str, str | None]:
+    locator, python = what, None
+    if ";" in what:
+        locator, python = parse_subject(what)
+    place = locator.partition("::")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        raise PlanError(
+            f"there is no file {place}; `{command('plumbline', 'new-subject', place)}` writes one to begin with"
+        )
+    return locator, python
+
+
+def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
+    """Return a cell for each backend and for each precision that is declared, the simplest first.
+
+    Ranks may share one of the ``present`` CUDA devices, but the replicas of one rank may not: a backend that needs
+    more of these is left out.
+    """
+    behavior = TrainingBehavior.of(declared.get("conduct", {}))
+    asked = [one for one in smoke_order() if one.name in declared["backends"]]
+    backends = [one for one in asked if one.smallest.num_nodes <= (behavior.max_nodes or math.inf)]
+    if accelerator == "cuda":
+        backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]
+    precisions = sorted(declared["precisions"][accelerator], key=_simplest_first)
+    pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
+    pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
+    own = "lm-tokens" if behavior.own_loss else None
+    name = declared["name"]
+    return [
+        Cell(
+            name,
+            own or smoke_workload(backend, behavior.stages_per_rank),
+            backend.name,
+            backend.smallest,
+            precision,
+            accelerator,
+        )
+        for backend, precision in pairs
+    ]
+
+
+def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Cell]) -> list[str]:
+    """Return what a subject declares and the cells do not try: capabilities, and backends in some precisions."""
+    needed = frozenset[str]().union(*(WORKLOADS[cell.workload].needs for cell in cells))
+    tried = {(cell.backend, cell.precision) for cell in cells}
+    missing: dict[str, list[str]] = {}
+    for backend in declared["backends"]:
+        others = [one for one in declared["precisions"][accelerator] if (backend, one) not in tried]
+        if others:
+            missing.setdefault(" and ".join(others), []).append(backend)
+    capabilities = sorted(frozenset(declared["capabilities"]) - needed)
+    parts = [f"{' and '.join(backends)} in precision {precisions}" for precisions, backends in missing.items()]
+    return [*capabilities, *parts]
+
+
+def _simplest_first(name: str) -> tuple[bool, bool, bool]:
+    """Return what sorts precisions: float32, then other formats without autocast, then those without a scaler."""
+    precision = PRECISIONS[name]
+    return precision.scaled, precision.autocast is not None, precision.storage != "float32"
+
+
+def _refuse_too_few_devices(
+    subjects: Sequence[Mapping[str, Any]], cells: Mapping[str, list[Cell]], accelerator: str, present: int
+) -> None:
+    for declared in subjects:
+        if not cells[declared["name"]] and cells_of(declared, accelerator):
+            raise PlanError(
+                f"the replicas of {declared['name']} need a CUDA device each, and {present} are here: "
+                "take --accelerator cpu, which simulates them"
+            )
+
+
+def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untried: Sequence[str] = ()) -> int:
+    """Test the cells until one is wrong, print the diagnosis, and return the exit code.
+
+    ``limit`` is in seconds, for one cell; ``untried`` is what is declared and not in any cell.
+    """
+    from plumbline.engine.adapter_diagnosis import diagnose, refused
+
+    if not cells:
+        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
+        return ADAPTER_WRONG
+    tried: list[Cell] = []
+    for cell in cells:
+        folder = Path(tempfile.mkdtemp(prefix="plumbline-smoke-"))
+        evidence = _evidence(pool, cell, folder, limit)
+        verdict = diagnose(evidence)
+        if tried:
+            verdict = refused(verdict, evidence, tried[0])
+        if verdict.code or not tried:
+            _print_verdict(cell, verdict)
+        if verdict.code:
+            _print_log(evidence, folder)
+            return verdict.code
+        shutil.rmtree(folder, ignore_errors=True)
+        tried.append(cell)
+    if len(tried) > 1:
+        others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision}" for cell in tried[1:])
+        print(f"  Right as well: {others}.")
+    if untried:
+        print(f"  Declared, but not tried here: {'; '.join(untried)}.")
+    return 0
+
+
+def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEvidence:
+    from plumbline.engine.adapter_diagnosis import SmokeEvidence
+    from plumbline.judge.judge import judge
+    from plumbline.launch.cell_launch import behavior_of
+    from plumbline.workloads import find
+
+    workload = find(cell.workload, cell.seed)
+    trace = _trained(pool, cell, folder, limit)
+    initial = dict(workload.model().state_dict())
+    calls = None
+    if trace.is_whole and not any(rank.steps for rank in trace.ranks):
+        calls = _calls(pool, cell, folder, limit)
+    return SmokeEvidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial, calls)
+
+
+def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
+    import torch
+
+    from plumbline.launch.cell_launch import launch
+    from plumbline.launch.settings import Settings
+
+    oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
+    return launch(pool, cell, folder, Settings(limit, oversubscribe))
+
+
+def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
+    """Return how often the model is called, where no step was recorded: a further cell with BatchNorm counts it."""
+    counting = replace(cell, workload="cnn-batchnorm")
+    trace = _trained(pool, counting, folder / counting.workload, limit)
+    counts = [rank.final_buffers.get("features.1.num_batches_tracked") for rank in trace.ranks]
+    return sum(int(count) for count in counts if count is not None)
+
+
+def _print_verdict(cell: Cell, verdict: AdapterVerdict) -> None:
+    devices = "simulated" if cell.accelerator == "cpu" else "CUDA"
+    place = f"{cell.backend} on {cell.topology} {devices} devices"
+    print(f"{cell.subject}: {cell.workload}, {place}, precision {cell.precision}")
+    for sentence in verdict.sentences:
+        print(f"  {printable(sentence)}")
+
+
+def _print_log(evidence: SmokeEvidence, folder: Path) -> None:
+    """Print the first lines of the exception of a rank, or of the stack where it hung, and the path of its log."""
+    broken = next((finding for finding in evidence.findings if finding.check == "launch"), None)
+    log = folder / f"rank-{broken.rank if broken and broken.rank is not None else 0}.log"
+    if broken and log.exists():
+        for line in excerpt(log.read_text(errors="replace")):
+            print(f"    {' ' * (len(line) - len(line.lstrip()))}{printable(line)}")
+    print(f"  log: {log}")
+
+
+def excerpt(log: str) -> list[str]:
+    """Return the first lines of the first traceback in a rank's log, without the harness's own frame.
+
+    Without a traceback it is the first lines: of a rank that hung, the stack, most recent call first.
+    """
+    lines = log.partition("Traceback (most recent call last):\n")[2].splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if len(frames) > 1:
+        del lines[: frames[1]]
+    shown = [line.rstrip() for line in lines or log.splitlines() if set(line) - set(" ^~")]
+    return shown[:EXCERPT_LINES] + (["…"] if len(shown) > EXCERPT_LINES else [])

@@ -1,0 +1,27 @@
+"""What is recorded of a subject's own code: the hash of its source, and the commit of its repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from plumbline.machine.repository import repository_commit
+from plumbline.planning.declaration import Declaration
+from plumbline.results.header_footer import SubjectCode
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def subject_code(declarations: Iterable[Declaration]) -> dict[str, SubjectCode]:
+    """Return it for each subject by its name; for a name that was declared several times, of the first."""
+    found: dict[str, SubjectCode] = {}
+    for one in declarations:
+        if one.name not in found:
+            found[one.name] = SubjectCode(sha256=one.sha256, commit=_commit(one))
+    return found
+
+
+def _commit(one: Declaration) -> str | None:
+    """Return the commit of the repository that a user keeps a trainer in; those that ship have Plumbline's own."""
+    file = Path(one.source[0]).resolve() if one.source else None
+    return None if file is None or file.is_relative_to(_PACKAGE) else repository_commit(file)

@@ -1,0 +1,223 @@
+"""The trace of one launch: what each rank recorded, without any judgement of it.
+
+Tensors are torch's. This module only carries them, so it imports torch for annotations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from plumbline.core.outcome import Outcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = dict[str, "Tensor"]
+"""Named tensors: the name of a parameter or buffer in ``job.model()`` to its value, on the cpu.
+
+As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``StoredTensor``. Reading
+the trace of a launch puts whole tensors in their places.
+"""
+
+
+STORE_ABOVE = 2**16
+"""Weights and gradients with more entries than this are written to the launch's tensor store by default."""
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where in a tensor a block of it begins, and the shape of the block."""
+
+
+def block_index(block: Block) -> tuple[slice, ...]:
+    """Return the index of a block in its tensor."""
+    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that lies in its launch's tensor store, where equal ones of several ranks and steps lie once.
+
+    ``fingerprint`` is a hash of its bits: equal tensors of one shape and dtype have the same one, others a different
+    one. ``dtype`` is torch's name, ``float32``.
+    """
+
+    fingerprint: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's block of a tensor of ``shape``; ``begin`` is the index of its first entry in that tensor.
+
+    Of a flattened tensor it is a run of entries: ``values`` has one dimension, and ``begin`` one number.
+    ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, this one
+    included; of several replicas they are those of one. It is empty where a rank holds no block, but for example its
+    part of a sum over ranks.
+    """
+
+    values: Tensor
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape in which it is a block: that of the tensor, or of the flattened one."""
+        return self.shape if len(self.begin) == len(self.shape) else (math.prod(self.shape),)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pass of one process: the samples of each of its devices, and those of the loss.
+
+    ``forwards``: the sample ids of each forward call of the model, in order; one call for each device.
+    ``loss``: the sample ids that ``job.loss`` got, or None if the subject has a loss function of its own.
+    ``drawn``: the random masks of the model's layers, by name, a row for each sample of ``forwards``; under
+    ``"<name> again"`` those that a recomputation in the backward drew, where they differ.
+    """
+
+    forwards: tuple[tuple[int, ...], ...]
+    loss: tuple[int, ...] | None = None
+    drawn: Tensors = field(default_factory=dict)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The sample ids of all forwards, in order."""
+        return tuple(i for share in self.forwards for i in share)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step on one rank, or one that the loss scaler decided to skip.
+
+    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer got: unscaled, averaged,
+    clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter group.
+    ``scale`` is the loss scale, None without a scaler. ``buffers`` are the model's at the step's first forward, after
+    a trainer that shares them has done so.
+
+    Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
+    of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
+    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass. Where they
+    ``alternate``, each micro-batch has its passes for all of them before the next one: only those over the last
+    micro-batch come after the steps of earlier optimizers.
+
+    A GradScaler decides for each optimizer alone. Where it skipped one and not another, the step counts as taken, and
+    ``held_back`` has the gradients of the one that was skipped, which are not among ``gradients``.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    before: Tensors
+    gradients: Tensors
+    after: Tensors
+    learning_rates: tuple[float, ...]
+    skipped: bool = False
+    scale: float | None = None
+    buffers: Tensors = field(default_factory=dict)
+    turns: tuple[tuple[str, ...], ...] = ()
+    alternate: bool = False
+    held_back: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Forwards without gradients, with no training between them: an evaluation, or a rank's share of one.
+
+    It took place after ``step`` optimizer steps and ``micro_batches`` of the next one. ``training``: whether the model
+    was in training mode in any of them.
+    """
+
+    step: int
+    micro_batches: int
+    samples: tuple[int, ...]
+    training: bool
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A metric that was reported after ``step`` optimizer steps and ``micro_batches`` of the next one."""
+
+    step: int
+    name: str
+    value: float
+    micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded. ``world_size`` is that of torch.distributed, 1 where there was no group.
+
+    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
+    one line for each call, the innermost first.
+    ``torch`` is the rank's version of torch, "" where the trace is older than this field.
+    ``holds_nothing`` says of a rank that it held no parameter while it trained, as a stage that only computes.
+    ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
+    ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors are in the place of shards.
+    """
+
+    rank: int
+    world_size: int
+    steps: tuple[Step, ...]
+    error: str | None = None
+    failed_at: float | None = None
+    final: Tensors | None = None
+    final_buffers: Tensors = field(default_factory=dict)
+    evaluations: tuple[Evaluation, ...] = ()
+    logged: tuple[Logged, ...] = ()
+    stack: str = ""
+    torch: str = ""
+    blocks: dict[str, Block] = field(default_factory=dict)
+    holds_nothing: bool = False
+
+    @property
+    def tensor_sets(self) -> Iterator[Tensors]:
+        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as references."""
+        for step in self.steps:
+            yield from (step.before, step.gradients, step.after, step.held_back)
+        if self.final is not None:
+            yield self.final
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank ended that left no trace: crashed, timed out, or unable to write it (errored); ``message`` says why.
+
+    Also of a rank that left a trace and hung afterwards.
+
+    ``step`` is the number of optimizer steps it had done. ``waits_in`` names the collective in which it waited for
+    other ranks, None where none is known. ``stack`` has its call stack, one line for each call, the innermost first;
+    ``said`` is the end of its output.
+    """
+
+    outcome: Outcome
+    message: str
+    step: int | None = None
+    waits_in: str | None = None
+    stack: str = ""
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The trace of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
+
+    ``hung`` has the ranks that left a trace and then had to be ended, because they hung.
+
+    Where the workload has an interruption two more launches belong to it: ``saved`` stopped in the middle and left a
+    checkpoint, from which ``resumed`` continued.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    exits: dict[int, Exit] = field(default_factory=dict)
+    seconds: float | None = None
+    saved: Trace | None = None
+    resumed: Trace | None = None
+    hung: dict[int, Exit] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank left a trace, and none of them raised."""
+        return not self.exits and not any(rank.error for rank in self.ranks)

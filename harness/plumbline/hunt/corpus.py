@@ -1,0 +1,79 @@
+"""What a search has found, on disk: each failure in a line, its problem as a file, and where the search is to go on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from plumbline.core.cell import Cell
+from plumbline.hunt.problem_file import write_problem
+from plumbline.hunt.problems import Drawn
+from plumbline.hunt.search import Failure
+from plumbline.results.atomic import write_text
+from plumbline.workloads.generated import Recipe
+
+
+@dataclass(frozen=True)
+class Found:
+    """A failure as it was found: its cause, the problem, and the finding's message."""
+
+    cause: str
+    drawn: Drawn
+    message: str
+
+
+class Corpus:
+    """The folder of one subject's failures."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found = folder / "found.jsonl"
+        self._progress = folder / "progress.json"
+
+    def add(self, failure: Failure) -> Path:
+        """Write a failure down, and return the file of its problem."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recipe, cell = failure.drawn.recipe, failure.drawn.cell
+        locator = write_problem(recipe, self.folder, found=f": {failure.cause} on {cell.backend} {cell.topology}")
+        line = {
+            "cause": failure.cause,
+            "cell": asdict(cell),
+            "recipe": asdict(recipe),
+            "message": failure.finding.message,
+            "error_x_noise": failure.finding.error_x_noise,
+        }
+        with self._found.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return Path(locator.partition("::")[0])
+
+    def __iter__(self) -> Iterator[Found]:
+        """Yield what was found, the first first."""
+        if self._found.exists():
+            for line in self._found.read_text("utf-8").splitlines():
+                values = json.loads(line)
+                yield Found(
+                    values["cause"], Drawn(_recipe(values["recipe"]), Cell.from_json(values["cell"])), values["message"]
+                )
+
+    @property
+    def causes(self) -> set[str]:
+        """The causes that were found already."""
+        return {found.cause for found in self}
+
+    @property
+    def progress(self) -> Counter[str]:
+        """Counts over all searches so far; ``rounds`` is the next seed."""
+        return Counter(json.loads(self._progress.read_text("utf-8"))) if self._progress.exists() else Counter()
+
+    def went_on(self, counts: Mapping[str, int]) -> None:
+        """Add to the counts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._progress, json.dumps(self.progress + Counter(counts), indent=1) + "\n")
+
+
+def _recipe(values: dict[str, Any]) -> Recipe:
+    return Recipe(**{**values, "layers": tuple(values["layers"])})

@@ -1,0 +1,166 @@
+"""The search: draws problems, trains and judges each, and shrinks what fails to the smallest that fails alike."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
+
+from plumbline.core.backend import declared_for
+from plumbline.core.cell import Cell
+from plumbline.core.errors import WorkloadError
+from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import examine
+from plumbline.hunt.problem_file import trained_on, write_problem
+from plumbline.hunt.problems import Drawn, problems
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.find import workload_of
+from plumbline.planning.declaration import Declaration
+from plumbline.workloads import WORKLOADS
+
+DRAWN_TOGETHER = 200
+"""Problems of one round of the search; each round draws others."""
+
+TIME_LIMIT = 60.0
+"""Seconds that one training may take, by default."""
+
+SHRINKING = 120.0
+"""Seconds for which a failure that was found last is shrunk when the time is over."""
+
+VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A problem on which the subject is wrong, and the first finding in reading order: the others follow from it."""
+
+    drawn: Drawn
+    finding: Finding
+
+    @property
+    def cause(self) -> str:
+        """What failures are told apart by: the check, and the cause if it has one."""
+        return f"{self.finding.check}: {self.finding.cause or UNEXPLAINED}"
+
+
+class _FoundError(Exception):
+    """Tells hypothesis that a problem fails."""
+
+
+@dataclass
+class Search:
+    """A search among the problems of one subject.
+
+    Args:
+        pool: starts the subject's ranks.
+        declared: what the subject says it can do, by backend.
+        cells: those to draw from; their workload is a placeholder.
+        folder: for problems and traces, while they are needed.
+        time_limit: seconds that one training may take.
+        known: causes that are passed over; each that is found is added.
+        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
+            ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``;
+            ``seconds`` that searching took; and how many failed for each cause, known or new, by the cause.
+    """
+
+    pool: Pool
+    declared: Sequence[Declaration]
+    cells: Sequence[Cell]
+    folder: Path
+    time_limit: float = TIME_LIMIT
+    known: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    _answers: dict[Drawn, Failure | None] = field(default_factory=dict)
+    _chased: Failure | None = None
+    until: float = 0.0
+
+    def run(self, seconds: float, first_seed: int, tell: Callable[[Failure], None]) -> None:
+        """Search for so many seconds, and tell each new failure once it is shrunk, or the time is over."""
+        began = time.monotonic()
+        self.until = began + seconds
+        while time.monotonic() < self.until:
+            failure = self.round(first_seed + self.counts["rounds"])
+            self.counts["rounds"] += 1
+            if failure is not None:
+                self.known.add(failure.cause)
+                self.counts["causes"] += 1
+                tell(failure)
+        self.counts["seconds"] += round(time.monotonic() - began)
+
+    def round(self, number: int) -> Failure | None:
+        """Draw problems until one fails for a new cause; return it, shrunk."""
+        self._chased = None
+
+        @seed(number)
+        @settings(
+            max_examples=DRAWN_TOGETHER, deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=False,
+        )  # fmt: skip
+        @given(problems(self.declared, self.cells))
+        def nothing_fails(drawn: Drawn) -> None:
+            failure = self.answer(drawn)
+            if failure is None or failure.cause in self.known:
+                return
+            if self._chased is None or self._chased.cause == failure.cause:
+                self._chased = failure
+                raise _FoundError
+
+        with suppress(_FoundError, Flaky):
+            nothing_fails()
+        return self._chased
+
+    def answer(self, drawn: Drawn) -> Failure | None:
+        """Train and judge a problem, once; when the time is over, new ones only while a failure is shrunk."""
+        if drawn not in self._answers:
+            if time.monotonic() > self.until + (SHRINKING if self._chased else 0):
+                return None
+            self._answers[drawn] = self.train(drawn)
+        return self._answers[drawn]
+
+    def train(self, drawn: Drawn) -> Failure | None:
+        """Train and judge a problem; None where it is right, or no trainer could be judged by it."""
+        self.counts["drawn"] += 1
+        cell = trained_on(drawn.cell, drawn.recipe, write_problem(drawn.recipe, self.folder))
+        try:
+            workload = workload_of(cell)
+            refuse_unfit(workload, [cell.topology.devices])
+            refused = declared_for(cell.subject, cell.backend, self.declared).refusal(cell)
+        except WorkloadError:
+            self.counts["unfit"] += 1
+            return None
+        finally:
+            WORKLOADS.pop(cell.workload, None)
+        if refused is not None:
+            self.counts["refused"] += 1
+            return None
+        trace = self.folder / "trace"
+        try:
+            findings = examine(self.pool, cell, trace, Settings(time_limit=self.time_limit)).findings
+        finally:
+            shutil.rmtree(trace, ignore_errors=True)
+            WORKLOADS.pop(cell.workload, None)
+        self.counts["trained"] += 1
+        telling = [one for one in findings if not _is_vacuous(one)]
+        bad = [one for one in telling if one.outcome.is_bad]
+        if bad:
+            failure = Failure(drawn, bad[0])
+            self.counts.update(["failed", failure.cause])
+            return failure
+        self.counts["vacuous"] += len(telling) < len(findings)
+        return None
+
+
+def _is_vacuous(finding: Finding) -> bool:
+    """Say whether a check could have shown nothing on this problem. Others may, and a trainer that never steps does."""
+    is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
+    return is_vacuous and finding.cause != NEVER_STEPPED

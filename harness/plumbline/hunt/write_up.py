@@ -1,0 +1,215 @@
+"""The page of a failure, ready to be sent: the problem, what is expected and seen, and a program that was run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+import plumbline.subjects
+from plumbline.core.backend import declared_for
+from plumbline.core.cell import Cell
+from plumbline.core.invocation import suite_command
+from plumbline.core.outcome import Outcome
+from plumbline.hunt.problem_file import name_of
+from plumbline.hunt.program.kinds import COMPARES_WEIGHTS
+from plumbline.hunt.program.plain_model import NotExpressedError
+from plumbline.hunt.program.plain_torch import PlainTorch
+from plumbline.hunt.program.rounding import tolerance
+from plumbline.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
+from plumbline.hunt.program.source import MOST_LINES, NoTemplateError, one_device, program
+from plumbline.hunt.program.visible import orders, visible
+from plumbline.hunt.search import Failure
+from plumbline.planning.declaration import Declaration
+from plumbline.workloads.generated import Recipe
+
+EXPECTED = {
+    "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
+    "metrics": "The loss that is reported is the mean over the samples.",
+    "validation": "Each held-out sample is evaluated, when it is due.",
+    "samples": "Each sample is used once an epoch, on one rank, in the order that was asked for.",
+    "ranks-agree": "All ranks have the same weights after each step.",
+    "launch": "The training ends without an exception.",
+}
+OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
+
+SHIPPED = Path(plumbline.subjects.__file__).parent
+"""Where the adapters are that come with Plumbline, and its own trainers."""
+
+
+@dataclass(frozen=True)
+class WrittenUp:
+    """The page of a failure; ``shown`` is what its program says when it runs, None where there is no program."""
+
+    page: Path
+    shown: Shown | None
+
+
+def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
+    """Write the page of a failure, and its program, which is run.
+
+    Args:
+        failure: what was found.
+        declared: what the subject declares.
+        subject: what the user gave as ``--subject``.
+        python: the subject's interpreter.
+        folder: where the problem's file is.
+    """
+    recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
+    declaration = declared_for(cell.subject, cell.backend, declared)
+    name = name_of(recipe)
+    values: dict[str, object] = {
+        "title": f"{_library(declaration)}: {failure.cause} ({cell.backend}, {_ranks(cell.processes)})",
+        "versions": declaration.software,
+        "cell": cell,
+        "ranks": _ranks(cell.processes),
+        "recipe": list(in_phrases(recipe)),
+        "expected": EXPECTED.get(finding.check, OTHERWISE),
+        "message": finding.message,
+        "cause": finding.cause or "unexplained",
+        "far": "" if finding.error_x_noise is None else f", {finding.error_x_noise:.3g} times rounding noise",
+        "most_lines": MOST_LINES,
+        "again": "\n".join(_commands(failure, subject, folder)),
+        "refusal": None,
+    }
+    problem = visible(PlainTorch(recipe, cell, finding), declaration.precisions[cell.accelerator])
+    file = folder / f"{name}-program.py"
+    shown = None
+    try:
+        for tried in orders(problem):
+            run, shown = _run(tried, declaration, file, python)
+            values |= {"verdict": _verdict(run, shown, tried.differences)}
+            if shown is not Shown.NO:
+                break
+        values |= {
+            "program": file.read_text("utf-8"),
+            "command": shlex.join(command_of(Path(file.name), processes_of(declaration, cell))),
+            "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
+        }
+    except NotExpressedError as error:
+        file.unlink(missing_ok=True)
+        values |= {"refusal": str(error), "advice": None, "program": None}
+        if isinstance(error, NoTemplateError):
+            values |= {"advice": error.advice, "program": _one_device(problem)}
+            if _folder(declaration) == SHIPPED and not declaration.software.library:
+                values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
+    page = folder / f"{name}.md"
+    page.write_text(_template().render(values) + "\n", "utf-8")
+    return WrittenUp(page, shown)
+
+
+def in_phrases(recipe: Recipe) -> Iterator[str]:
+    """Yield what a recipe is, in words, without what it has not."""
+    yield f"model: {', '.join((recipe.inputs, *recipe.layers, 'a linear layer with 3 outputs'))}"
+    yield f"loss: {recipe.loss}" + (", nested outputs" if recipe.returns == "nested" else "")
+    yield f"optimizer: {recipe.optimizer}" + (f", schedule {recipe.schedule}" if recipe.schedule != "none" else "")
+    last = f", {recipe.left_out} samples fewer in the last" if recipe.left_out else ""
+    yield f"batches: {recipe.steps_per_epoch} an epoch of {recipe.batch_size} samples over all ranks{last}"
+    yield f"epochs: {recipe.epochs}, {'shuffled' if recipe.shuffle else 'in order'}, seed {recipe.seed}"
+    if recipe.accumulate > 1:
+        yield f"gradients accumulated over {recipe.accumulate} batches"
+    if recipe.clip_norm is not None:
+        yield f"gradients clipped to a norm of {recipe.clip_norm}"
+    if recipe.validate_every is not None:
+        yield f"evaluated after every {recipe.validate_every} batches"
+    if recipe.interrupt_after is not None:
+        yield f"interrupted after {recipe.interrupt_after} optimizer steps, and resumed by new processes"
+    if recipe.metrics:
+        yield "the epoch's mean loss is reported"
+
+
+def _run(problem: PlainTorch, declaration: Declaration, file: Path, python: str) -> tuple[ProgramRun, Shown]:
+    """Write a failure's program, and run it."""
+    file.write_text(_program(problem, declaration, file.name), "utf-8")
+    modules = _folder(declaration) / "programs" / problem.cell.subject
+    run = run_program(file, processes_of(declaration, problem.cell), python, modules)
+    return run, _shown(run, problem)
+
+
+def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
+    """Return the program of a failure, called ``name``."""
+    command = shlex.join(command_of(Path(name), processes_of(declaration, problem.cell)))
+    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
+    return program(problem, _folder(declaration), title, tolerance_of(problem))
+
+
+def tolerance_of(problem: PlainTorch) -> str:
+    """Return by how much rounding alone may move a weight; nothing where no weights are compared.
+
+    Raises:
+        NotExpressedError: rounding alone may move it anywhere.
+    """
+    if problem.kind not in COMPARES_WEIGHTS:
+        return ""
+    moved = tolerance(problem)
+    if not isfinite(moved):
+        raise NotExpressedError("a training that diverges, or overflows")
+    return f"{moved:.0e}"
+
+
+def _folder(declaration: Declaration) -> Path:
+    """Return the folder of the adapter."""
+    return Path(declaration.source[0]).parent if declaration.source else Path()
+
+
+def processes_of(declaration: Declaration, cell: Cell) -> int:
+    """Return in how many processes a program begins: one a rank, or one for a node that starts the ranks by itself."""
+    return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
+
+
+def _one_device(problem: PlainTorch) -> str | None:
+    """Return what is right in plain torch, None where no short program has it."""
+    try:
+        return one_device(problem, "The weights that one device ends with.")
+    except NotExpressedError:
+        return None
+
+
+def _shown(run: ProgramRun, problem: PlainTorch) -> Shown:
+    if run.exit_code is None and problem.finding.outcome is Outcome.TIMED_OUT:
+        return Shown.YES
+    return run.shows(problem.finding.message if problem.broke else None)
+
+
+def _verdict(run: ProgramRun, shown: Shown, differences: str) -> str:
+    ended = "It did not end in time" if run.exit_code is None else f"It ends with exit code {run.exit_code}"
+    says = {
+        Shown.YES: "and shows the deviation without Plumbline",
+        Shown.NO: "and shows no deviation. **Not confirmed without Plumbline**",
+        Shown.BROKE: "for another reason. **Not confirmed without Plumbline**",
+    }
+    otherwise = f" (it {differences})" if differences else ""
+    return f"{ended}, {says[shown]}{otherwise}:"
+
+
+def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:
+    cell, name = failure.drawn.cell, name_of(failure.drawn.recipe)
+    file = str(folder / f"{name}.py")
+    given = ["--subject", subject, "--workload", file, "--gpus", str(cell.topology.devices)]
+    if cell.topology.num_nodes > 1:
+        given += ["--nodes", str(cell.topology.num_nodes)]
+    yield shlex.join(["plumbline", "hunt", "--subject", subject, "--folder", str(folder), "--again"])
+    yield shlex.join([*suite_command(*given), "--backends", cell.backend, "--precisions", cell.precision])
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _library(declaration: Declaration) -> str:
+    software = declaration.software
+    return f"{software.library} {software.version}" if software.library else declaration.name
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("plumbline.hunt", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.md.jinja")

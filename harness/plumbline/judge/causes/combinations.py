@@ -1,0 +1,90 @@
+"""Sums, multiples, lengths and least-squares fits of gradients, each a set of named tensors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.oracle.noise import distance, norm
+from plumbline.judge.oracle.oracle import mean_gradient
+
+CONCLUSIVE = 4
+"""A fit needs at least this many equations for each unknown, or it would fit anything."""
+
+
+def scaled(factor: float, gradient: Tensors) -> Tensors:
+    """Return the gradient multiplied by a number."""
+    return {name: value * factor for name, value in gradient.items()}
+
+
+def added(left: Tensors, right: Tensors) -> Tensors:
+    """Return the sum, with the names of the left."""
+    return {name: left[name] + right[name].double() if name in right else left[name] for name in left}
+
+
+def clip_limit_of(clipped: float, whole: float) -> float:
+    """Return the limit to which a gradient of length ``whole`` is clipped where it ends with length ``clipped``.
+
+    ``clip_grad_norm_`` adds 1e-6 to the length before it divides.
+    """
+    return clipped * (whole + 1e-6) / whole if whole else 0.0
+
+
+def total_distance(left: Tensors, right: Tensors) -> float:
+    """Return the 2-norm of the difference of all tensors together."""
+    return math.hypot(*(distance(left[name], right[name]) for name in right))
+
+
+def flat(gradient: Tensors, like: Tensors, names: Sequence[str]) -> torch.Tensor:
+    """Return the named tensors as one column; what is absent counts as zero."""
+    return torch.cat([gradient.get(name, torch.zeros_like(like[name])).double().flatten() for name in names])
+
+
+def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> float:
+    """Return the number by which ``right`` comes nearest to ``observed``; ``default`` where ``right`` is zero."""
+    names = list(right)
+    expected, actual = (flat(gradient, right, names) for gradient in (right, observed))
+    return float(actual @ expected / (expected @ expected)) if norm(expected) else default
+
+
+def common_factor(right: Tensors, observed: Tensors) -> float:
+    """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero."""
+    factors = [factor_between({name: value}, observed) for name, value in right.items() if norm(value)]
+    # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.
+    return statistics.median_low(factors) if factors else 1.0
+
+
+def fit_weights(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> list[float] | None:
+    """Return the weights with which the parts add up to the target most nearly; None where a fit would fit anything."""
+    if not names or not parts:
+        return None
+    columns = torch.stack([flat(part, target, names) for part in parts], dim=1)
+    wanted = flat(target, target, names)
+    if columns.shape[0] < CONCLUSIVE * columns.shape[1] or not bool(torch.isfinite(wanted).all()):
+        return None
+    weights: list[float] = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
+    return weights
+
+
+def weighted(parts: Sequence[Tensors], weights: Sequence[float], like: Tensors) -> Tensors:
+    """Return the weighted sum of parts, with the names of ``like``."""
+    total = {name: torch.zeros_like(value) for name, value in like.items()}
+    for weight, part in zip(weights, parts, strict=True):
+        for name in total.keys() & part.keys():
+            total[name] = total[name] + weight * part[name]
+    return total
+
+
+def fit(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> Tensors | None:
+    """Return the weighted sum of the parts that is nearest to the target; None where a fit would fit anything."""
+    weights = fit_weights(parts, target, names)
+    return None if weights is None else weighted(parts, weights, target)
+
+
+def mean(parts: Sequence[Tensors]) -> Tensors:
+    """Return the mean of parts; what is absent in one counts as zero."""
+    return mean_gradient([parts])

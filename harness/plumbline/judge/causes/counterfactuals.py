@@ -1,0 +1,217 @@
+"""Gradients that the oracle computes for hypotheses: of other samples, other layouts, other modes and precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from plumbline.core.precision import Precision
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.combinations import fit, flat, total_distance
+from plumbline.judge.oracle.layout import Layout, draws
+from plumbline.judge.oracle.noise import length, norm
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
+from plumbline.judge.positions import evaluations_due
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.workloads import Columns
+
+Parts = list[list[Tensors]]
+"""The gradient of each group alone, by micro-batch."""
+
+
+class Counterfactuals:
+    """Computes the gradients that other ways to compute a step would have given, in float64 where nothing else is said.
+
+    The oracle's weights and buffers are set anew for each computation, and its mode is restored.
+    """
+
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self.workload = analysis.workload
+        self.cell = analysis.cell
+        self.analysis = analysis
+        self._parts: dict[tuple[int, Layout], Parts] = {}
+
+    def layout(self, index: int) -> Layout:
+        """Return which samples each group and device computed at a step."""
+        return self.analysis.layouts[index]
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[Oracle]:
+        """Give the oracle with the weights and the buffers that rank 0 had before the step."""
+        oracle = self.analysis.oracle
+        self.analysis.load_step(oracle, self.analysis.steps[index])
+        try:
+            yield oracle
+        finally:
+            oracle.model.train()
+
+    def parts(self, index: int, layout: Layout) -> Parts:
+        """Return the gradient of each group of ``layout``, at the weights before the step."""
+        if (index, layout) not in self._parts:
+            with self.at(index) as oracle:
+                self._parts[index, layout] = oracle.group_gradients(layout)
+        return self._parts[index, layout]
+
+    def use_gradients(self, index: int, name: str) -> list[torch.Tensor]:
+        """Return the gradient of a parameter by each layer that uses it alone, in the model's order of layers."""
+        with self.at(index) as oracle:
+            return [
+                mean_gradient(oracle.group_gradients(self.layout(index)))[name] for _ in oracle.used_by_one_layer(name)
+            ]
+
+    def passes(self, index: int) -> list[Tensors]:
+        """Return the gradient of each optimizer's own backward at a step, for all parameters; mostly there is one."""
+        with self.at(index) as oracle:
+            return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many optimizer steps an epoch has."""
+        return self.analysis.epochs.windows
+
+    def evaluations(self) -> list[tuple[int, int]]:
+        """Return where the model was evaluated or should have been: (steps, micro-batches) done before it."""
+        due = [where[0] for where in evaluations_due(self.analysis)]
+        made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
+        return [*due, *made]
+
+    def skipped_before(self, index: int) -> bool:
+        """Say whether a GradScaler skipped the step before."""
+        return index > 0 and self.analysis.steps[index - 1].skipped
+
+    def parameters_of_optimizers(self) -> list[frozenset[str]]:
+        """Return the parameters of each of the workload's optimizers."""
+        oracle = self.analysis.oracle
+        names = {id(parameter): name for name, parameter in oracle.parameters.items()}
+        return [
+            frozenset(names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"])
+            for optimizer in oracle.optimizer().every
+        ]
+
+    def each_sample(self, index: int) -> list[Tensors]:
+        """Return the gradient of each sample of the step alone; none where no sample can be alone."""
+        try:
+            (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.layout(index))),))
+        except ValueError:  # a layer that needs more than one sample
+            return []
+        return parts
+
+    def nearest_loss_gradient(self, index: int, observed: Tensors) -> Tensors | None:
+        """Return the gradient nearest to ``observed`` that any loss of the right outputs could have.
+
+        None where every gradient could be one. Whatever a loss is, its gradient is a weighted sum of the outputs' own
+        gradients: one for each number that the model returns for the step's samples.
+        """
+        rows: list[torch.Tensor] = []
+        with self.at(index) as oracle:
+            parameters = list(oracle.trained.values())
+            size = sum(parameter.numel() for parameter in parameters)
+            for share in (share for groups in self.layout(index) for group in groups for share in group if share):
+                outputs = oracle.forward(share)
+                if not isinstance(outputs, torch.Tensor) or len(rows) + outputs.numel() >= size:
+                    return None
+                for entry in outputs.flatten():
+                    made = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
+                    every = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+                    rows.append(torch.cat([gradient.to_dense().flatten() for gradient in every]))
+            names = list(oracle.trained)
+        if not rows:
+            return None
+        directions, sizes, _ = torch.linalg.svd(torch.stack(rows, dim=1), full_matrices=False)
+        kept = directions[:, sizes > 1e-12 * sizes[0]]
+        if not all(name in observed for name in names):
+            return None
+        wanted = flat(observed, observed, names)
+        near = kept @ (kept.T @ wanted)
+        # The small directions are known to some digits only; numbers that are no loss's gradient are far away.
+        near = wanted if norm(near - wanted) <= 1e-6 * norm(wanted) else near
+        pieces = near.split([observed[name].numel() for name in names])
+        return {name: piece.view_as(observed[name]) for name, piece in zip(names, pieces, strict=True)}
+
+    def with_column(self, index: int, name: str, column: torch.Tensor) -> Tensors:
+        """Return the step's gradient where a column of the data has other values."""
+        with self.at(index) as oracle:
+            data = oracle.data
+            oracle.data = Columns({**data.columns, name: column})
+            try:
+                return mean_gradient(oracle.group_gradients(self.layout(index)))
+            finally:
+                oracle.data = data
+
+    def with_positions_in_parts(self, index: int, count: int) -> Iterator[Tensors]:
+        """Yield the step's gradient where embeddings of the positions 0, 1, ... get parts that begin with 0 each.
+
+        Nothing is yielded where the model has no such embedding.
+        """
+        for divide in (_chunks, _splits):
+            with self.at(index) as oracle, _renumbered(oracle.model, partial(divide, count)) as done:
+                gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
+            if done:
+                yield gradient
+
+    def is_coupled(self, index: int) -> bool:
+        """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
+        right = self.analysis.expected[index].raw
+        each = self.each_sample(index)
+        if not each:
+            return True
+        fitted = fit(each, right, list(right))
+        # Both sides are float64: what is not one part in a million away is the same.
+        return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
+
+    def held_out(self, oracle: Oracle) -> Columns:
+        """Return the samples of the validation set."""
+        return self.workload.val_dataset(self.cell.topology.devices, oracle.dtype)
+
+    def in_precision(self, index: int, precision: Precision) -> Tensors:
+        """Return the step's gradient computed in another precision."""
+        return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
+
+    def with_loss_in(self, index: int, dtype: torch.dtype) -> Iterator[Tensors]:
+        """Yield the step's gradient where the model's outputs are cast to ``dtype`` before the loss is computed.
+
+        Of several micro-batches each loss is divided by their number in that precision too, or later.
+        """
+        oracle = Oracle(self.workload, self.cell.topology.devices, self.cell.arithmetic, dtype)
+        for divisor in sorted({1, len(self.layout(index))}):
+            yield self._gradient(index, oracle, 1 / divisor)
+
+    def _gradient(self, index: int, oracle: Oracle, scale: float = 1.0) -> Tensors:
+        self.analysis.load_step(oracle, self.analysis.steps[index])
+        return oracle.gradient(self.layout(index), scale)
+
+
+def _chunks(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
+    return places.chunk(count)
+
+
+def _splits(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
+    return places.tensor_split(count)
+
+
+@contextmanager
+def _renumbered(
+    model: nn.Module, divide: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+) -> Iterator[list[nn.Module]]:
+    """Give embeddings of the positions 0, 1, ... other numbers: each part begins with 0. Yield the list of them."""
+    found: list[nn.Module] = []
+
+    def renumber(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        (positions,) = args
+        every = torch.arange(positions.shape[-1] if positions.dim() else 0)
+        if not len(every) or not bool((positions == every).all()):
+            return None
+        found.append(layer)
+        return (torch.cat([torch.arange(len(part)) for part in divide(every)]).expand_as(positions),)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    handles = [layer.register_forward_pre_hook(renumber) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,241 @@
+"""One rank's gradient at one step: everything that a hypothesis about a wrong gradient may predict from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from plumbline.evidence.trace import Step, Tensors
+from plumbline.judge.causes.combinations import common_factor, factor_between
+from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
+from plumbline.judge.causes.hypothesis import Hypothesis, Match
+from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
+from plumbline.judge.oracle.noise import distance, length, norm
+from plumbline.judge.oracle.oracle import clipped
+from plumbline.judge.trace_analysis import ExpectedGradients, same
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the wrong gradients of all steps and ranks have in common.
+
+    ``factor`` is the one number by which the right gradients would have to be multiplied, ``odd_factor`` the one by
+    which the tensor that is furthest from right would have to be multiplied more than others, ``clip_limit`` the norm
+    to which they would have to be clipped, and ``clip_limits`` the same for each rank's share (empty where shares
+    cannot be told apart). ``steps`` is the number of steps that are wrong, and ``every_step`` says whether all
+    gradients are. ``only_scaled``: with several ranks, each of them is a multiple of the right one, so that no share
+    weighs more against the others than it should. ``stages`` says what is wrong on which of the ranks that hold one
+    model together.
+    """
+
+    factor: float = 1.0
+    odd_factor: float = 1.0
+    clip_limit: float = 0.0
+    clip_limits: tuple[float, ...] = ()
+    steps: int = 0
+    every_step: bool = False
+    only_scaled: bool = False
+    stages: StagePattern = field(default_factory=StagePattern)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientCase:
+    """One rank at one step.
+
+    ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``expected`` is
+    what is right at this step, and ``earlier_expected`` what was right at the steps before, the latest first.
+    ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
+    ``previous`` is this rank's gradient of the step before, None at the first step.
+    """
+
+    index: int
+    rank: int
+    step: Step
+    ranks: tuple[Step, ...]
+    expected: ExpectedGradients
+    earlier_expected: tuple[ExpectedGradients, ...]
+    previous: Tensors | None
+    trained: frozenset[str]
+    counterfactuals: Counterfactuals
+    pattern: Pattern = Pattern()
+
+    @classmethod
+    def of(cls, counterfactuals: Counterfactuals, index: int, rank: int) -> GradientCase:
+        """Return the case of one rank at a step that was taken."""
+        analysis = counterfactuals.analysis
+        ranks = analysis.steps[index].ranks
+        return cls(
+            index=index,
+            rank=rank,
+            step=ranks[rank],
+            ranks=ranks,
+            expected=analysis.expected[index],
+            earlier_expected=tuple(one for other, one in reversed(analysis.expected.items()) if other < index),
+            previous=analysis.steps[index - 1].ranks[rank].gradients if index else None,
+            trained=frozenset(analysis.oracle.trained),
+            counterfactuals=counterfactuals,
+        )
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches a full window of the workload has."""
+        return self.counterfactuals.workload.accumulate
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm to which the workload clips, None where it does not clip."""
+        return self.counterfactuals.workload.clip_norm
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether several ranks hold one model together."""
+        return self.counterfactuals.analysis.is_staged
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether these ranks are the stages of a pipeline: each holds whole layers of its own."""
+        return self.is_staged and self.counterfactuals.cell.contract.has_stages
+
+    @cached_property
+    def held(self) -> HeldParameters:
+        """Which ranks hold which of the trained parameters."""
+        holders = self.counterfactuals.analysis.holders[self.rank]
+        return HeldParameters({name: ranks for name, ranks in holders.items() if name in self.expected.contract})
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages of a pipeline hold, such as tied weights."""
+        return self.held.shared if self.in_stages else {}
+
+    @property
+    def recorded(self) -> dict[int, Step]:
+        """What each of the ranks recorded that hold this model together."""
+        return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
+
+    @property
+    def batch_parts(self) -> int:
+        """In how many micro-batches the backend passes one batch."""
+        return self.counterfactuals.cell.contract.micro_batches
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches this step had."""
+        return len(self.expected.parts)
+
+    @property
+    def location(self) -> str:
+        """Step and rank in words."""
+        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @cached_property
+    def observed(self) -> Tensors:
+        """The gradient that the optimizer used, in float64; a tensor that is absent counts as zero."""
+        return {
+            name: self.step.gradients[name].double() if name in self.step.gradients else torch.zeros_like(right)
+            for name, right in self.expected.contract.items()
+        }
+
+    @cached_property
+    def common_factor(self) -> float:
+        """The factor of most tensors where clipping may have scaled all of them; 1 where the workload does not clip."""
+        return 1.0 if self.clip_norm is None else common_factor(self.expected.raw, self.observed)
+
+    def with_nearer(self, other: Tensors) -> Iterator[Tensors]:
+        """Yield the right gradient with the tensors of ``other`` to which the observed ones are nearer.
+
+        Nothing is yielded where that is none of them, or all.
+        """
+        right, factor = self.expected.raw, self.common_factor
+        nearer = {
+            name: value
+            for name, value in other.items()
+            if name in right
+            and distance(self.observed[name], factor * value) < distance(self.observed[name], factor * right[name])
+        }
+        if 0 < len(nearer) < len(right):
+            yield clipped({**right, **nearer}, self.clip_norm)
+
+    def if_wrong(self, predicted: Tensors) -> Iterator[Tensors]:
+        """Yield a prediction that is not right: what changes nothing would fit every step that is right."""
+        right = self.expected.contract
+        # Both are float64: what is not one part in 10⁹ away is the same.
+        if any(distance(predicted.get(name, 0 * value), value) > 1e-9 * norm(value) for name, value in right.items()):
+            yield predicted
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every entry of the gradient is a number."""
+        return all(bool(value.isfinite().all()) for value in self.observed.values())
+
+    def own_parts(self, rank: int, expected: ExpectedGradients | None = None) -> Parts:
+        """Return one rank's own part of each micro-batch, of this step or of another; empty where it had none."""
+        return [[groups[rank]] for groups in (expected or self.expected).parts if rank < len(groups)]
+
+    @cached_property
+    def shares(self) -> list[Tensors]:
+        """The gradient of each group of samples alone, over all micro-batches."""
+        return [part for groups in self.expected.parts for part in groups]
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The trained parameters on which the loss of some group does not depend."""
+        return frozenset(name for name in self.trained if any(name not in part for part in self.shares))
+
+    @cached_property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks had the same gradient at the same weights."""
+        return all(
+            same(step.gradients, self.step.gradients) and same(step.before, self.step.before) for step in self.ranks
+        )
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the texts of a hypothesis are filled with."""
+        return {
+            "world": self.world,
+            "micro_batches": self.micro_batches,
+            "scale": self.step.scale,
+            "rank": self.rank,
+            "factor": f"{self.pattern.factor:.4g}",
+            "odd_factor": f"{self.pattern.odd_factor:.4g}",
+            "batch_parts": self.batch_parts,
+            "norm_rank": self._norm_rank,
+            "tied": names_in_words([*self.shared]),
+            "tied_holder": next((ranks_in_words(ranks[:1]) for ranks in self.shared.values()), ""),
+            "tied_factor": f"{self._tied_factor:.4g}",
+            **self.pattern.stages.figures,
+        }
+
+    @property
+    def _norm_rank(self) -> str:
+        """The rank whose own norm comes nearest to the one that the gradient seems to have been clipped by."""
+        raw, limit = self.expected.raw, self.clip_norm
+        if not self.in_stages or not limit:
+            return ""
+        seen = limit / (factor_between(raw, self.observed) or limit)
+        own = {rank: length({n: raw[n] for n in self.held.on(rank) & raw.keys()}) for rank in self.held.ranks}
+        return ranks_in_words([min(own, key=lambda rank: abs(own[rank] - seen))])
+
+    @property
+    def _tied_factor(self) -> float:
+        right = {name: value for name, value in self.expected.raw.items() if name in self.shared}
+        return factor_between(right, self.observed) if right else 1.0
+
+
+GradientHypothesis = Hypothesis[GradientCase, Tensors | Match]
+"""Predicts gradients as the optimizer would have received them, in float64.
+
+What cannot be predicted is no prediction: a hypothesis that holds by elimination, or by other evidence than gradients,
+yields a ``Match``. The observed gradients themselves predict nothing, and explain nothing.
+"""
+
+Gradients = Iterator[Tensors | Match]
+"""What a hypothesis about gradients predicts, variant by variant."""

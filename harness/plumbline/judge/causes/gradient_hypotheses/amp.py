@@ -1,0 +1,168 @@
+"""Loss scale and precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from plumbline.core.precision import PRECISIONS, Precision
+from plumbline.judge.causes.combinations import scaled, total_distance, weighted
+from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.oracle.noise import distance, limit, norm
+from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+
+FIRST_SCALE = 2.0**16
+"""The initial scale of torch.amp.GradScaler."""
+
+
+def _scale_left_in(case: GradientCase) -> Gradients:
+    if case.step.scale not in (None, 1.0):
+        yield clipped(scaled(case.step.scale, case.expected.raw), case.clip_norm)
+    # Where scaler.step was never called, the scale was not recorded: it may be any power of two.
+    observed, right = case.step.gradients, case.expected.raw
+    ratios = [norm(observed[name]) / norm(right[name]) for name in right if name in observed and norm(right[name])]
+    if ratios and min(ratios) > 0 and all(math.isfinite(ratio) for ratio in ratios):
+        power = float(torch.tensor(ratios).median().log2().round())
+        if power >= 6:
+            yield scaled(2**power, right)
+
+
+def _unscaled_twice(case: GradientCase) -> Gradients:
+    if case.step.scale not in (None, 1.0):
+        yield clipped(scaled(1 / case.step.scale, case.expected.raw), case.clip_norm)
+
+
+def _unscaled_by_a_lowered_scale(case: GradientCase) -> Gradients:
+    """Predict twice the gradient for each optimizer that steps after one which overflowed, and halved the scale."""
+    optimizers = case.counterfactuals.parameters_of_optimizers()
+    for order in (optimizers, optimizers[::-1]):
+        factor, predicted = 1.0, {}
+        for names in order:
+            factor *= 2 if names & case.step.held_back.keys() else 1
+            predicted.update({name: value * factor for name, value in case.expected.contract.items() if name in names})
+        yield from case.if_wrong(predicted)
+
+
+def _scales_differ(case: GradientCase) -> Gradients:
+    """Predict the mean of gradients that each rank multiplied by its own scale, divided by this rank's scale."""
+    scales = [step.scale for step in case.ranks]
+    own = scales[case.rank]
+    if len(set(scales)) == 1 or own is None or case.micro_batches > 1:
+        return
+    (parts,) = case.expected.parts
+    weights = [(scale or 1.0) / own / len(parts) for scale in scales]
+    yield clipped(weighted(parts, weights, case.expected.raw), case.clip_norm)
+
+
+def _infinities_zeroed(case: GradientCase) -> Gradients:
+    """Predict zeros where the scaled gradient of any share overflows in float16."""
+    counterfactuals = case.counterfactuals
+    if not counterfactuals.cell.arithmetic.scaled:
+        return
+    oracle = Oracle(counterfactuals.workload, counterfactuals.cell.topology.devices, counterfactuals.cell.arithmetic)
+    oracle.load(case.ranks[0].before)
+    rough = oracle.group_gradients(counterfactuals.layout(case.index), case.step.scale or FIRST_SCALE)
+    every = mean_gradient(rough)
+    if all(bool(value.isfinite().all()) for value in every.values()):
+        return
+    yield {name: torch.where(every[name].isfinite(), value, 0) for name, value in case.expected.contract.items()}
+    # Or left out before the average: the shares that overflowed count as zero.
+    finite = [
+        [
+            {name: torch.where(rough[m][g][name].isfinite(), value, 0) for name, value in part.items()}
+            for g, part in enumerate(groups)
+        ]
+        for m, groups in enumerate(case.expected.parts)
+    ]
+    yield clipped(mean_gradient(finite), case.clip_norm)
+
+
+def _rounded(case: GradientCase) -> Gradients:
+    """Predict those tensors as observed whose entries are all 16-bit numbers, as near to right as such can be."""
+    for dtype in (torch.bfloat16, torch.float16):
+        # A rounding of each part, of the sums on the way, and of the quotient.
+        near = (case.world + 2) * torch.finfo(dtype).eps
+        rounded = {
+            name: value.to(dtype).double()
+            for name, value in case.observed.items()
+            if torch.equal(value.to(dtype).double(), value)
+            and distance(value, case.expected.contract[name]) <= near * _size(case, name)
+        }
+        if rounded:
+            yield {**case.expected.contract, **rounded}
+
+
+def _size(case: GradientCase, name: str) -> float:
+    parts = [part[name] for part in case.shares if name in part]
+    return sum(map(norm, parts)) / len(parts)
+
+
+def _rounded_inputs(case: GradientCase) -> Gradients:
+    counterfactuals = case.counterfactuals
+    for name, column in counterfactuals.analysis.oracle.data.columns.items():
+        for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
+            rounded = column.to(dtype).to(column.dtype)
+            yield from case.if_wrong(clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm))
+
+
+def _lower_precision(case: GradientCase) -> Gradients:
+    """Match where a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
+
+    Otherwise predict that lower precision's gradient. Weights and activations are rounded the same way on every
+    device, but sums are not added in the same order, so the bits cannot be predicted. Random errors of that size are
+    further from the prediction than from what is right. A gradient whose entries are all float32 numbers was computed
+    in float32. Where only the loss was computed in float32, from outputs in float64, each entry can be predicted.
+    """
+    storage = case.counterfactuals.cell.arithmetic
+    if storage.storage == "float64":
+        yield from case.counterfactuals.with_loss_in(case.index, torch.float32)
+    right = case.expected.contract
+    error = total_distance(case.observed, right)
+    for precision in _below(storage):
+        computed = case.counterfactuals.in_precision(case.index, precision)
+        usual = total_distance(computed, right)
+        # One draw: a right trainer's own error differs from it by a small factor either way.
+        alike = usual > 0 and usual / limit(12) <= error <= usual * limit(12)
+        coarse = precision.autocast is None and all(
+            torch.equal(value.float().double(), value) for value in case.observed.values()
+        )
+        yield Match() if alike and (coarse or total_distance(case.observed, computed) < error) else computed
+
+
+def _below(precision: Precision) -> Iterable[Precision]:
+    if precision.autocast is None:
+        if precision.storage == "float64":
+            yield PRECISIONS["32"]
+        yield Precision("16", storage=precision.storage, autocast="float16")
+        yield PRECISIONS["bf16"]
+
+
+HYPOTHESES = (
+    GradientHypothesis("infinities-zeroed", "amp", _infinities_zeroed,
+        "right apart from zeros where float16 overflows",
+        "do not replace infinities: all ranks must skip a step that overflowed", 980),
+    GradientHypothesis("unscaled-twice", "amp", _unscaled_twice,
+        "divided by the loss scale of {scale} twice",
+        "both the trainer and the GradScaler unscale", 975),
+    GradientHypothesis("loss-scale-left-in", "amp", _scale_left_in,
+        "those of the scaled loss",
+        "the optimizer stepped without unscaling: use scaler.step(optimizer)", 970),
+    GradientHypothesis("unscaled-by-a-lowered-scale", "amp", _unscaled_by_a_lowered_scale,
+        "twice the right ones for an optimizer that steps after one whose gradient overflowed",
+        "the scale was lowered between two optimizers: call scaler.update() once, after all of them", 968),
+    GradientHypothesis("scales-differ", "amp", _scales_differ,
+        "the mean of gradients that each rank multiplied by another loss scale",
+        "use the same loss scale on all ranks", 965),
+    GradientHypothesis("inputs-rounded", "amp", _rounded_inputs,
+        "those of samples whose inputs, or targets, are rounded to 16 bits",
+        "are batches cast before the model, or stored in 16 bits? autocast casts what it needs by itself", 206),
+    GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
+        "right to 16 bits, and every entry is a 16-bit number",
+        "gradients were rounded to 16 bits: is the all-reduce compressed?", 65),
+    GradientHypothesis("computed-in-lower-precision", "amp", _lower_precision,
+        "as far from the right ones as those of a lower precision",
+        "is there an autocast, a cast, or TF32, that this precision does not ask for?", 60),
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""Clipping at the wrong time, or by the wrong norm."""
+
+from __future__ import annotations
+
+from plumbline.judge.causes.combinations import factor_between, mean, scaled
+from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.held_parts import HeldParts
+from plumbline.judge.oracle.oracle import clipped, mean_gradient
+
+
+def _not_clipped(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        yield case.expected.raw
+
+
+def _before_unscaling(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.step.scale:
+        yield clipped(case.expected.raw, case.clip_norm / case.step.scale)
+
+
+def _before_averaging(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.world > 1:
+        ranks = [
+            clipped(mean_gradient(own), case.clip_norm) for rank in range(case.world) if (own := case.own_parts(rank))
+        ]
+        yield mean_gradient([ranks])
+
+
+def _every_micro_batch(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.micro_batches > 1:
+        yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.expected.parts])
+        yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.expected.parts])
+
+
+def _tensor_by_tensor(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        yield {
+            name: value for n, v in case.expected.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
+        }
+
+
+def _shard_by_shard(case: GradientCase) -> Gradients:
+    """Predict that each rank scaled what it holds, blocks and whole tensors, by any factor."""
+    held = HeldParts(case)
+    if case.clip_norm is None or not held.in_blocks:
+        return
+    parts = {}
+    for rank in held.siblings:
+        factor = factor_between(held.on(rank, case.expected.raw), held.on(rank, case.observed), default=0.0)
+        if factor < 0:
+            return
+        parts[rank] = scaled(factor, case.expected.raw)
+    yield held.assembled(parts, case.expected.raw)
+
+
+def _by_value(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        limit = case.clip_norm
+        yield {name: value.clamp(-limit, limit) for name, value in case.expected.raw.items()}
+
+
+def _to_another_length(case: GradientCase) -> Gradients:
+    """Predict the right direction with the length that was observed; clipping makes nothing longer."""
+    factor = factor_between(case.expected.raw, case.observed, default=0.0)
+    if case.clip_norm is not None and factor > 0:
+        yield scaled(min(factor, 1.0), case.expected.raw)
+
+
+def _in_groups(case: GradientCase) -> Gradients:
+    """Predict the right direction of each tensor with the length that was observed; clipping makes nothing longer."""
+    if case.clip_norm is None:
+        return
+    total = {}
+    for name, right in case.expected.raw.items():
+        square = float((right * right).sum())
+        factor = float((case.observed[name] * right).sum()) / square if square else 0.0
+        if factor < 0:
+            return
+        total[name] = min(factor, 1.0) * right
+    yield total
+
+
+def _unasked(case: GradientCase) -> Gradients:
+    """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
+    # At a single step any factor below 1 is a limit.
+    if case.clip_norm is None and (case.pattern.steps > 1 or not case.pattern.every_step):
+        yield clipped(case.expected.raw, case.pattern.clip_limit)
+        if case.pattern.clip_limits and min(case.pattern.clip_limits) > 0:
+            (parts,) = case.expected.parts
+            yield mean([clipped(part, limit) for part, limit in zip(parts, case.pattern.clip_limits, strict=True)])
+
+
+HYPOTHESES = (
+    GradientHypothesis("clipped-before-unscaling", "clipping", _before_unscaling,
+        "clipped while they were still multiplied by the loss scale of {scale}",
+        "call scaler.unscale_(optimizer) before clipping", 990),
+    GradientHypothesis("not-clipped", "clipping", _not_clipped,
+        "not clipped",
+        "clipping is missing, or comes after the step", 580),
+    GradientHypothesis("clipped-before-averaging", "clipping", _before_averaging,
+        "the mean of gradients that each rank clipped by itself",
+        "clip after the all-reduce", 570),
+    GradientHypothesis("clipped-every-micro-batch", "clipping", _every_micro_batch,
+        "the mean of micro-batches that were clipped one by one",
+        "clip once, when the window is complete", 560),
+    GradientHypothesis("clipped-to-another-length", "clipping", _to_another_length,
+        "right in direction but not in length",
+        "compare the norm, limit and tensors that clipping uses with the workload's, on every rank", 550),
+    GradientHypothesis("clipped-tensor-by-tensor", "clipping", _tensor_by_tensor,
+        "clipped tensor by tensor",
+        "clip by the norm of all gradients together", 540),
+    GradientHypothesis("clipped-shard-by-shard", "clipping", _shard_by_shard,
+        "right in direction shard by shard, but each rank's shard is scaled by a factor of its own",
+        "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530),
+    GradientHypothesis("clipped-by-value", "clipping", _by_value,
+        "clipped entry by entry",
+        "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),
+    GradientHypothesis("clipped-although-nobody-asked", "clipping", _unasked,
+        "clipped to a norm, although the workload does not clip",
+        "does the trainer clip by default?", 95),
+    GradientHypothesis("clipped-in-groups", "clipping", _in_groups,
+        "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
+        "clip by the norm of all gradients together, so that one factor scales them all", 93),
+)  # fmt: skip

@@ -1,0 +1,241 @@
+"""Gradients that are wrong in what ranks exchange that hold a model together, or see the same samples."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain, combinations
+
+import torch
+
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
+from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.held_parts import HeldParts
+from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.oracle.noise import norm
+from plumbline.judge.oracle.oracle import clipped, mean_gradient
+
+
+def _sizes(case: GradientCase) -> list[int]:
+    """Return the numbers of ranks that compute with the same samples: along each dimension of the mesh, and in all."""
+    cell = case.counterfactuals.cell
+    if cell.contract.has_stages:
+        return []
+    ranks = cell.contract.replicas(cell.topology)[0]
+    mesh = cell.contract.mesh(cell.topology)
+    along = [{name: at for name, at in mesh.coordinates(rank).items() if at} for rank in ranks]
+    names = {name for at in along for name in at}
+    return sorted({len(ranks), *(size for name, size in mesh.dimensions if name in names)} - {1})
+
+
+def _times_size(case: GradientCase) -> Gradients:
+    for size in _sizes(case):
+        yield clipped(scaled(size, case.expected.raw), case.clip_norm)
+
+
+def _by_size(case: GradientCase) -> Gradients:
+    for size in _sizes(case):
+        yield clipped(scaled(1 / size, case.expected.raw), case.clip_norm)
+
+
+def _partial_sums(case: GradientCase) -> Gradients:
+    """Predict the first rank's part of a sum, or of a mean, from the parts that the other ranks have."""
+    if case.clip_norm is not None or case.in_stages:  # what stages share are tied weights, which have causes
+        return
+    held = HeldParts(case)
+    unlike = list(held.unlike())
+    for factor in (1, len(held.members)) if unlike else ():
+        parts = {name: factor * case.expected.raw[name] - sum(others) for name, _, others in unlike}
+        yield {**case.expected.raw, **parts}
+
+
+def _data_rank(case: GradientCase, rank: int) -> int:
+    """Return which share of the samples a rank has."""
+    return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
+
+
+def _mean_over(case: GradientCase, ranks: tuple[int, ...]) -> Tensors:
+    """Return the mean of the gradients of some ranks' samples."""
+    shares = sorted({_data_rank(case, rank) for rank in ranks})
+    return mean_gradient([[groups[share] for share in shares if share < len(groups)] for groups in case.expected.parts])
+
+
+def _shards_of_some_ranks(case: GradientCase) -> Gradients:
+    """Predict that each rank's block is averaged over some dimensions of the mesh only, among them none."""
+    held, cell = HeldParts(case), case.counterfactuals.cell
+    mesh = cell.contract.mesh(cell.topology)
+    if case.clip_norm is not None or not held.in_blocks or case.world == 1:
+        return
+    for along in chain.from_iterable(combinations(mesh.names, count) for count in range(len(mesh.names))):
+        group_of = {rank: group for group in mesh.groups(*along) for rank in group}
+        parts = {rank: _mean_over(case, group_of[rank]) for rank in held.siblings}
+        yield held.assembled(parts, case.expected.raw)
+
+
+def _blocks_averaged(case: GradientCase) -> Gradients:
+    """Predict that blocks of different rows, or columns, were averaged with each other."""
+    held = HeldParts(case)
+    if case.clip_norm is not None or not held.in_blocks:
+        return
+    for base in (case.expected.raw, mean_gradient(case.own_parts(case.rank))):
+        total = {name: base.get(name, torch.zeros_like(right)).clone() for name, right in case.expected.raw.items()}
+        for name, value in total.items():
+            indices = held.blocks_of(name).values()
+            blocks = [value[index] for index in indices]
+            if len({block.shape for block in blocks}) == 1:
+                average = torch.stack(blocks).mean(0)
+                for index in indices:
+                    value[index] = average
+        yield total
+
+
+def _own_experts(case: GradientCase) -> dict[str, int]:
+    """Return the rank of each parameter that some of the ranks alone hold, of those that hold a model together."""
+    cell = case.counterfactuals.cell
+    (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
+    recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
+    holders = {n: [rank for rank in group if n in recorded[rank].before] for n in case.expected.contract}
+    return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}
+
+
+def _of_holders_samples(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None or case.world == 1:
+        return
+    holders = _own_experts(case)
+    parts = {rank: _mean_over(case, (rank,)) for rank in set(holders.values())}
+    for factor in (1.0, 1 / case.world) if holders else ():
+        own = {n: factor * parts[rank].get(n, torch.zeros_like(case.expected.raw[n])) for n, rank in holders.items()}
+        yield {**case.expected.raw, **own}
+
+
+def _rest_missing(case: GradientCase) -> Gradients:
+    if (experts := _own_experts(case)) and len(experts) < len(case.expected.contract):
+        yield {name: value for name, value in case.expected.contract.items() if name in experts}
+
+
+def _missing_elsewhere(case: GradientCase) -> Gradients:
+    """Predict that a rank has no gradient of parameters of which another rank has the right one."""
+    missing = {name for name, value in case.observed.items() if not norm(value)}
+    ranks = [step.gradients for step in case.ranks]
+    if missing and all(any(name in own and norm(own[name]) for own in ranks) for name in missing):
+        yield {name: value for name, value in case.expected.contract.items() if name not in missing}
+
+
+def _some_tensors_scaled(case: GradientCase) -> Gradients:
+    """Predict one factor, a small number or one part of it, for those tensors that are nearer to it then."""
+    if case.batch_parts > 1:  # the stages of a pipeline say more
+        return
+    for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
+        for factor in (count, 1 / count):
+            yield from case.with_nearer(scaled(factor, case.expected.raw))
+
+
+def _experts_scaled(case: GradientCase) -> Gradients:
+    """Predict the right direction of each tensor that one rank alone holds, and what is right of all others."""
+    total = dict(case.expected.raw)
+    for name in _own_experts(case) if case.clip_norm is None else ():
+        factor = factor_between({name: total[name]}, case.observed)
+        if factor < 0 or total[name].numel() < CONCLUSIVE:
+            return
+        total[name] = factor * total[name]
+    yield total
+
+
+def _counted_again(case: GradientCase) -> Gradients:
+    """Predict a norm in which whole tensors count once for each rank, or blocks once for each replica, or both."""
+    held = HeldParts(case)
+    if case.clip_norm is None or not held.in_blocks:
+        return
+    raw = case.expected.raw
+    divided = sum(norm(raw[name]) ** 2 for name in raw if held.blocks_of(name))
+    whole = sum(norm(raw[name]) ** 2 for name in raw if not held.blocks_of(name))
+    ranks, siblings = len(case.counterfactuals.analysis.recorded.ranks), len(held.siblings)
+    for replicas in {1, ranks // siblings}:
+        for copies in {1, siblings} | ({siblings * replicas} if replicas > 1 else set()):
+            for times in {(replicas, copies), (replicas, replicas * copies)} - {(1, 1)}:
+                size = math.sqrt(times[0] * divided + times[1] * whole)
+                yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), raw)
+
+
+def _parts_of_sequences(case: GradientCase) -> Gradients:
+    """Predict the mean of each part's own mean, where ranks have parts of sequences whose entries a column masks."""
+    counterfactuals = case.counterfactuals
+    for size in _sizes(case):
+        for name, column in counterfactuals.analysis.oracle.data.columns.items():
+            if column.dtype == torch.bool and column.dim() == 2:
+                places = torch.arange(column.shape[1])
+                for parts in (places.chunk(size), places.tensor_split(size)):
+                    masks = [column & torch.isin(places, part) for part in parts if len(part)]
+                    if all(bool(mask.any()) for mask in masks):
+                        own = [counterfactuals.with_column(case.index, name, mask) for mask in masks]
+                        yield clipped(mean(own), case.clip_norm)
+
+
+def _positions_again(case: GradientCase) -> Gradients:
+    """Predict that each part of a sequence is numbered from zero."""
+    for size in _sizes(case):
+        for gradient in case.counterfactuals.with_positions_in_parts(case.index, size):
+            yield clipped(gradient, case.clip_norm)
+
+
+def _unlike_members(case: GradientCase) -> Gradients:
+    """Match where ranks that see the same samples differ in the gradient of a parameter that each of them holds."""
+    if any(True for _ in HeldParts(case).unlike()):
+        yield Match()
+
+
+def _exchanged_otherwise(case: GradientCase) -> Gradients:
+    """Match, by elimination, where every step is wrong, and several ranks compute each sample."""
+    if case.pattern.every_step and not case.pattern.only_scaled and _sizes(case):
+        yield Match()
+
+
+HYPOTHESES = (
+    GradientHypothesis("nothing-but-experts-trained", "unused-params", _rest_missing,
+        "right for the parameters that one rank alone holds, and zero or absent for what all ranks hold",
+        "is what surrounds the experts in the optimizer, and does a backward reach it on each rank?", 958),
+    GradientHypothesis("missing-where-another-rank-has-it", "unused-params", _missing_elsewhere,
+        "right, but zero or absent on rank {rank} for parameters of which another rank has a gradient",
+        "a rank that holds an expert which others compute needs the gradient too, before the step", 952),
+    GradientHypothesis("parts-of-a-sum", "sync", _partial_sums,
+        "the part of rank {rank} alone of a sum over ranks that see the same samples, for parameters that all of these "
+        "hold",
+        "add the parts over the group before the step: are they labelled as replicated although they are partial?",
+        697),
+    GradientHypothesis("multiplied-by-ranks-of-the-same-samples", "loss-normalisation", _times_size,
+        "{factor} × the right ones, which is a number of ranks that compute one loss together",
+        "these ranks are no replicas: is the loss, or a sum over them, to be multiplied at all?", 653),
+    GradientHypothesis("divided-by-ranks-of-the-same-samples", "loss-normalisation", _by_size,
+        "{factor} × the right ones: divided by a number of ranks that compute one loss together",
+        "these ranks are no replicas: is the loss, or a sum over replicas, divided by the number of all ranks?", 652),
+    GradientHypothesis("counted-again-in-the-norm", "clipping", _counted_again,
+        "clipped by a norm in which some gradients count more than once",
+        "what several ranks hold alike counts once: add the norms of different blocks only", 559),
+    GradientHypothesis("means-of-parts-averaged", "loss-normalisation", _parts_of_sequences,
+        "the mean of the means over each rank's part of the sequences",
+        "parts have unequal numbers of tokens: divide by the number over all parts", 475),
+    GradientHypothesis("some-tensors-scaled", "averaging", _some_tensors_scaled,
+        "right for some parameters, and for others multiplied or divided by a small number",
+        "what are these averaged over: is a group counted twice, or divided by once too often?", 349),
+    GradientHypothesis("shards-averaged-over-some-ranks", "sync", _shards_of_some_ranks,
+        "averaged, each rank's shard, over some of the {world} ranks only",
+        "over which dimension of the mesh is the gradient reduced?", 332),
+    GradientHypothesis("blocks-averaged-with-each-other", "sync", _blocks_averaged,
+        "averaged over ranks that hold different blocks of a tensor",
+        "over which dimension of the mesh is the gradient reduced?", 331),
+    GradientHypothesis("of-the-holders-samples", "sync", _of_holders_samples,
+        "right, but of parameters that one rank alone holds they are those of that rank's samples",
+        "what an expert computes for other ranks needs a gradient too", 326),
+    GradientHypothesis("positions-from-zero", "data", _positions_again,
+        "those of a training in which each part of a sequence is numbered from zero",
+        "add the first position of the rank's part to its positions", 205),
+    GradientHypothesis("unlike-within-a-replica", "sync", _unlike_members,
+        "wrong, and other ones on ranks that see the same samples, for parameters that each of them holds whole",
+        "are activations, or their gradients, parts of a sum that is not taken over these ranks?", 98),
+    GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
+        "right, but of parameters that one rank alone holds they are right in direction and not in length",
+        "by what is an expert's gradient divided: ranks, the rows that use it?", 33),
+    GradientHypothesis("exchanged-otherwise", "sync", _exchanged_otherwise,
+        "no known combination of the samples' gradients, where several ranks compute each sample together",
+        "what do ranks send to each other in the forward, and do its gradients return to where it came from?", 5),
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""Gradients that are wrong on a stage, or in what stages exchange, where several ranks hold one model together."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import torch
+
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.oracle.noise import distance, length
+from plumbline.judge.oracle.oracle import clipped
+
+
+def _without_gradient(case: GradientCase) -> Gradients:
+    for rank in case.held.ranks if case.in_stages else ():
+        for names in (case.held.on(rank), case.held.first_on(rank), case.held.only_on(rank)):
+            if any(bool(case.observed[name].any()) for name in names & case.observed.keys()):
+                continue
+            rest = {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.raw.items()}
+            yield clipped(rest, case.clip_norm)
+            yield {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.contract.items()}
+
+
+def _tied_not_added(case: GradientCase) -> Gradients:
+    """Predict that of each shared parameter only some uses have a gradient, those on its holder."""
+    for name in case.shared:
+        uses = case.counterfactuals.use_gradients(case.index, name)
+        for kept in chain.from_iterable(combinations(uses, count) for count in range(1, len(uses))):
+            yield clipped({**case.expected.raw, name: torch.stack(kept).sum(0)}, case.clip_norm)
+
+
+def _tied_scaled(case: GradientCase) -> Gradients:
+    for name, ranks in case.shared.items():
+        for factor in (1 / len(ranks), len(ranks)):
+            yield clipped({**case.expected.raw, name: case.expected.raw[name] * factor}, case.clip_norm)
+
+
+def _stages_scaled(case: GradientCase) -> Gradients:
+    """Predict one factor for each stage; a part that one of them adds to a shared gradient has that stage's factor."""
+    factors = case.pattern.stages.factors
+    if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
+        return
+    total = {n: v * factors.get(case.held.holders[n][0], 1.0) for n, v in case.expected.raw.items()}
+    yield total
+    for name, ranks in case.shared.items():
+        uses = case.counterfactuals.use_gradients(case.index, name)
+        if len(uses) == len(ranks):
+            parts = [use * factors.get(rank, 1.0) for use, rank in zip(uses, ranks, strict=True)]
+            total = {**total, name: torch.stack(parts).sum(0)}
+    yield total
+
+
+def _by_stages(case: GradientCase) -> Gradients:
+    if case.in_stages:
+        yield clipped(scaled(1 / len(case.held.ranks), case.expected.raw), case.clip_norm)
+
+
+def _times_stages(case: GradientCase) -> Gradients:
+    if case.in_stages:
+        yield clipped(scaled(len(case.held.ranks), case.expected.raw), case.clip_norm)
+
+
+def _batch_not_divided(case: GradientCase) -> Gradients:
+    if case.batch_parts > 1:
+        yield clipped(scaled(case.batch_parts, case.expected.raw), case.clip_norm)
+
+
+def _batch_divided_twice(case: GradientCase) -> Gradients:
+    if case.batch_parts > 1:
+        yield clipped(scaled(1 / case.batch_parts, case.expected.raw), case.clip_norm)
+
+
+def _own_norms(case: GradientCase) -> dict[int, Tensors]:
+    """Return what each rank holds of the gradient before it is clipped."""
+    raw = case.expected.raw
+    return {rank: {name: raw[name] for name in case.held.on(rank) & raw.keys()} for rank in case.held.ranks}
+
+
+def _clipped_stage_by_stage(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.in_stages:
+        own = {rank: clipped(held, case.clip_norm) for rank, held in _own_norms(case).items()}
+        yield {name: own[case.held.holders[name][0]][name] for name in case.expected.raw}
+
+
+def _norm_of_one_stage(case: GradientCase) -> Gradients:
+    for held in _own_norms(case).values() if case.clip_norm is not None and case.in_stages else ():
+        if size := length(held):
+            yield scaled(min(1.0, (case.clip_norm or 0.0) / (size + 1e-6)), case.expected.raw)
+
+
+def _shared_counted_again(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.shared:
+        size = sum(length(held) ** 2 for held in _own_norms(case).values()) ** 0.5
+        yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), case.expected.raw)
+
+
+def _stage_not_clipped(case: GradientCase) -> Gradients:
+    if case.clip_norm is None or not case.in_stages:
+        return
+    for rank in case.held.ranks:
+        names = case.held.first_on(rank)
+        yield {n: case.expected.raw[n] if n in names else v for n, v in case.expected.contract.items()}
+
+
+def _stage_wrong(case: GradientCase) -> Gradients:
+    """Match, by elimination, where what other stages hold is right."""
+    stages, analysis = case.pattern.stages, case.counterfactuals.analysis
+    if not case.in_stages or not stages.in_part or case.clip_norm is not None:
+        return
+    rest = {name: right for name, right in case.expected.contract.items() if name not in stages.wrong}
+    noise = {name: analysis.noise.at(name, case.expected.units[name]) for name in rest}
+    allowed = analysis.allowed(analysis.limit)
+    if all(distance(case.observed[name], right) <= allowed * noise[name] for name, right in rest.items()):
+        yield Match()
+
+
+HYPOTHESES = (
+    GradientHypothesis("stage-without-gradient", "optimizer", _without_gradient,
+        "right, but zero or absent for the parameters that {wrong_ranks} holds ({held}), so they are not updated",
+        "are they the ones in that rank's optimizer, and does a backward reach them before the step?", 942),
+    GradientHypothesis("tied-gradients-not-added", "sync", _tied_not_added,
+        "right, but of {tied}, which several ranks hold, {tied_holder} stepped with its own part alone",
+        "the right gradient is the sum: add the parts of all ranks that hold it, on each of them, before the step",
+        695),
+    GradientHypothesis("tied-gradients-scaled", "averaging", _tied_scaled,
+        "right, but those of {tied}, which several ranks hold, are {tied_factor} × the right ones",
+        "the right gradient is the sum of the ranks' parts, once: not their mean, and not twice", 694),
+    GradientHypothesis("not-divided-by-micro-batches", "accumulation", _batch_not_divided,
+        "the sum over the {batch_parts} micro-batches of a batch, not their mean",
+        "the loss is not divided by the number of micro-batches", 674),
+    GradientHypothesis("divided-by-the-number-of-stages", "averaging", _by_stages,
+        "divided by the number of stages, {stages}",
+        "stages are no replicas: each gradient is computed once, so nothing is averaged over them", 648),
+    GradientHypothesis("multiplied-by-the-number-of-stages", "averaging", _times_stages,
+        "multiplied by the number of stages, {stages}",
+        "stages are no replicas: nothing is averaged over them, so nothing has to make up for it", 647),
+    GradientHypothesis("divided-twice", "accumulation", _batch_divided_twice,
+        "divided by the {batch_parts} micro-batches of a batch twice",
+        "both the loss and the gradients, or the schedule, are divided", 646),
+    GradientHypothesis("shared-parameter-counted-again", "clipping", _shared_counted_again,
+        "clipped by a norm in which a parameter that several ranks hold counts once for each of them",
+        "add a tied weight's norm on one of the ranks that hold it", 558),
+    GradientHypothesis("clipped-by-the-norm-of-one-stage", "clipping", _norm_of_one_stage,
+        "clipped by the norm of {norm_rank}'s parameters only",
+        "add the squared norms over all stages before the root is taken", 556),
+    GradientHypothesis("clipped-stage-by-stage", "clipping", _clipped_stage_by_stage,
+        "clipped on each rank by the norm of its own parameters only",
+        "add the squared norms over all stages before the root is taken", 545),
+    GradientHypothesis("stage-not-clipped", "clipping", _stage_not_clipped,
+        "clipped, but not the parameters that {wrong_ranks} holds ({held})",
+        "every stage multiplies what it holds by one factor, that of the whole model", 543),
+    GradientHypothesis("stage-scaled", "averaging", _stages_scaled,
+        "{stage_factors} ({held}), and right on all other ranks",
+        "does a backward count twice there, or is what travels between stages scaled?", 338),
+    GradientHypothesis("stage-wrong", "sync", _stage_wrong,
+        "wrong for the parameters that {wrong_ranks} holds ({held}), and right for all others",
+        "what does this stage receive, and through which activations does it go back?", 35),
+)  # fmt: skip

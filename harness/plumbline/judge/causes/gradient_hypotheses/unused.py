@@ -1,0 +1,61 @@
+"""Parameters on which some ranks' losses do not depend."""
+
+from __future__ import annotations
+
+import torch
+
+from plumbline.judge.causes.combinations import mean
+from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.gradient_hypotheses.sync import some_tensors_own
+from plumbline.judge.oracle.oracle import clipped, mean_gradient
+
+
+def _thrown_away(case: GradientCase) -> Gradients:
+    if names := case.unused & case.expected.raw.keys():
+        yield {name: value for name, value in case.expected.contract.items() if name not in names}
+
+
+def _averaged_over_users(case: GradientCase) -> Gradients:
+    if case.unused and case.micro_batches == 1 and case.clip_norm is None:
+        (parts,) = case.expected.parts
+        yield {name: mean([part for part in parts if name in part])[name] for name in case.expected.raw}
+
+
+def _own_where_unused(case: GradientCase) -> Gradients:
+    if not case.unused or not (parts := case.own_parts(case.rank)):
+        return
+    own, right = mean_gradient(parts), case.expected.contract
+    yield {
+        name: own.get(name, torch.zeros_like(value)) if name in case.unused else value for name, value in right.items()
+    }
+    # Where every step is wrong, unused parameters are not the reason.
+    if not case.pattern.every_step:
+        yield from some_tensors_own(case)
+        yield clipped(own, case.clip_norm)
+
+
+def _stale_where_unused(case: GradientCase) -> Gradients:
+    """Predict that a rank without a gradient takes part with the last one that it had."""
+    if not case.unused or case.micro_batches > 1 or case.clip_norm is not None:
+        return
+    parts = [dict(part) for part in case.expected.parts[0]]
+    for earlier in case.earlier_expected:
+        for rank, part in enumerate(parts[: len(earlier.parts[0])]):
+            parts[rank] = {**earlier.parts[0][rank], **part}
+    yield mean(parts)
+
+
+HYPOTHESES = (
+    GradientHypothesis("unused-somewhere-stepped-nowhere", "unused-params", _thrown_away,
+        "missing where some rank did not use a parameter",
+        "count a rank without a gradient as zero in the average; it must not cancel the other ranks' part", 960),
+    GradientHypothesis("averaged-over-its-users", "unused-params", _averaged_over_users,
+        "divided by the number of ranks that used a parameter, not by {world}",
+        "count a rank without a gradient as zero in the average", 955),
+    GradientHypothesis("unused-and-not-synchronised", "unused-params", _own_where_unused,
+        "averaged for some parameters and rank {rank}'s own for others, in a step that does not use them all",
+        "a bucket was never reduced: is find_unused_parameters set?", 950),
+    GradientHypothesis("stale-where-unused", "unused-params", _stale_where_unused,
+        "averaged with the last gradients of ranks that had none in this step",
+        "zero the gradients, or set them to None, that no backward writes", 945),
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""What each rank holds of a model that ranks hold together: blocks of tensors, whole tensors, experts of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from plumbline.evidence.trace import Block, Step, Tensors, block_index
+from plumbline.judge.causes.gradient_case import GradientCase
+from plumbline.judge.oracle.noise import distance
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParts:
+    """The ranks that hold a model together with the one of a case, and what each of them holds."""
+
+    case: GradientCase
+
+    @cached_property
+    def members(self) -> dict[int, Step]:
+        """What was recorded on each of the ranks that see the samples of the case, by the rank."""
+        return self.case.counterfactuals.analysis.recorded_together(self.case.index, self.case.rank)
+
+    @cached_property
+    def first(self) -> int:
+        """The first of them: what it holds is judged."""
+        return next(iter(self.members))
+
+    @cached_property
+    def siblings(self) -> tuple[int, ...]:
+        """The ranks whose blocks make up whole tensors: those whose norms add up to that of the whole gradient."""
+        cell = self.case.counterfactuals.cell
+        return next(group for group in cell.contract.norm_groups(cell.topology) if self.first in group)
+
+    @cached_property
+    def blocks(self) -> dict[int, dict[str, Block]]:
+        """Each sibling's blocks by the parameter's name, where it does not hold the whole tensor."""
+        recorded = self.case.counterfactuals.analysis.recorded.ranks
+        return {rank: recorded[rank].blocks for rank in self.siblings}
+
+    def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
+        """Return the index of each sibling's block of a tensor; none where siblings hold it whole.
+
+        A block that several of them have is that of the first.
+        """
+        indices: dict[int, tuple[slice, ...]] = {}
+        for rank, own in self.blocks.items():
+            if name in own and (index := block_index(own[name])) not in indices.values():
+                indices[rank] = index
+        return indices
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether any tensor is divided into blocks."""
+        return any(self.blocks.values())
+
+    def on(self, rank: int, gradient: Tensors) -> Tensors:
+        """Return what a sibling holds of a gradient; whole tensors are the first rank's."""
+        indices = {name: self.blocks_of(name) for name in gradient}
+        own = {name: gradient[name][index[rank]] for name, index in indices.items() if rank in index}
+        whole = {name: gradient[name] for name, index in indices.items() if not index}
+        return {**own, **whole} if rank == self.first else own
+
+    def assembled(self, parts: dict[int, Tensors], like: Tensors) -> Tensors:
+        """Return each tensor made of the blocks that siblings have of ``parts``, each rank of its own tensors.
+
+        A tensor that is in no blocks is the first rank's.
+        """
+        made = {}
+        for name, value in like.items():
+            total = parts[self.first].get(name, torch.zeros_like(value)).clone()
+            for rank, index in self.blocks_of(name).items():
+                total[index] = parts[rank][name][index] if name in parts[rank] else 0.0
+            made[name] = total
+        return made
+
+    def unlike(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
+        """Yield each tensor that members hold whole and have other gradients of: its name, the first's and the rest."""
+        analysis = self.case.counterfactuals.analysis
+        for name, right in self.case.expected.contract.items():
+            held = [step for step in self.members.values() if name in step.before]
+            if len(held) < 2:
+                continue
+            first, *others = [step.gradients.get(name, torch.zeros_like(right)).double() for step in held]
+            noise = analysis.noise.at(name, self.case.expected.units[name])
+            if any(distance(other, first) > analysis.limit * noise for other in others):
+                yield name, first, others

@@ -1,0 +1,140 @@
+"""The one type of a hypothesis about a cause, and the engine that picks the most specific one that fits.
+
+A hypothesis predicts what a mistake would have left in the evidence. How a prediction is compared with what is there
+depends on the evidence: gradients and reported metrics within noise, learning rates to nine digits. A hypothesis about
+what can be counted (samples, steps, evaluations) yields the ``Match`` itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+OCCASIONAL = 100
+"""The specificity of a hypothesis that fits only on some occasions: above what is fitted, below what holds always."""
+
+Case_contra = TypeVar("Case_contra", contravariant=True)
+Prediction_co = TypeVar("Prediction_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a hypothesis fits.
+
+    ``step`` and ``rank`` say where the mistake shows first; None keeps those of the finding. ``figures`` fill the
+    placeholders of the hypothesis's texts. ``error`` is the distance between prediction and evidence in × noise, None
+    where things are counted. ``when`` says in words on which occasions the mistake happens, empty where it is always.
+    """
+
+    step: int | None = None
+    rank: int | None = None
+    figures: Mapping[str, object] = field(default_factory=dict)
+    error: float | None = None
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Hypothesis(Generic[Case_contra, Prediction_co]):
+    """A known mistake, and how to recognise it.
+
+    ``name`` and ``family`` are the cause in the finding. ``predict`` yields what the mistake would have left in the
+    evidence of a case, in as many variants as there are; nothing where the mistake cannot have happened.
+    ``description`` says what was observed and ``hint`` what to look at; both may have ``str.format`` placeholders.
+    Of several hypotheses that fit, the one with the largest ``specificity`` is the cause; among equals the one
+    registered first. Numbers are compared only between hypotheses about the same kind of case. A general hypothesis
+    may fit by accident what a specific one is for, so it has the smaller number.
+    """
+
+    name: str
+    family: str
+    predict: Callable[[Case_contra], Iterable[Prediction_co]]
+    description: str
+    hint: str
+    specificity: float
+
+
+def holds(condition: Callable[[Case_contra], bool]) -> Callable[[Case_contra], Iterator[Match]]:
+    """Return a ``predict`` that yields a match, without place and figures, where a condition holds."""
+
+    def predict(case: Case_contra) -> Iterator[Match]:
+        if condition(case):
+            yield Match()
+
+    return predict
+
+
+class Evidence(ABC):
+    """What hypotheses are tried against.
+
+    ``kind`` is the type of case from which the hypotheses predict, and the key of their list in the registry.
+    """
+
+    @property
+    def kind(self) -> type:
+        """The type of case that ``predict`` takes."""
+        return type(self)
+
+    @abstractmethod
+    def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
+        """Return how a hypothesis fits, None where the evidence refutes it."""
+
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        """Return the message of the explained finding."""
+        return f"{finding.message}: {description}; {hint}"
+
+
+class CountedCase(Evidence):
+    """Evidence of counts, ids, places and bits: a hypothesis yields the match itself."""
+
+    def match(self, hypothesis: Hypothesis[Any, Match]) -> Match | None:
+        """Return the first match that the hypothesis yields."""
+        return next(iter(hypothesis.predict(self)), None)
+
+
+@dataclass(frozen=True, eq=False)
+class TraceCase(CountedCase):
+    """The trace of one launch."""
+
+    analysis: TraceAnalysis
+
+
+def most_specific(
+    hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence
+) -> tuple[Hypothesis[Any, Any], Match] | None:
+    """Return the most specific hypothesis that fits the evidence, None where none does."""
+    best: tuple[Hypothesis[Any, Any], Match] | None = None
+    for hypothesis in sorted(hypotheses, key=lambda one: -one.specificity):
+        if best is not None and hypothesis.specificity <= OCCASIONAL:
+            break
+        match = evidence.match(hypothesis)
+        if match is not None and not match.when:
+            return hypothesis, match
+        if match is not None and best is None:
+            best = hypothesis, match
+    return best
+
+
+def explained(finding: Finding, hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence) -> Finding:
+    """Return the finding with its cause; without a hypothesis that fits, the cause is ``unexplained``."""
+    best = most_specific(hypotheses, evidence)
+    return replace(finding, cause=UNEXPLAINED) if best is None else with_cause(finding, *best, evidence)
+
+
+def with_cause(finding: Finding, hypothesis: Hypothesis[Any, Any], match: Match, evidence: Evidence) -> Finding:
+    """Return the finding with the cause that the hypothesis names."""
+    description, hint = (text.format(**match.figures) for text in (hypothesis.description, hypothesis.hint))
+    return replace(
+        finding,
+        cause=hypothesis.name,
+        family=hypothesis.family,
+        message=evidence.message(finding, description, hint, match),
+        step=finding.step if match.step is None else match.step,
+        rank=finding.rank if match.rank is None else match.rank,
+        hint=hint,
+        cause_x_noise=match.error,
+    )

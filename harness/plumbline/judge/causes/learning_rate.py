@@ -1,0 +1,219 @@
+"""Why steps used other learning rates: each hypothesis predicts the sequence of rates that a rank would have used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
+
+from plumbline.evidence.trace import Trace
+from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, Match, holds
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+Rates = tuple[float, ...]
+"""The learning rate of each parameter group at one step."""
+
+PRECISION = 1e-9
+"""Rates whose relative difference is smaller are the same number, computed in different ways."""
+
+
+@dataclass(frozen=True, eq=False)
+class LearningRateCase(Evidence):
+    """The learning rates of one rank, skipped steps left out. A hypothesis yields rates, or the match itself.
+
+    ``analysis`` has the workload's schedule.
+    """
+
+    analysis: TraceAnalysis
+    rank: int
+
+    @property
+    def trace(self) -> Trace:
+        """The trace whose rates are wrong, also where ranks hold one model together."""
+        return self.analysis.recorded
+
+    @cached_property
+    def used(self) -> list[Rates]:
+        """The rates at each step that was taken."""
+        return self.of_rank(self.rank)
+
+    def of_rank(self, rank: int) -> list[Rates]:
+        """Return the rates of a rank at each step that was taken."""
+        return [step.learning_rates for step in self.trace.ranks[rank].steps if not step.skipped]
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether some rank used other rates."""
+        return any(self.of_rank(rank) != self.used for rank in range(len(self.trace.ranks)))
+
+    @property
+    def attempts(self) -> list[int]:
+        """The index of each step that was taken, among all attempts."""
+        steps = self.trace.ranks[self.rank].steps
+        return [attempt for attempt, step in enumerate(steps) if not step.skipped]
+
+    def match(self, hypothesis: LearningRateHypothesis) -> Match | None:
+        """Return a match where a predicted sequence of rates is the one that was used."""
+        for predicted in hypothesis.predict(self):
+            if isinstance(predicted, Match):
+                return predicted
+            if same_rates(self.used, predicted):
+                return Match()
+        return None
+
+
+Prediction = list[Rates] | Match
+Predicted = Iterator[Prediction]
+LearningRateHypothesis = Hypothesis[LearningRateCase, Prediction]
+
+
+AnyCase = TypeVar("AnyCase", bound=LearningRateCase)
+
+
+def rates_at(positions: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
+    """Return the workload's rates at positions of its schedule, counted in scheduler steps."""
+    optimizer = analysis.oracle.optimizer()
+    schedule = analysis.oracle.schedule(optimizer)
+    analysis.oracle.set_gradients({})
+    rates = []
+    for _ in range(max(positions, default=0) + 1):
+        rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        optimizer.step()  # without gradients it changes nothing; a schedule requires it
+        schedule()
+    return [rates[position] for position in positions]
+
+
+def without_schedule(count: int, analysis: TraceAnalysis) -> list[Rates]:
+    """Return the optimizer's own rates at so many steps."""
+    return [tuple(float(group["lr"]) for group in analysis.oracle.optimizer().param_groups)] * count
+
+
+def same_rates(left: Sequence[Rates], right: Sequence[Rates]) -> bool:
+    """Say whether two sequences of rates are the same numbers."""
+    return len(left) == len(right) and all(
+        len(a) == len(b) and all(abs(x - y) <= PRECISION * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def at_positions(positions_of: Callable[[AnyCase], Iterator[list[int]]]) -> Callable[[AnyCase], Predicted]:
+    """Return the prediction of the workload's rates at other positions of the schedule."""
+
+    def predict(case: AnyCase) -> Predicted:
+        for positions in positions_of(case):
+            yield rates_at(positions, case.analysis)
+
+    return predict
+
+
+def _when_skipped(case: LearningRateCase) -> Iterator[list[int]]:
+    if case.attempts != list(range(len(case.used))):
+        yield case.attempts
+
+
+def _never(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [0] * len(case.used)
+
+
+def _every_epoch(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [attempt // case.analysis.epochs.windows for attempt in case.attempts]
+
+
+def _before_the_optimizer(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step + 1 for step in range(len(case.used))]
+
+
+def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
+    """The schedule has moved on once for each batch before the step, or also for the step's own ones but the last."""
+    steps = case.trace.ranks[case.rank].steps
+    before = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in case.attempts]
+    yield before
+    if before:
+        last = before[-1] + len(steps[case.attempts[-1]].micro_batches)
+        yield [after - 1 for after in (*before[1:], last)]
+    else:
+        yield []
+
+
+def _once_a_rank(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step * case.analysis.world for step in range(len(case.used))]
+
+
+def _twice(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step * 2 for step in range(len(case.used))]
+
+
+def _no_schedule(case: LearningRateCase) -> Predicted:
+    yield without_schedule(len(case.used), case.analysis)
+
+
+def _steps_lost(case: LearningRateCase) -> Predicted:
+    """Match where the rates are due at later steps, in this order: the schedule moved on for steps that are missing."""
+    due = rates_at(range(len(case.used) + case.analysis.steps_due), case.analysis)
+    place = -1
+    for used in case.used:
+        later = (at for at in range(place + 1, len(due)) if same_rates([used], [due[at]]))
+        if (found := next(later, None)) is None:
+            return
+        place = found
+    lost = place + 1 - len(case.used)
+    if lost > 0:
+        yield Match(figures={"lost": f"{lost} step{'s' if lost > 1 else ''}"})
+
+
+def _scaled(case: LearningRateCase) -> Predicted:
+    """Predict one factor between the rates that were used and those that were due."""
+    due = rates_at(range(len(case.used)), case.analysis)
+    pairs = zip(case.used, due, strict=True)
+    factors = [used / right for mine, all_due in pairs for used, right in zip(mine, all_due, strict=False) if right]
+    if not any(factors) or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
+        return
+    world = case.analysis.world
+    known = {world: "the world size", 1 / world: "one over the world size"}
+    what = next((name for value, name in known.items() if abs(value - factors[0]) <= PRECISION * value), "a constant")
+    yield Match(figures={"factor": f"{factors[0]:.4g}", "what": what})
+
+
+HYPOTHESES = (
+    LearningRateHypothesis("schedule-steps-when-skipped", "amp", at_positions(_when_skipped),
+        "the schedule moved on at a step that the GradScaler skipped",
+        "call scheduler.step() only after steps that were taken", 190),
+    LearningRateHypothesis("schedule-never-stepped", "optimizer", at_positions(_never),
+        "every step has the schedule's first rate",
+        "is scheduler.step() called?", 180),
+    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", at_positions(_every_epoch),
+        "the schedule moved on once an epoch",
+        "call scheduler.step() after each optimizer step", 170),
+    LearningRateHypothesis("schedule-stepped-first", "optimizer", at_positions(_before_the_optimizer),
+        "the schedule is one step ahead",
+        "call scheduler.step() after the optimizer's step", 160),
+    LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", at_positions(_every_micro_batch),
+        "the schedule moved on with every micro-batch",
+        "call scheduler.step() after each optimizer step", 150),
+    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", at_positions(_once_a_rank),
+        "the schedule moved on once for each rank in every step",
+        "count optimizer steps, not those of all ranks", 140),
+    LearningRateHypothesis("schedule-stepped-twice", "optimizer", at_positions(_twice),
+        "the schedule moved on twice in every step",
+        "is scheduler.step() called in two places?", 130),
+    LearningRateHypothesis("rates-differ", "optimizer", holds(lambda case: case.ranks_differ),
+        "ranks step with different learning rates",
+        "does the schedule depend on something that differs between ranks?", 120),
+    LearningRateHypothesis("no-schedule", "optimizer", _no_schedule,
+        "every step has the rate with which the optimizer was created",
+        "is there a scheduler?", 110),
+    LearningRateHypothesis("rate-zero", "optimizer", holds(lambda case: not any(map(any, case.used))),
+        "every step has the rate 0, so that none moves a weight",
+        "which rate has the optimizer, and what does a schedule multiply it by?", 107),
+    LearningRateHypothesis("schedule-ahead-of-the-steps", "optimizer", _steps_lost,
+        "the schedule moved on {lost} further than the optimizer: the rates are those of later steps",
+        "are optimizer steps lost, or is the schedule stepped without them?", 106),
+    LearningRateHypothesis("rate-scaled", "optimizer", _scaled,
+        "every step has {factor} × the workload's rate: {what}",
+        "does the trainer scale the learning rate?", 105),
+    LearningRateHypothesis("another-rate", "optimizer", holds(lambda case: True),
+        "the rates are those of no known mistake with the workload's schedule",
+        "which learning rate, and which schedule, does the trainer use?", 104),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""One wrong value of a reported metric: everything that a hypothesis about it may predict from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from plumbline.judge.causes.hypothesis import Hypothesis
+from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, ReportedValue, mean
+
+Values = Iterable[float]
+"""What a hypothesis about a metric predicts."""
+
+
+@dataclass(frozen=True)
+class MetricCase:
+    """A report that is wrong, and the losses of which its value should have been the mean."""
+
+    losses: LossTable
+    report: ReportedValue
+
+    @cached_property
+    def windows(self) -> list[BatchShares]:
+        """The shares of batches over which the mean may be taken: one entry for each way to choose them."""
+        return self.losses.windows(self.report, RIGHT[self.report.name])
+
+    @cached_property
+    def expected_values(self) -> list[float]:
+        """The values that are right."""
+        return self.losses.expected_values(self.report)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the metric is about the held-out samples."""
+        return self.report.name == HELD_OUT
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.losses.world
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples a rank draws at once."""
+        return self.losses.batch_size
+
+    def of_report(self, **changes: object) -> MetricCase:
+        """Return the case of another report."""
+        return MetricCase(self.losses, replace(self.report, **changes))  # type: ignore[arg-type]
+
+    def in_state(self, state: LossMode) -> list[float]:
+        """Return the means over the windows, and over all held-out samples, in another state."""
+        values = [mean(window) for window in self.losses.windows(self.report, state)]
+        each = self.losses.each(self.report.place, state) if self.held_out else None
+        return values if each is None else [*values, float(each.mean())]
+
+
+MetricHypothesis = Hypothesis[MetricCase, float]
+"""Predicts values as they would have been reported."""
+
+
+def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
+    """Return the shares in groups with the same key, in order of first appearance."""
+    return [tuple(p for p in shares if key(p) == one) for one in dict.fromkeys(map(key, shares))]
+
+
+def by_batch(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each batch."""
+    return _by(shares, lambda share: (share.step, share.batch))
+
+
+def by_step(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each step."""
+    return _by(shares, lambda share: share.step)
+
+
+def by_rank(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each rank."""
+    return _by(shares, lambda share: share.rank)
+
+
+def plain_mean(values: Sequence[float]) -> float:
+    """Return the mean of numbers, unweighted."""
+    return sum(values) / len(values)
+
+
+def mean_of_means(parts: Sequence[BatchShares]) -> float:
+    """Return the unweighted mean of the parts' means."""
+    return plain_mean([mean(part) for part in parts])
+
+
+def sample_count(shares: BatchShares) -> int:
+    """Return how many samples the shares have."""
+    return sum(len(share.samples) for share in shares)

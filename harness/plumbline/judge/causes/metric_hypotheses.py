@@ -1,0 +1,304 @@
+"""Known mistakes in a reported metric: each predicts the values that it would have reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from plumbline.judge.causes.metric_case import (
+    MetricCase,
+    MetricHypothesis,
+    Values,
+    by_batch,
+    by_rank,
+    by_step,
+    mean_of_means,
+    plain_mean,
+    sample_count,
+)
+from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
+
+DIGITS = range(1, 7)
+"""Numbers of decimals to which people round what they log."""
+
+
+def _of_batches(shares: BatchShares) -> Values:
+    """Yield means in which batches weigh the same, whatever their sizes."""
+    yield mean_of_means(by_batch(shares))
+    yield plain_mean([share.loss for share in shares])
+    yield mean_of_means(by_step(shares))
+    yield plain_mean([mean_of_means(by_batch(step)) for step in by_step(shares)])
+
+
+def _of_ranks(shares: BatchShares) -> Values:
+    """Yield means in which ranks weigh the same, however many samples they have."""
+    yield mean_of_means(by_rank(shares))
+    yield plain_mean([mean_of_means(by_rank(batch)) for batch in by_batch(shares)])
+    yield sum(mean_of_means(by_rank(batch)) * sample_count(batch) for batch in by_batch(shares)) / sample_count(shares)
+
+
+def _one_ranks_own(case: MetricCase) -> Values:
+    """Predict one rank's own value instead of the mean over all ranks."""
+    for window in case.windows if case.world > 1 else ():
+        for own in by_rank(window):
+            yield from (mean(own), own[-1].loss)
+            yield from _of_batches(own)
+
+
+def _mean_of_batch_means(case: MetricCase) -> Values:
+    """Predict that every batch weighs the same, whatever its size."""
+    for window in case.windows:
+        yield from _of_batches(window)
+
+
+def _mean_of_rank_means(case: MetricCase) -> Values:
+    """Predict that every rank weighs the same, however many samples it has."""
+    for window in case.windows if case.world > 1 else ():
+        yield from _of_ranks(window)
+
+
+def _last_batch_only(case: MetricCase) -> Values:
+    """Predict the loss of the last batch, over all ranks."""
+    for window in case.windows:
+        last = by_batch(window)[-1]
+        yield from (mean(last), plain_mean([share.loss for share in last]))
+
+
+def _repeats_counted(case: MetricCase) -> Values:
+    """Predict that samples which pad the ranks to equal shares count as often as they were drawn."""
+    for window in case.windows if case.held_out else ():
+        drawn = [i for share in window for i in share.samples]
+        if len(drawn) != len(set(drawn)):
+            yield mean(window)
+            yield from _of_batches(window)
+            yield from _of_ranks(window)
+
+
+def _filled_up_batch(case: MetricCase) -> Values:
+    """Predict that of losses, one for each sample but a batch's mean, so many are kept as there are samples."""
+    for window in case.windows if case.held_out else ():
+        kept = len({i for share in window for i in share.samples})
+        losses = [share.loss for share in window for _ in share.samples]
+        if kept < len(losses):
+            yield plain_mean(losses[:kept])
+
+
+def _part_of_the_samples(case: MetricCase) -> Values:
+    """Predict that the last held-out samples are missing: not evaluated, or not counted."""
+    losses = case.losses.each(case.report.place, RIGHT[HELD_OUT]) if case.held_out else None
+    if losses is None:
+        return
+    for window in case.windows:
+        seen = sorted({i for share in window for i in share.samples})
+        if len(seen) < len(losses):
+            yield mean(window)
+            yield from _of_batches(window)
+            yield float(losses[seen].mean())
+    for whole in (case.world, case.batch_size, case.batch_size * case.world):
+        yield float(losses[: len(losses) // whole * whole or len(losses)].mean())
+
+
+def _batch_missing(case: MetricCase) -> Values:
+    """Predict that the first batch of a mean is left out, or the last one."""
+    for window in case.windows:
+        batches = by_batch(window)
+        for rest in (batches[1:], batches[:-1]) if len(batches) > 1 else ():
+            left = tuple(share for batch in rest for share in batch)
+            yield mean(left)
+            yield from _of_batches(left)
+        # A sum that leaves a batch out, divided by the number of all samples.
+        for part in (batches[0], batches[-1]):
+            yield mean(window) - total(part) / sample_count(window)
+
+
+def _summed(case: MetricCase) -> Values:
+    """Predict a sum over samples, batches or ranks that was not divided."""
+    for window in case.windows:
+        means = [mean(batch) for batch in by_batch(window)]
+        yield from (total(window), sum(means), sum(share.loss for share in window))
+        yield from (sum(mean(own) for own in by_rank(window)), sum(sum(p.loss for p in own) for own in by_rank(window)))
+        yield from (sum(share.loss for share in by_batch(window)[-1]), sum(mean(step) for step in by_step(window)))
+
+
+def _divided_by_full_batches(case: MetricCase) -> Values:
+    """Predict that the sum over samples is divided as if every batch were full."""
+    for window in case.windows:
+        yield total(window) / (len(window) * case.batch_size)
+        yield sum(share.loss for share in window) / -(-sample_count(window) // case.batch_size)
+
+
+def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[MetricCase], Values]:
+    """Return the prediction that the value is off by a factor."""
+
+    def predict(case: MetricCase) -> Iterator[float]:
+        bases = [
+            *case.expected_values,
+            *_last_batch_only(case),
+            *_mean_of_batch_means(case),
+            *_mean_of_rank_means(case),
+        ]
+        yield from (value * number for number in factor(case) if number != 1 for value in bases)
+
+    return predict
+
+
+def _world(case: MetricCase) -> Values:
+    return case.world, 1 / case.world
+
+
+def _window(case: MetricCase) -> Values:
+    for window in case.windows:
+        count = len(by_batch(by_step(window)[-1]))
+        yield from (float(count), 1 / count)
+    accumulate = case.losses.workload.accumulate
+    yield from (float(accumulate), 1 / accumulate)
+
+
+def _epoch(case: MetricCase) -> Values:
+    for window in case.windows:
+        for count in (len(by_batch(window)), len(by_step(window)), len({p.step for p in window}) * len(window)):
+            yield from (float(count), 1 / count)
+    batches = case.losses.analysis.epochs.batches
+    yield from (float(batches), 1 / batches)
+
+
+def _scale(case: MetricCase) -> Values:
+    moments = case.losses.analysis.steps
+    scales = {step.scale for global_step in moments for step in global_step.ranks if step.scale}
+    yield from (*scales, *(1 / scale for scale in scales))
+
+
+def _other_mode(case: MetricCase) -> Values:
+    """Predict the training loss in evaluation mode, or the held-out loss in training mode."""
+    right = RIGHT[case.report.name]
+    return case.in_state(LossMode(0, training=not right.training))
+
+
+def _moved(later: int) -> Callable[[MetricCase], Values]:
+    def predict(case: MetricCase) -> Values:
+        return case.in_state(LossMode(later, training=RIGHT[case.report.name].training))
+
+    return predict
+
+
+def _again_after_the_step(case: MetricCase) -> Values:
+    yield from _moved(1)(case)
+    if not case.held_out:
+        yield from case.in_state(LossMode(1, training=False))
+
+
+def _stale(case: MetricCase) -> Values:
+    """Predict an earlier value: of the last report, or of some step until then."""
+    previous, (steps, micro_batches) = case.report.previous, case.report.place
+    before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
+    for place in (previous, *reversed(before)):
+        if place is not None and (place > (0, 0) or case.held_out):
+            yield from case.of_report(place=place, previous=None).expected_values
+
+
+def _never_reset(case: MetricCase) -> Values:
+    """Predict a mean over everything since training began."""
+    done = case.losses.until(case.report.place, RIGHT[TRAINING])
+    if done and not case.held_out:
+        yield mean(done)
+        yield from _of_batches(done)
+
+
+def _of_the_other_samples(case: MetricCase) -> Values:
+    """Predict the loss of the training samples as that of the held-out ones, or the reverse."""
+    steps, micro_batches = case.report.place
+    other = case.of_report(name=TRAINING if case.held_out else HELD_OUT, previous=None)
+    if (steps, micro_batches) > (0, 0):
+        yield from other.expected_values
+        yield from _last_batch_only(other)
+        yield from _one_ranks_own(other)
+    if case.held_out:
+        for training in (False, True):
+            losses = case.losses.each(case.report.place, LossMode(0, training=training), held_out=False)
+            if losses is None:
+                continue
+            yield float(losses.mean())
+            yield float(losses[: len(case.losses.held_out)].mean())
+            for window in case.windows:
+                drawn = [i for share in window for i in share.samples if i < len(losses)]
+                if drawn:
+                    yield float(losses[drawn].mean())
+
+
+def _rounded(case: MetricCase) -> Values:
+    """Predict the right value with fewer digits: decimals, or a 16-bit tensor."""
+    for value in case.expected_values:
+        if math.isfinite(value):
+            yield from (round(value, digits) for digits in DIGITS)
+            for dtype in (torch.float16, torch.bfloat16):
+                yield float(torch.tensor(value, dtype=torch.float64).to(dtype))
+
+
+HYPOTHESES = (
+    MetricHypothesis("repeats-counted", "metrics", _repeats_counted,
+        "samples that pad the ranks to equal shares count as often as they were drawn",
+        "leave padding out of the mean, or do not pad", 200),
+    MetricHypothesis("filled-up-batch-counted", "metrics", _filled_up_batch,
+        "the last batch is filled up with samples that were used already, and its mean counts for those that are left",
+        "leave the last batch short, or keep a loss for each sample", 198),
+    MetricHypothesis("part-of-the-samples", "metrics", _part_of_the_samples,
+        "some held-out samples are missing from the mean",
+        "is the last batch dropped, or the samples that do not fill every rank's share?", 195),
+    MetricHypothesis("mean-of-batch-means", "metrics", _mean_of_batch_means,
+        "batches of unequal size weigh the same",
+        "add up loss × samples, and divide by all samples", 190),
+    MetricHypothesis("mean-of-rank-means", "metrics", _mean_of_rank_means,
+        "ranks with unequal numbers of samples weigh the same",
+        "all-reduce sums and counts first, and divide then", 185),
+    MetricHypothesis("one-ranks-own-value", "metrics", _one_ranks_own,
+        "the value is that of one rank's samples alone",
+        "all-reduce sums and counts over the ranks first", 180),
+    MetricHypothesis("last-batch-only", "metrics", _last_batch_only,
+        "the value is that of the last batch alone",
+        "take the mean over all batches since the last report", 175),
+    MetricHypothesis("batch-missing", "metrics", _batch_missing,
+        "the first or the last batch is left out of the mean",
+        "where does the sum over batches begin and end?", 170),
+    MetricHypothesis("times-world-size", "metrics", _multiplied(_world),
+        "the value is off by a factor of the world size",
+        "is it summed over ranks instead of averaged, or divided twice?", 165),
+    MetricHypothesis("times-window", "metrics", _multiplied(_window),
+        "the value is off by a factor of the number of micro-batches",
+        "is the loss that was divided for the backward reported, or are micro-batches summed?", 160),
+    MetricHypothesis("summed", "metrics", _summed,
+        "the value is a sum, not a mean",
+        "divide by the number of samples", 155),
+    MetricHypothesis("times-loss-scale", "metrics", _multiplied(_scale),
+        "the value is off by the GradScaler's scale",
+        "report the loss before it is scaled", 150),
+    MetricHypothesis("divided-by-full-batches", "metrics", _divided_by_full_batches,
+        "the sum is divided as if the last batch were full",
+        "divide by the number of samples that there were", 145),
+    MetricHypothesis("times-batches", "metrics", _multiplied(_epoch),
+        "the value is off by a factor of the number of batches or steps",
+        "what is the sum over an epoch divided by?", 140),
+    MetricHypothesis("other-mode", "metrics", _other_mode,
+        "the loss was computed in the wrong mode",
+        "compute the training loss in train() mode and the evaluation's in eval() mode", 135),
+    MetricHypothesis("taken-before-the-step", "metrics", _moved(-1),
+        "the loss is that of the weights one step before",
+        "evaluate after the optimizer's step", 130),
+    MetricHypothesis("taken-after-the-step", "metrics", _again_after_the_step,
+        "the loss is that of the weights one step later",
+        "take the loss of the forward pass that the step was made from", 125),
+    MetricHypothesis("stale", "metrics", _stale,
+        "the value is that of an earlier report or step",
+        "is it reported before it is updated?", 120),
+    MetricHypothesis("never-reset", "metrics", _never_reset,
+        "the mean is taken over all epochs so far",
+        "reset it at the start of each epoch", 115),
+    MetricHypothesis("of-other-samples", "metrics", _of_the_other_samples,
+        "it is the loss of other samples: the training set's for the held-out ones, or the reverse",
+        "which dataset is the metric computed from?", 110),
+    MetricHypothesis("rounded", "metrics", _rounded,
+        "the value is rounded",
+        "report the full number, and round only where it is shown", 105),
+)  # fmt: skip
+"""Later ones may predict by accident what an earlier one is for, so they have the smaller specificity."""

@@ -1,0 +1,110 @@
+"""Every hypothesis, by the kind of case that it predicts from. A new file of hypotheses costs one line here.
+
+from plumbline.judge.causes import GradientCase, Hypothesis, register
+register(GradientCase, Hypothesis("my-cause", "sync", predict, "…", "…", specificity=600))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plumbline.core.finding import Finding
+from plumbline.judge.causes import (
+    launch,
+    learning_rate,
+    metric_hypotheses,
+    optimizer_state,
+    resumed_progress,
+    resumed_state,
+    rng,
+    samples,
+    step_count,
+    update,
+    validation,
+    weights,
+)
+from plumbline.judge.causes.gradient_case import GradientCase
+from plumbline.judge.causes.gradient_hypotheses import (
+    accumulation,
+    amp,
+    averaging,
+    clipping,
+    coupling,
+    data,
+    meshes,
+    micro_batches,
+    normalisation,
+    optimizer,
+    several,
+    stages,
+    sync,
+    unused,
+)
+from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, explained
+from plumbline.judge.causes.metric_case import MetricCase
+
+_KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
+    launch.LaunchCase: [launch.HYPOTHESES],
+    weights.InitialWeightsCase: [weights.INITIAL_WEIGHTS],
+    weights.DivergedRanksCase: [weights.DIVERGED_RANKS],
+    weights.ChangedWeightsCase: [weights.CHANGED_WEIGHTS],
+    samples.EpochSampleCase: [samples.BY_EPOCHS],
+    samples.IterationSampleCase: [samples.BY_ITERATIONS],
+    step_count.StepCountCase: [step_count.STEP_COUNT],
+    step_count.VacuousCase: [step_count.BATCHES_PER_STEP],
+    rng.NothingDrawnCase: [rng.NOTHING_DRAWN],
+    rng.RedrawnCase: [rng.REDRAWN],
+    rng.KeptShareCase: [rng.KEPT_SHARE],
+    rng.StreamCase: [rng.STREAMS],
+    rng.AlikeMasksCase: [rng.ALIKE_MASKS],
+    GradientCase: [
+        accumulation.HYPOTHESES,
+        amp.HYPOTHESES,
+        averaging.HYPOTHESES,
+        clipping.HYPOTHESES,
+        coupling.HYPOTHESES,
+        data.HYPOTHESES,
+        meshes.HYPOTHESES,
+        micro_batches.HYPOTHESES,
+        normalisation.HYPOTHESES,
+        optimizer.HYPOTHESES,
+        several.HYPOTHESES,
+        stages.HYPOTHESES,
+        sync.HYPOTHESES,
+        unused.HYPOTHESES,
+    ],
+    learning_rate.LearningRateCase: [learning_rate.HYPOTHESES],
+    update.UpdateCase: [update.HYPOTHESES],
+    validation.EvaluationCase: [validation.HYPOTHESES],
+    MetricCase: [metric_hypotheses.HYPOTHESES],
+    resumed_state.StopCase: [resumed_state.STOP],
+    resumed_state.OrderCase: [resumed_state.ORDER],
+    resumed_state.ResumedWeightsCase: [resumed_state.WEIGHTS],
+    resumed_state.ResumedBuffersCase: [resumed_state.BUFFERS],
+    resumed_state.ScaleCase: [resumed_state.SCALE],
+    resumed_progress.ProgressCase: [resumed_progress.PROGRESS],
+    resumed_progress.ResumedRatesCase: [resumed_progress.RATES],
+    optimizer_state.OptimizerStateCase: [optimizer_state.HYPOTHESES],
+}
+
+HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {
+    kind: [one for file in files for one in file] for kind, files in _KNOWN.items()
+}
+"""The hypotheses about each kind of case, in any order: their specificities decide which is tried first."""
+
+
+def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
+    """Add hypotheses about a kind of case; its own kind of case may be new.
+
+    Raises:
+        TypeError: the kind of case is left out, or there is no hypothesis.
+    """
+    if not isinstance(kind, type) or not hypotheses or not all(isinstance(one, Hypothesis) for one in hypotheses):
+        raise TypeError("register takes a kind of case, then hypotheses: register(GradientCase, Hypothesis(…))")
+    HYPOTHESES.setdefault(kind, []).extend(hypotheses)
+
+
+def explain(finding: Finding, evidence: Evidence) -> Finding:
+    """Return the finding with the cause that the most specific fitting hypothesis names, else ``unexplained``."""
+    return explained(finding, HYPOTHESES.get(evidence.kind, ()), evidence)

@@ -1,0 +1,332 @@
+"""Why ranks used other samples than they should: hypotheses about what each rank drew, in its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from plumbline.judge import sampler_draws
+from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.causes.step_count import BATCHES_PER_STEP
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+Draws = tuple[tuple[int, ...], ...]
+"""One rank's sample ids, by step, in the order in which they went through the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleCase(TraceCase):
+    """A trace with other samples than the workload's."""
+
+    @cached_property
+    def ranks(self) -> list[Draws]:
+        """What each rank drew."""
+        return [
+            tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
+            for trace in self.analysis.trace.ranks
+        ]
+
+    @property
+    def dataset_size(self) -> int:
+        """The number of training samples."""
+        return len(self.analysis.oracle.data)
+
+    def by_epoch(self, draws: Draws) -> list[Draws]:
+        """Cut a rank's steps into epochs: equal ones if they can be, else such as the workload's."""
+        workload = self.analysis.workload
+        length, rest = divmod(len(draws), workload.epochs)
+        if rest or not length:
+            length = -(-workload.steps_per_epoch // workload.accumulate)
+        return [draws[start : start + length] for start in range(0, len(draws), length)]
+
+    @cached_property
+    def epochs(self) -> list[tuple[int, tuple[Draws, ...]]]:
+        """The first step of each epoch, and what each rank drew in it."""
+        epochs, start = [], 0
+        for ranks in zip(*map(self.by_epoch, self.ranks), strict=False):
+            epochs.append((start, ranks))
+            start += len(ranks[0])
+        return epochs
+
+    def covers_dataset(self, rank: int) -> bool:
+        """Say whether a rank alone goes through the whole dataset, once, before it begins again."""
+        return len(set(_flat(self.ranks[rank])[: self.dataset_size])) == self.dataset_size
+
+
+class EpochSampleCase(SampleCase):
+    """A trace in which every sample is due once an epoch."""
+
+
+class IterationSampleCase(SampleCase):
+    """A trace of a subject that trains by iterations: each rank draws by itself, without epochs."""
+
+
+SampleHypothesis = Hypothesis[SampleCase, Match]
+
+
+def sample_case(analysis: TraceAnalysis) -> SampleCase:
+    """Return the case to explain, by the way in which the subject declares to draw."""
+    return IterationSampleCase(analysis) if analysis.behavior.by_iterations else EpochSampleCase(analysis)
+
+
+def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
+    return [i for step in draws for i in step]
+
+
+def _members_draw_apart(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.unlike_members(case.analysis)) is not None:
+        step, first, second = found
+        yield Match(step, second, {"first": first, "second": second})
+
+
+def _of_another_dataset(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
+        for step, ids in enumerate(draws):
+            for i in ids:
+                if not 0 <= i < case.dataset_size:
+                    yield Match(step, rank, {"sample": i, "count": case.dataset_size})
+
+
+def _loss_of_others(case: SampleCase) -> Iterator[Match]:
+    for global_step in case.analysis.steps:
+        for rank, step in enumerate(global_step.ranks):
+            used = [i for micro in step.micro_batches for i in micro.loss or ()]
+            seen = [i for micro in step.micro_batches for i in micro.samples]
+            if missing := set(seen) - set(used) if used else set():
+                yield Match(global_step.index, rank, {"missing": len(missing), "seen": len(set(seen))})
+
+
+def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
+    """Every step has fewer passes than it should, each of as many samples as is right."""
+    analysis = case.analysis
+    due, size = analysis.cell.contract.micro_batches, analysis.workload.global_batch_size(analysis.devices)
+    sizes = {tuple(len(micro.samples) for micro in step.micro_batches) for step in analysis.trace.ranks[0].steps}
+    counts = {len(passes) for passes in sizes}
+    if due > 1 and len(counts) == 1 and {number for passes in sizes for number in passes} == {size // due}:
+        passed = counts.pop() / analysis.workload.accumulate
+        if passed < due:
+            yield Match(0, figures={"passed": f"{passed:g}", "due": due})
+
+
+def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:
+    """Return the prediction that ranks draw by another number than their rank.
+
+    ``same_number`` takes a rank and the number of ranks on a node. Ranks with the same number draw the same samples,
+    and ranks with different numbers do not.
+    """
+
+    def predict(case: SampleCase) -> Iterator[Match]:
+        ranks, nodes = case.ranks, case.analysis.cell.topology.num_nodes
+        on_node = len(ranks) // nodes
+        without_sampler = len(ranks) == nodes and len({tuple(_flat(draws)) for draws in ranks}) == 1
+        if nodes == 1 or len(ranks) % nodes or (without_sampler and case.covers_dataset(0)):
+            return
+        if _alike_by([same_number(rank, on_node) for rank in range(len(ranks))], ranks):
+            yield Match(0)
+
+    return predict
+
+
+def _alike_by(numbers: Sequence[int], ranks: Sequence[Draws]) -> bool:
+    """Say whether ranks with the same number draw the same samples, several of them do, and others other ones."""
+    drawn: dict[int, set[Draws]] = {}
+    for number, draws in zip(numbers, ranks, strict=True):
+        drawn.setdefault(number, set()).add(draws)
+    return all(len(alike) == 1 for alike in drawn.values()) and len(set(ranks)) == len(drawn) < len(ranks)
+
+
+def _along_one_dimension(case: SampleCase) -> Iterator[Match]:
+    """Ranks draw by their place along one of several dimensions of the mesh along which samples are divided."""
+    cell, ranks = case.analysis.cell, case.ranks
+    mesh = cell.contract.mesh(cell.topology)
+    places = [mesh.coordinates(group[0]) for group in case.analysis.replicas[: len(ranks)]]
+    divided = [name for name in mesh.names if len({place[name] for place in places}) > 1]
+    for name in divided if len(divided) > 1 else ():
+        if _alike_by([place[name] for place in places], ranks):
+            yield Match(0, figures={"dimension": name})
+
+
+def _local_rank(rank: int, on_node: int) -> int:
+    return rank % on_node
+
+
+def _node_rank(rank: int, on_node: int) -> int:
+    return rank // on_node
+
+
+def _everything_on_every_rank(case: SampleCase) -> Iterator[Match]:
+    if len(case.ranks) > 1 and all(map(case.covers_dataset, range(len(case.ranks)))):
+        yield Match(0, figures={"count": case.dataset_size})
+
+
+def _ranks_alike(case: SampleCase) -> Iterator[Match]:
+    if len(case.ranks) > 1 and len(set(case.ranks)) == 1:
+        yield Match(0)
+
+
+def _batch_again(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
+        for step in range(1, len(draws)):
+            if draws[step] and draws[step] == draws[step - 1]:
+                yield Match(step, rank)
+
+
+def _batch_drawn_again(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.repeated(case.analysis)) is not None:
+        yield Match(*found)
+
+
+def _ranks_draw_alike(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.shared(case.analysis)) is not None:
+        figures = {"first": found.first, "second": found.second, "count": found.count, "places": found.places}
+        yield Match(found.step or 0, found.second, figures)
+
+
+def _epochs_alike(case: SampleCase) -> int | None:
+    """Return the first step of the second epoch where it has the order of the first, on every rank, else None."""
+    epochs = [case.by_epoch(draws) for draws in case.ranks]
+    if not case.analysis.shuffles or any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
+        return None
+    return len(epochs[0][0])
+
+
+def _never_shuffled(case: SampleCase) -> Iterator[Match]:
+    step = _epochs_alike(case)
+    if step is not None and all(_flat(case.by_epoch(d)[0]) == sorted(_flat(case.by_epoch(d)[0])) for d in case.ranks):
+        yield Match(step)
+
+
+def _set_epoch_never_called(case: SampleCase) -> Iterator[Match]:
+    if (step := _epochs_alike(case)) is not None:
+        yield Match(step)
+
+
+def _drawn_twice_by_a_rank(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
+        start = 0
+        for epoch in case.by_epoch(draws):
+            seen: set[int] = set()
+            repeats = 0
+            for place, ids in enumerate(epoch):
+                repeats += len(ids) - len(set(ids) - seen)
+                seen |= set(ids)
+                if repeats >= len(case.ranks):  # a sampler's padding has fewer
+                    yield Match(start + place, rank, {"repeats": repeats})
+            start += len(epoch)
+
+
+def _last_batch_filled_up(case: SampleCase) -> Iterator[Match]:
+    """No sample is drawn twice before the last batch of an epoch, which is as long as the others on every rank."""
+    size = case.analysis.workload.global_batch_size(case.analysis.devices) // len(case.ranks)
+    short = -case.dataset_size % (size * len(case.ranks))
+    for start, ranks in case.epochs:
+        used = [i for draws in ranks for i in _flat(draws)]
+        before = [i for draws in ranks for i in _flat(draws)[:-size]]
+        if short and len(used) - len(set(used)) == short and len(set(before)) == len(before):
+            yield Match(start + len(ranks[0]) - 1, figures={"short": short})
+
+
+def _shards_overlap(case: SampleCase) -> Iterator[Match]:
+    """Ranks have samples in common within an epoch, more than a sampler pads with."""
+    for start, ranks in case.epochs:
+        owner: dict[int, int] = {}
+        shared = 0
+        for place, steps in enumerate(zip(*ranks, strict=False)):
+            for rank, ids in enumerate(steps):
+                shared += sum(owner.setdefault(i, rank) != rank for i in ids)
+            if shared >= len(case.ranks) > 1:
+                yield Match(start + place, figures={"shared": shared})
+
+
+def _batches_of_another_size(case: SampleCase) -> Iterator[Match]:
+    workload = case.analysis.workload
+    full = workload.accumulate * workload.global_batch_size(case.analysis.devices) // len(case.ranks)
+    for rank, draws in enumerate(case.ranks):
+        largest = max(map(len, draws), default=full)
+        if largest != full:
+            yield Match(0, rank, {"largest": largest, "full": full})
+
+
+def _never_seen(case: SampleCase) -> Iterator[Match]:
+    for start, ranks in case.epochs:
+        seen = {i for draws in ranks for i in _flat(draws)}
+        if len(seen) < case.dataset_size:
+            figures = {"missing": case.dataset_size - len(seen), "count": case.dataset_size}
+            yield Match(start + len(ranks[0]) - 1, figures=figures)
+
+
+_ALWAYS: Sequence[SampleHypothesis] = (
+    *BATCHES_PER_STEP,
+    SampleHypothesis("replica-of-different-samples", "data", _members_draw_apart,
+        "ranks {first} and {second} hold parts of one replica, and use different samples",
+        "does the sampler count ranks where it should count replicas (data_rank, data_ranks)?", 205),
+    SampleHypothesis("divided-along-one-dimension", "data", _along_one_dimension,
+        "samples are divided along the dimension {dimension} of the mesh alone, so that ranks share them",
+        "does the sampler count the ranks of one group where it should count all that have samples of their own?", 172),
+    SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
+        "sample {sample} was used, but the training set has {count} samples",
+        "is it the training set that is trained on?", 190),
+    SampleHypothesis("loss-of-other-samples", "data", _loss_of_others,
+        "{missing} of {seen} samples that went through the model are missing from the loss",
+        "which outputs and targets are passed to the loss?", 185),
+    SampleHypothesis("local-rank-for-rank", "launch", _nodes_alike(_local_rank),
+        "ranks with the same local rank use the same samples on every node",
+        "is LOCAL_RANK used where RANK is meant?", 180),
+    SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(_node_rank),
+        "all ranks of a node use the same samples",
+        "is the node's number used where RANK is meant?", 175),
+    SampleHypothesis("micro-batches-missing", "data", _micro_batches_missing,
+        "only {passed} of the {due} micro-batches of a batch are computed",
+        "does the schedule of forwards end too early?", 125),
+    SampleHypothesis("batches-of-another-size", "data", _batches_of_another_size,
+        "a rank draws {largest} samples a step, not {full}",
+        "which batch size does its loader have?", 120),
+)  # fmt: skip
+
+BY_ITERATIONS: Sequence[SampleHypothesis] = (
+    *_ALWAYS,
+    SampleHypothesis("batch-again", "data", _batch_drawn_again,
+        "a batch is used twice in a row",
+        "does the iterator move on after each batch?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_draw_alike,
+        "ranks {first} and {second} draw the same sample in {count} of {places} places",
+        "seed each rank's generator with its rank, and do not set it to another rank's state", 165),
+)  # fmt: skip
+
+BY_EPOCHS: Sequence[SampleHypothesis] = (
+    *_ALWAYS,
+    SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
+        "every rank goes through all {count} samples",
+        "is there a DistributedSampler?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_alike,
+        "every rank uses the same samples",
+        "does the sampler get the rank?", 165),
+    SampleHypothesis("batch-again", "data", _batch_again,
+        "a batch is used twice in a row",
+        "does the loop fetch a new batch for each step?", 160),
+    SampleHypothesis("never-shuffled", "data", _never_shuffled,
+        "samples come in the order of the dataset in every epoch",
+        "is shuffle=True passed to the sampler or the loader?", 155),
+    SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
+        "each epoch has the order of the first",
+        "is sampler.set_epoch called, or is a loader's output kept?", 150),
+    SampleHypothesis("last-batch-filled-up", "data", _last_batch_filled_up,
+        "the last batch of an epoch is filled up with {short} samples that were used already",
+        "leave the last batch short", 148),
+    SampleHypothesis("drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
+        "a rank draws {repeats} samples again within an epoch",
+        "where does its sampler start? A trainer that has no epochs declares data='iterations'", 145),
+    SampleHypothesis("shards-overlap", "data", _shards_overlap,
+        "ranks share {shared} samples within an epoch",
+        "is the sampler's seed the same on every rank, and are shards disjoint?", 130),
+    SampleHypothesis("samples-never-seen", "data", _never_seen,
+        "{missing} of {count} samples are not used in an epoch",
+        "is the end of an epoch, or of a shard, dropped?", 110),
+    SampleHypothesis("shards-kept", "data", holds(lambda case: case.analysis.shuffles),
+        "each rank keeps the same samples in every epoch",
+        "shuffle the whole dataset first, then cut it into shards", 105),
+    SampleHypothesis("order-of-its-own", "data", holds(lambda case: not case.analysis.shuffles),
+        "samples do not come in the order of the dataset",
+        "is something shuffled, or is the dataset cut into contiguous shards?", 104),
+)  # fmt: skip

@@ -1,0 +1,179 @@
+"""Finds ranks that share their parameters' memory: each rank's weights are moved by the other ranks' steps as well.
+
+Each rank makes the right update, and each is applied on all of them: whole, late, or to a part of a tensor. In
+whatever order this happens, every weight moves by a whole number of right updates between two recordings, and over the
+whole training by the updates of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from plumbline.evidence.trace import RankTrace, Tensors
+from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from plumbline.judge.oracle.oracle import Oracle
+from plumbline.judge.trace_analysis import TraceAnalysis, same
+from plumbline.judge.update_replay import weights_after
+
+_NEAR = 0.01
+"""A weight moved k times by its update if it is this near to that, as a part of one update.
+
+Chosen: it decides what is called shared memory, of weights that are known to be wrong.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """The weights at two consecutive recordings, the right update between them, and that of the step before.
+
+    ``between_steps``: no optimizer of this rank stepped in between.
+    """
+
+    before: Tensors
+    after: Tensors
+    update: Tensors
+    earlier: Tensors
+    between_steps: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Count:
+    """By how many updates each weight moved, NaN where that cannot be told; ``late``: by those of the step before."""
+
+    times: Tensor
+    late: Tensor
+    between_steps: bool
+
+
+def moved_by_others(analysis: TraceAnalysis) -> Match | None:
+    """Return a match where ranks share their parameters' memory, None where the evidence refutes it or cannot tell.
+
+    The evidence for it has three parts, and all of them must be there:
+    every rank has the same gradients, or another rank's update could not be told from its own;
+    on every rank every weight moved by whole updates;
+    and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
+    had not been applied yet. Ranks that merely diverged move by their own updates alone.
+    """
+    world = analysis.world
+    if world == 1 or not _same_gradients(analysis):
+        return None
+    by_others = once = False
+    for trace in analysis.trace.ranks:
+        counts = []
+        for move in _moves(trace, analysis):
+            counted = _counted(move, world, analysis.epsilon)
+            if counted is None:
+                return None
+            counts.append(counted)
+        if not _all_applied(counts, world):
+            return None
+        by_others = by_others or any(_is_by_others(count, world) for count in counts)
+        once = once or any(bool((count.times == 1).any()) for count in counts)
+    if by_others:
+        return Match(figures={"observed": "a rank's weights are moved by the other ranks' steps too", "or_else": ""})
+    if once:
+        return None
+    # Every weight moved by as many updates at once as there are ranks, which a rank that steps so often does as well.
+    return Match(
+        figures={"observed": f"the update was applied {world} times in every step", "or_else": ", or step again"}
+    )
+
+
+def _shared(case: TraceCase) -> Iterator[Match]:
+    if (match := moved_by_others(case.analysis)) is not None:
+        yield match
+
+
+SHARED_MEMORY: Hypothesis[TraceCase, Match] = Hypothesis(
+    "applied-once-a-rank", "averaging", _shared,
+    "{observed}",
+    "do ranks share the parameters' memory{or_else}?", 150,
+)  # fmt: skip
+
+
+def _same_gradients(analysis: TraceAnalysis) -> bool:
+    return all(
+        same(step.gradients, global_step.ranks[0].gradients)
+        for global_step in analysis.steps
+        for step in global_step.ranks
+    )
+
+
+def _is_by_others(count: _Count, world: int) -> bool:
+    """Say whether some weight moved by another rank's update: at another time, or not together with all others.
+
+    Weights that move by ``world`` updates at once, all of them, may have been moved by so many steps of their own rank.
+    """
+    known = ~count.times.isnan()
+    if count.between_steps:
+        return bool((count.times > 0)[known].any())
+    return bool((count.late > 0).any()) or bool(((count.times != 1) & (count.times != world))[known].any())
+
+
+def _all_applied(counts: list[_Count], world: int) -> bool:
+    """Say whether weights have moved by ``world`` updates for each step, except for updates not applied yet.
+
+    The median weight decides: where two updates happen to be multiples of each other, a weight is counted wrongly.
+    """
+    taken = [count for count in counts if not count.between_steps and not bool(count.times.isnan().all())]
+    if not taken:
+        return False
+    clear = ~torch.stack([count.times.isnan() for count in taken]).any(0)
+    total = torch.stack([count.times.nan_to_num() + count.late for count in counts]).sum(0)[clear]
+    most = world * len(taken)
+    return len(total) > 0 and most - (world - 1) <= float(total.median()) <= most
+
+
+def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
+    """Yield how the weights moved in each step, and from there to the next."""
+    oracle = Oracle(analysis.workload, analysis.devices)
+    optimizer = oracle.optimizer()
+    none = {name: torch.zeros_like(value) for name, value in oracle.weights().items()}
+    earlier = none
+    for step, following in pairwise([*trace.steps, None]):
+        assert step is not None
+        update = none
+        if not step.skipped:
+            weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            update = {name: value - step.before[name].double() for name, value in weights.items()}
+        # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
+        yield _Move(step.before, step.after, update, earlier, between_steps=False)
+        later = trace.final if following is None else following.before
+        yield _Move(step.after, later or step.after, update, none, between_steps=True)
+        earlier = update
+
+
+def _counted(move: _Move, world: int, epsilon: float) -> _Count | None:
+    """Return by how many updates each weight moved; None where by no whole number.
+
+    It cannot be told for weights whose update is smaller than their rounding.
+    """
+    every_times, every_late = [], []
+    for name in sorted(move.update.keys() & move.before.keys() & move.after.keys()):
+        update, earlier = move.update[name].flatten(), move.earlier[name].flatten()
+        before, after = move.before[name].double().flatten(), move.after[name].double().flatten()
+        rounding = 2 * epsilon * torch.maximum(before.abs(), after.abs())
+        moved = after - before
+        if bool((moved.abs() > rounding)[(update == 0) & (earlier == 0)].any()):
+            return None
+        clear = rounding < _NEAR * update.abs()
+        times = torch.full_like(update, torch.nan)
+        late = torch.zeros_like(update)
+        for of_before in range(world):
+            rest = moved - of_before * earlier
+            whole = (rest / update).round()
+            near = (rest - whole * update).abs() <= _NEAR * update.abs() + rounding
+            found = clear & times.isnan() & near & (whole >= 0) & (whole <= world)
+            times, late = torch.where(found, whole, times), torch.where(found, of_before * (earlier != 0), late)
+        if bool(times.isnan()[clear].any()):
+            return None
+        every_times.append(times)
+        every_late.append(late)
+    if not every_times:
+        return None
+    return _Count(torch.cat(every_times), torch.cat(every_late), move.between_steps)

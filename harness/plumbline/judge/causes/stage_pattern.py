@@ -1,0 +1,111 @@
+"""What is wrong of each rank's part of a gradient, where several ranks hold one model together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.combinations import factor_between
+from plumbline.judge.oracle.noise import norm
+
+
+@dataclass(frozen=True)
+class HeldParameters:
+    """Who holds the parameters of one model.
+
+    ``holders`` has the ranks that hold a parameter, by its name, the first of them first.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold a parameter."""
+        return tuple(sorted({rank for ranks in self.holders.values() for rank in ranks}))
+
+    def on(self, rank: int) -> set[str]:
+        """Return what a rank holds."""
+        return {name for name, ranks in self.holders.items() if rank in ranks}
+
+    def first_on(self, rank: int) -> set[str]:
+        """Return the parameters whose first holder is this rank: what the judge reads of its record."""
+        return {name for name, ranks in self.holders.items() if ranks[0] == rank}
+
+    def only_on(self, rank: int) -> set[str]:
+        """Return what no other rank holds."""
+        return {name for name, ranks in self.holders.items() if ranks == (rank,)}
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several ranks hold, such as tied weights."""
+        return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
+
+
+@dataclass(frozen=True)
+class StagePattern:
+    """What the wrong gradients of all steps have in common, stage by stage.
+
+    ``wrong_ranks`` hold parameters whose gradients are wrong, and ``wrong`` names these. ``factors`` has the number by
+    which a rank's right gradients would have to be multiplied. ``ranks`` are all ranks that hold parameters.
+    """
+
+    ranks: tuple[int, ...] = ()
+    wrong_ranks: tuple[int, ...] = ()
+    wrong: tuple[str, ...] = ()
+    factors: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def in_part(self) -> bool:
+        """Whether some ranks' gradients are wrong and others' right."""
+        return 0 < len(self.wrong_ranks) < len(self.ranks)
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the texts of a hypothesis are filled with."""
+        return {
+            "stages": len(self.ranks),
+            "wrong_ranks": ranks_in_words(self.wrong_ranks),
+            "held": names_in_words(self.wrong),
+            "stage_factors": _listed(
+                [f"{self.factors[ranks[0]]:.4g} × the right ones on {ranks_in_words(ranks)}" for ranks in self._alike()]
+            ),
+        }
+
+    def _alike(self) -> Iterable[list[int]]:
+        """Return the wrong ranks with one factor together."""
+        wrong = [rank for rank in self.wrong_ranks if rank in self.factors]
+        return (list(ranks) for _, ranks in groupby(wrong, key=lambda rank: f"{self.factors[rank]:.4g}"))
+
+
+def stage_pattern(
+    held: HeldParameters, wrong: Iterable[str], gradients: Sequence[tuple[Tensors, Tensors]]
+) -> StagePattern:
+    """Return the pattern of ``gradients``, each the right one and the observed one, of which ``wrong`` are wrong."""
+    names = [name for name in held.holders if name in set(wrong)]
+    factors = {}
+    for rank in held.ranks:
+        own = held.only_on(rank) or held.first_on(rank)
+        pairs = [({n: right[n] for n in own if n in right}, observed) for right, observed in gradients]
+        found = [factor_between(right, observed) for right, observed in pairs if any(map(norm, right.values()))]
+        if found:
+            factors[rank] = statistics.median(found)
+    ranks = {held.holders[name][0] for name in names}
+    return StagePattern(held.ranks, tuple(sorted(ranks)), tuple(names), factors)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 1``, or ``ranks 0, 1 and 2``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed([str(rank) for rank in ranks])}"
+
+
+def names_in_words(names: Sequence[str], most: int = 2) -> str:
+    """Return the first few names, and how many more there are."""
+    rest = len(names) - most
+    return _listed(list(names) if rest <= 1 else [*names[:most], f"{rest} more"])
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -1,0 +1,253 @@
+"""Why weights are not what they should be, apart from the optimizer's own steps: before, between and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from plumbline.evidence.trace import Step, Tensors
+from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from plumbline.judge.causes.shared_memory import SHARED_MEMORY
+from plumbline.judge.causes.stage_pattern import names_in_words
+from plumbline.judge.oracle.noise import distance, norm
+from plumbline.judge.replicas import holders_of, with_tensors_of_all
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
+
+WeightHypothesis = Hypothesis[TraceCase, Match]
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class InitialWeightsCase(TraceCase):
+    """A trace whose ranks do not begin with the job's weights."""
+
+
+class DivergedRanksCase(TraceCase):
+    """A trace whose ranks hold different weights after some step."""
+
+
+class ChangedWeightsCase(TraceCase):
+    """A trace whose weights changed apart from the optimizer's steps."""
+
+
+def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
+    """A rank begins as many updates from the start as ranks before it have stepped."""
+    for rank, step in enumerate(case.analysis.steps[0].ranks):
+        if times := _updates_between(case.analysis.start, step.before, step, case.analysis):
+            yield Match(0, rank, {"first": rank, "times": times})
+
+
+def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> int:
+    """Return how many of the step's own update lie between two sets of weights; 0 where no whole number of ranks'."""
+    names = [name for name in left if name in found and name in step.before]
+    if not names:
+        return 0
+    moved, made = _difference(found, left, names), _difference(step.after, step.before, names)
+    if not norm(moved) or not norm(made):
+        return 0
+    times = round(float(moved @ made / (made @ made)))
+    # Rounding of the weights limits how well the multiple is known.
+    return times if 1 <= times < analysis.world and norm(moved - times * made) <= 1e-3 * norm(made) else 0
+
+
+def _difference(left: Tensors, right: Tensors, names: Sequence[str]) -> torch.Tensor:
+    return torch.cat([(left[name].double() - right[name].double()).flatten() for name in names])
+
+
+def _parameters_missing(case: TraceCase) -> Iterator[Match]:
+    for step in case.analysis.steps[0].ranks:
+        if missing := sorted(case.analysis.start.keys() - step.before.keys()):
+            yield Match(0, figures={"count": len(missing), "all": len(case.analysis.start), "name": missing[0]})
+
+
+def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
+    """Return the parameters with which ranks begin differently, of those that several of them hold."""
+    ranks = analysis.recorded_steps[0].ranks
+    first = with_tensors_of_all(ranks).before
+    return {name for step in ranks for name, value in step.before.items() if not torch.equal(value, first[name])}
+
+
+def _initialised_anew(case: TraceCase) -> Iterator[Match]:
+    if not _differing_at_first(case.analysis):
+        yield Match(0)
+
+
+def _not_broadcast(case: TraceCase) -> Iterator[Match]:
+    differing, every = _differing_at_first(case.analysis), with_tensors_of_all(case.analysis.steps[0].ranks).before
+    which = "all weights" if differing == every.keys() else f"{len(differing)} of {len(every)} parameters"
+    yield Match(0, figures={"which": which})
+
+
+INITIAL_WEIGHTS = (
+    WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
+        "rank {first} begins {times} updates after the job's weights, as if other ranks had stepped already",
+        "do ranks share the parameters' memory?", 190),
+    WeightHypothesis("parameters-missing", "sync", _parameters_missing,
+        "{count} of {all} parameters are missing ({name})",
+        "is it the job's model that is trained?", 180),
+    WeightHypothesis("initialised-anew", "sync", _initialised_anew,
+        "all ranks begin with the same weights, which are not those of job.model()",
+        "were the weights initialised again?", 170),
+    WeightHypothesis("not-broadcast", "sync", _not_broadcast,
+        "{which} differ between the ranks",
+        "are they broadcast, all of them, at the start?", 160),
+)  # fmt: skip
+
+
+def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
+    """Return in what a rank differs first from the first rank that holds the same parameters, and where."""
+    for global_step in analysis.recorded_steps:
+        for rank, step in enumerate(global_step.ranks):
+            for first, names in _earlier_holders(global_step, rank):
+                figures = {"holders": f"{first} and {rank}", "held": names_in_words([*names]), "first": first}
+                here = Match(global_step.index, rank, figures)
+                other = global_step.ranks[first]
+                if not same(_of(step.before, names), _of(other.before, names)):
+                    return "weights before a step" if global_step.index else "weights before the first step", here
+                if same(_of(step.after, names), _of(other.after, names)):
+                    continue
+                if step.learning_rates != other.learning_rates:
+                    return "learning rates", here
+                equal = same(_of(step.gradients, names), _of(other.gradients, names))
+                return "update" if equal else "gradients", here
+    return None
+
+
+def _earlier_holders(global_step: GlobalStep, rank: int) -> Iterator[tuple[int, Collection[str]]]:
+    """Yield the ranks before a rank that are the first to hold some of its parameters, each with these.
+
+    Where every rank holds the whole model that is rank 0. What one of two ranks does not hold does not differ on it.
+    """
+    steps = global_step.ranks
+    first = {name: ranks[0] for name, ranks in holders_of(steps).items() if name in steps[rank].before}
+    for other in sorted(set(first.values()) - {rank}):
+        yield other, [name for name, holder in first.items() if holder == other]
+
+
+def _of(tensors: Tensors, names: Collection[str]) -> Tensors:
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
+    def predict(case: TraceCase) -> Iterator[Match]:
+        found = _first_difference(case.analysis)
+        if found is not None and found[0] == what:
+            yield found[1]
+
+    return predict
+
+
+def _rounded_on_one_rank(case: TraceCase) -> Iterator[Match]:
+    """Gradients of the rank that differs first are those of rank 0 rounded to 16 bits, or the other way round."""
+    for match in _differs_first_in("gradients")(case) if not case.analysis.is_staged else ():
+        steps = case.analysis.recorded_steps[match.step or 0].ranks
+        own, first = steps[match.rank or 0].gradients, steps[0].gradients
+        ways = [(left, right, dtype) for dtype in DTYPES for left, right in ((own, first), (first, own))]
+        if own.keys() == first.keys() and any(_are_roundings(*way) for way in ways):
+            yield match
+
+
+def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
+    return all(
+        torch.equal(value, whole[name]) or torch.equal(value, whole[name].to(dtype).to(value.dtype))
+        for name, value in rounded.items()
+    )
+
+
+def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
+    """Match where stages of one pipeline differ: what replicas of a stage hold is no sum of parts."""
+    analysis = case.analysis
+    for match in _differs_first_in("gradients")(case) if analysis.cell.contract.has_stages else ():
+        if analysis.judged_as(match.rank or 0) == analysis.judged_as(int(str(match.figures["first"]))):
+            yield match
+
+
+DIVERGED_RANKS = (
+    SHARED_MEMORY,
+    WeightHypothesis("tied-gradients-not-added", "sync", _tied_gradients_differ,
+        "ranks {holders} hold {held} together, and step with different gradients of it",
+        "its gradient is the sum of the parts of all ranks that hold it: add them on each of these ranks", 140),
+    WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
+        "ranks begin with different weights",
+        "are all weights broadcast at the start?", 130),
+    WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
+        "a rank's weights changed apart from a step",
+        "what writes to the parameters besides the optimizer?", 120),
+    WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
+        "ranks step with different learning rates",
+        "does the schedule depend on something that differs between ranks?", 118),
+    WeightHypothesis("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
+        "one rank steps with the gradients of another rounded to 16 bits",
+        "are gradients cast, or compressed, on every rank in the same way?", 117),
+    WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
+        "ranks step with different gradients",
+        "reduce each gradient over all ranks that hold its parameter, before the step", 116),
+    WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
+        "the same gradient moves ranks differently",
+        "does the optimizer have the same state on all ranks?", 114),
+)  # fmt: skip
+
+
+def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
+    """Yield the step and the rank where weights change before the next step begins."""
+    for before, after in pairwise(case.analysis.steps):
+        for rank, step in enumerate(after.ranks):
+            if not same(step.before, before.ranks[rank].after):
+                yield before.index, rank
+
+
+def _moved_when_skipped(case: TraceCase) -> Iterator[Match]:
+    """The first change between steps follows a skipped step; if there is none, some change after the last step does."""
+    if (first := next(_changes(case), None)) is not None:
+        if case.analysis.steps[first[0]].ranks[first[1]].skipped:
+            yield Match(*first)
+        return
+    for trace in case.analysis.trace.ranks:
+        if trace.steps and trace.final and trace.steps[-1].skipped and not same(trace.steps[-1].after, trace.final):
+            yield Match()
+
+
+def _weights_averaged(case: TraceCase) -> Iterator[Match]:
+    if (first := next(_changes(case), None)) is not None:
+        index, rank = first
+        ranks = [step.after for step in case.analysis.steps[index].ranks]
+        if _is_mean(case.analysis.steps[index + 1].ranks[rank].before, ranks):
+            yield Match(*first)
+
+
+def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
+    """Say whether diverged ranks meet in their mean: a thousand times nearer to it than they were."""
+    for name, met in value.items():
+        mean = torch.stack([rank[name].double() for rank in ranks]).mean(0)
+        if distance(met, mean) > 1e-3 * max(distance(rank[name], mean) for rank in ranks):
+            return False
+    return len(ranks) > 1
+
+
+def _changed_between_steps(case: TraceCase) -> Iterator[Match]:
+    if (first := next(_changes(case), None)) is not None:
+        yield Match(*first)
+
+
+def _changed_after_the_last(case: TraceCase) -> Iterator[Match]:
+    if next(_changes(case), None) is None:
+        yield Match()
+
+
+CHANGED_WEIGHTS = (
+    SHARED_MEMORY,
+    WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
+        "weights moved although the GradScaler skipped the step",
+        "a skipped step must leave the weights unchanged", 130),
+    WeightHypothesis("weights-averaged", "sync", _weights_averaged,
+        "the new weights are the mean over the ranks",
+        "average gradients before the step instead", 120),
+    WeightHypothesis("changed-between-steps", "optimizer", _changed_between_steps,
+        "weights change between two optimizer steps",
+        "what writes to the parameters besides the optimizer?", 118),
+    WeightHypothesis("changed-after-the-last-step", "optimizer", _changed_after_the_last,
+        "the weights at the end are not those that the last step left",
+        "what writes to the parameters after the training loop?", 116),
+)  # fmt: skip

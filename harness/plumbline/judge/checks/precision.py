@@ -1,0 +1,57 @@
+"""Did the training really compute in the cell's precision?"""
+
+from __future__ import annotations
+
+import torch
+
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import times
+from plumbline.judge.oracle.noise import distance, in_noise
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+COARSE = 100.0
+"""A tensor distinguishes 16 bits from 32 where 16-bit noise is at least so many roundings of 32 bits."""
+
+
+def precision(analysis: TraceAnalysis) -> Finding | None:
+    """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and where no tensor could show the difference.
+
+    An exact workload cannot show it either: its numbers are made to need no rounding, and in 16 bits few of them do.
+
+    The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
+    an error of a few roundings of 32 bits. The border is the geometric mean of the two. What rounding is known to be
+    able to do, and did in no run, does not count: where autocast leaves an operation in 32 bits, it does nothing.
+    """
+    if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.steps_taken:
+        return None
+    nearest, border, place = 0.0, 0.0, ""
+    for global_step in analysis.steps_taken:
+        expected = analysis.expected[global_step.index]
+        given = global_step.ranks[0].gradients
+        for name, unit in expected.units.items():
+            noise = analysis.noise.measured(name, unit)
+            if unit == 0 or noise < COARSE * unit or name not in given:
+                continue
+            error = min(
+                in_noise(distance(given[name], right.get(name, torch.zeros_like(given[name]))), noise)
+                for right in (expected.contract, *expected.one_device)
+            )
+            line = (unit / noise) ** 0.5
+            if not place or error / line > nearest / border:
+                nearest, border, place = error, line, f"at step {global_step.index} in {name}"
+    if not place:
+        return None
+    good = nearest > border
+    message = (
+        f"gradients have {'the' if good else 'smaller'} errors {'of' if good else 'than'} {analysis.cell.precision}: "
+        f"the largest is {times(nearest)} (expected at least {border:.2g}) {place}"
+    )
+    return Finding(
+        "precision",
+        Outcome.PASSED if good else Outcome.FAILED,
+        message if good else f"{message}: does the forward run under autocast?",
+        cause=None if good else "trained-in-32-bits",
+        family=None if good else "amp",
+        error_x_noise=nearest,
+    )

@@ -1,0 +1,21 @@
+"""Did the optimizer step as often as the workload requires?"""
+
+from __future__ import annotations
+
+from plumbline.core.finding import Finding
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.causes.step_count import StepCountCase
+from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+
+def steps(analysis: TraceAnalysis) -> Finding:
+    """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
+    expected = analysis.steps_due
+    if not analysis.steps_taken and not (analysis.is_staged and any(trace.steps for trace in analysis.recorded.ranks)):
+        raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
+    for trace in analysis.recorded.ranks:
+        if len(trace.steps) != expected:
+            message = f"{len(trace.steps)} optimizer steps where the workload has {expected}"
+            return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
+    return passed("steps", f"{expected} optimizer steps on every rank")

@@ -1,0 +1,34 @@
+"""The user's own question: are the final weights those of a whole training on one device?"""
+
+from __future__ import annotations
+
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import TwoWayComparison, Vacuous
+from plumbline.judge.oracle.noise import Deviation, distance
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+
+def training(analysis: TraceAnalysis) -> Finding:
+    """Train in float64 from the job's weights with the samples that the subject used, and compare the final weights."""
+    if not analysis.steps_taken:
+        raise Vacuous("no optimizer step was seen on every rank")
+    last = analysis.steps_taken[-1]
+    full_training = analysis.full_training
+    contract = full_training.contract
+    one_device = full_training.one_device.values()
+    comparison = TwoWayComparison()
+    for name, value in last.ranks[0].after.items():
+        # What is not in the contract is the subject's own addition to the model: not the job's, so not judged.
+        if full_training.noise.get(name, 0.0) == 0:
+            continue
+        comparison.add(
+            Deviation(0.0, last.index, name),
+            full_training.noise[name],
+            distance(value, contract[name]),
+            [distance(value, weights[name]) for weights in one_device],
+            [distance(weights[name], contract[name]) for weights in one_device],
+        )
+    if comparison.contract is None:
+        raise Vacuous("every weight is zero at the end")
+    promise = "those of a training under the backend's contract"
+    return comparison.finding("training", "weights at the end", promise, analysis.allowed(full_training.limit))

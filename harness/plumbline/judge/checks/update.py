@@ -1,0 +1,61 @@
+"""Did the optimizer do with the gradient what the workload's optimizer does?"""
+
+from __future__ import annotations
+
+import torch
+
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import RankTrace
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.causes.update import update_case
+from plumbline.judge.error_grid import with_error_grid
+from plumbline.judge.findings import Vacuous, compare_with_one, with_parameters
+from plumbline.judge.oracle.noise import Deviation, largest, limit
+from plumbline.judge.trace_analysis import TraceAnalysis, same
+from plumbline.judge.update_replay import update_errors
+
+
+def update(analysis: TraceAnalysis) -> Finding:
+    """Replay the subject's own gradients through the workload's optimizer and compare the weights after each step.
+
+    The optimizer's state is the replay's own, computed from the subject's gradients, so that a lost state shows.
+    Noise is the error of the same replay in the cell's storage precision, at least one rounding; where that does not
+    explain the error, with what sums in parts make of the optimizer's matrix products.
+    """
+    if not analysis.steps_taken:
+        raise Vacuous("no optimizer step was seen on every rank")
+    finding = compare_updates(analysis)
+    if finding.outcome is not Outcome.FAILED:
+        if not any(
+            not torch.equal(step.before[name], step.after[name])
+            for global_step in analysis.steps_taken
+            for step in global_step.ranks
+            for name in step.after
+        ):
+            raise Vacuous("no weight moved at any step")
+        return finding
+    case = update_case(finding, analysis)
+    return finding if case is None else explain(finding, case)
+
+
+def compare_updates(analysis: TraceAnalysis) -> Finding:
+    """Return what the comparison alone says, without a cause."""
+    errors: list[Deviation] = []
+    judged: list[RankTrace] = []
+    allowed = analysis.allowed(limit())
+    for trace in analysis.trace.ranks:
+        if not any(_same_history(trace, other) for other in judged):
+            judged.append(trace)
+            errors += update_errors(trace, analysis, allowed)
+    expected = "those of the workload's optimizer applied to the recorded gradients"
+    finding = compare_with_one("update", "weights after the step", expected, largest(errors), allowed)
+    finding = with_error_grid(finding, errors)
+    return with_parameters(finding, errors) if finding.outcome is Outcome.FAILED else finding
+
+
+def _same_history(left: RankTrace, right: RankTrace) -> bool:
+    return len(left.steps) == len(right.steps) and all(
+        same(a.before, b.before) and same(a.gradients, b.gradients) and same(a.after, b.after)
+        for a, b in zip(left.steps, right.steps, strict=True)
+    )

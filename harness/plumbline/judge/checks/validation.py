@@ -1,0 +1,72 @@
+"""Was the model evaluated when it was due, on every held-out sample, and in evaluation mode?"""
+
+from __future__ import annotations
+
+from plumbline.core.finding import Finding
+from plumbline.evidence.trace import Evaluation
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.causes.validation import EvaluationCase
+from plumbline.judge.findings import failed, passed
+from plumbline.judge.oracle.epochs import Position
+from plumbline.judge.positions import evaluations_due, position_of
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+
+def validation(analysis: TraceAnalysis) -> Finding | None:
+    """At each due position the ranks together forward every held-out sample, without gradients, in evaluation mode.
+
+    How they divide the samples is free: all have a share, each has everything, or one rank does it alone. Samples that
+    fill up a batch, and further evaluations, are no mistake: whether they are left out of the metrics is judged with
+    the metrics. None where none is due, and where the number of steps is wrong, which ``steps`` reports.
+    """
+    workload = analysis.workload
+    due = list(evaluations_due(analysis))
+    if not due:
+        return None
+    if not any(trace.evaluations for trace in analysis.trace.ranks):
+        message = f"{len(due)} evaluations were due, and the model was never evaluated"
+        return explain(failed("validation", message), EvaluationCase(analysis))
+    if len(analysis.steps) != analysis.steps_due:
+        return None
+    expected = len(workload.val_dataset(analysis.devices))
+    for number, positions in enumerate(due):
+        problem = _problem(evaluated(analysis, positions), expected)
+        if problem:
+            steps, micro_batches = positions[0]
+            message = f"{problem} in evaluation {number} of {len(due)}, due after {_position(steps, micro_batches)}"
+            step = steps if micro_batches else max(steps - 1, 0)
+            return explain(failed("validation", message, step=step), EvaluationCase(analysis))
+    return passed("validation", f"{len(due)} evaluations, each of {expected} held-out samples")
+
+
+def evaluated(analysis: TraceAnalysis, positions: tuple[Position, ...]) -> list[Evaluation]:
+    """Return the evaluations of all ranks at one of ``positions``, or in its step if micro-batches were not recorded.
+
+    The loss tells micro-batches apart, so they are not recorded where the subject has a loss function of its own.
+    """
+    found = []
+    for trace in analysis.trace.ranks:
+        recorded = all(micro.loss is not None for step in trace.steps for micro in step.micro_batches)
+        for evaluation in trace.evaluations:
+            position = position_of(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
+            if position in positions or (not recorded and position[0] in {step for step, _ in positions}):
+                found.append(evaluation)
+    return found
+
+
+def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
+    seen = {i for evaluation in evaluations for i in evaluation.samples}
+    if not seen:
+        return "the model was not evaluated"
+    if any(evaluation.training for evaluation in evaluations):
+        return "the model was in training mode"
+    unknown = [i for i in seen if not 0 <= i < expected]
+    if unknown:
+        return f"sample {min(unknown)} was evaluated, which the held-out data does not have,"
+    if len(seen) < expected:
+        return f"{expected - len(seen)} of {expected} held-out samples were not evaluated"
+    return None
+
+
+def _position(steps: int, micro_batches: int) -> str:
+    return f"{steps} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")

@@ -1,0 +1,217 @@
+"""Which bad findings of a cell follow from another one: a table of rules, each with its reason.
+
+Samples, gradients, learning rates and updates are each judged from the subject's own state, so a mistake in one does
+not make another of them fail: no rule connects these. A rule is one way in which a mistake shows a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from plumbline.core.finding import ORDER, UNEXPLAINED, Finding, in_reading_order, is_unexplained
+from plumbline.core.outcome import Outcome
+
+NONE: Collection[str | None] = {None, UNEXPLAINED}
+"""The causes of a finding that names no cause."""
+
+PACE: Collection[str | None] = {
+    "accumulates-unasked", "applied-once-a-rank", "parameter-in-several-optimizers", "short-last-window-dropped",
+    "stepped-every-micro-batch", "stepped-without-a-batch", "window-over-the-end-of-the-epoch",
+    "windows-of-another-length",
+}  # fmt: skip
+"""Causes by which the optimizer steps on other batches than the workload has."""
+
+COUNTS: Collection[str | None] = {
+    "batch-again", "batches-of-another-size", "drawn-twice-by-a-rank", "last-batch-filled-up", "local-rank-for-rank",
+    "no-sampler", "node-rank-for-rank", "ranks-alike", "samples-never-seen", "shards-overlap",
+}  # fmt: skip
+"""Causes by which an epoch has more or fewer samples than it should; those about their order are not among them."""
+
+OF_ANOTHER_RANK: Collection[str | None] = {"optimizer-state-altered", "weights-not-restored", *NONE}
+"""Causes of what a rank would find that resumes with the state of one from which it had parted."""
+
+STAGES_APART: Collection[str | None] = {"stage-never-stepped", "stage-stepped-again"}
+"""Causes by which the n-th steps of ranks that hold one model together do not belong together."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
+
+    None in a field means any. ``causes`` and ``families`` restrict the finding of ``check``, and ``outcome`` how it
+    ended; ``origin_causes`` restrict the finding of ``origin``.
+    """
+
+    check: str
+    origin: str
+    why: str
+    causes: Collection[str | None] | None = None
+    origin_causes: Collection[str | None] | None = None
+    families: Collection[str | None] | None = None
+    outcome: Outcome | None = None
+
+    def explains(self, finding: Finding, origin: Finding) -> bool:
+        """Return whether ``finding`` follows from ``origin``, which may not have begun later.
+
+        A check that raised has no cause, not even ``unexplained``: it has no verdict, so nothing explains it.
+        """
+        if finding.outcome is Outcome.ERRORED and finding.cause is None:
+            return False
+        return (
+            finding.check == self.check
+            and origin.check == self.origin
+            and (self.causes is None or finding.cause in self.causes)
+            and (self.origin_causes is None or origin.cause in self.origin_causes)
+            and (self.families is None or finding.family in self.families)
+            and (self.outcome is None or finding.outcome is self.outcome)
+            and (origin.step is None or finding.step is None or origin.step <= finding.step)
+        )
+
+
+_SCALES: Collection[str | None] = {None, "accumulation", "averaging", "loss-normalisation", "unused-params"}
+
+RULES: tuple[Rule, ...] = (
+    Rule("steps", "samples", "too many or too few samples make too many or too few batches",
+         causes={"too-many-batches", "too-few-batches", "ranks-differ-in-steps", *NONE}, origin_causes=COUNTS),
+    Rule("samples", "steps", "samples are counted by the steps that consumed them",
+         causes={*PACE, *NONE}, origin_causes=PACE),
+    Rule("gradients", "steps", "a step on other micro-batches divides by another number than they are",
+         origin_causes=PACE, families=_SCALES),
+    Rule("samples", "gradients", "the held-out set has other samples",
+         origin_causes={"trained-on-held-out-data"}),
+    Rule("gradients", "samples", "the sum over fewer micro-batches is divided by the number that is due",
+         origin_causes={"micro-batches-missing"}, families=_SCALES),
+    Rule("gradients", "samples", "ranks that use the same samples have the same gradient, averaged or not",
+         origin_causes=COUNTS, causes=NONE, outcome=Outcome.ERRORED),
+    *(
+        Rule(check, "steps", "each of several optimizers steps what another one has stepped",
+             origin_causes={"parameter-in-several-optimizers"})
+        for check in ("gradients", "learning-rate", "update")
+    ),
+    *(
+        Rule(check, "steps", "the steps of stages are put together by their numbers", origin_causes=STAGES_APART)
+        for check in ("initial-weights", "samples", "rng", "gradients", "learning-rate", "update", "stillness",
+                      "ranks-agree", "buffers", "training")
+    ),
+    Rule("update", "learning-rate", "a stage that steps with other rates moves by them", causes={"rates-differ"}),
+    Rule("learning-rate", "gradients", "an optimizer that steps nothing shows no rate",
+         origin_causes={"parameter-not-in-optimizer"}),
+    Rule("gradients", "rng", "a backward with other masks than its forward is no gradient",
+         origin_causes={"masks-drawn-anew-in-the-backward"}, causes={"another-loss", *NONE}),
+    Rule("gradients", "initial-weights", "ranks that hold different weights have no common gradient",
+         origin_causes={"not-broadcast", "applied-once-a-rank", "parameters-missing"}, causes=NONE),
+    Rule("gradients", "ranks-agree", "ranks that skipped alone hold different weights, which have no common gradient",
+         origin_causes={"overflow-decided-alone"}, causes=NONE),
+    Rule("gradients", "ranks-agree", "ranks that hold different weights have no common gradient",
+         origin_causes={"rates-differ", "updates-differ", "changed-between-steps", "applied-once-a-rank"},
+         causes=NONE),
+    Rule("skipped-steps", "ranks-agree", "a rank skipped or stepped because it did not get the others' overflow flag",
+         origin_causes={"overflow-decided-alone"}),
+    Rule("update", "ranks-agree", "a rank stepped on an overflow that only another rank noticed",
+         origin_causes={"overflow-decided-alone"}, causes={"not-finite"}),
+    Rule("update", "gradients", "no update is right for a gradient that is not finite", causes={"not-finite"}),
+    Rule("update", "gradients", "gradients of zero move nothing", outcome=Outcome.ERRORED,
+         origin_causes={"zero", "parameter-not-in-optimizer"}),
+    Rule("update", "gradients", "the workload's optimizer does not have what is frozen",
+         origin_causes={"frozen-parameter-trained"}),
+    Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
+         causes={"stored-in-lower-precision"},
+         origin_causes={"computed-in-lower-precision", "rounded-to-16-bits"}),
+    Rule("stillness", "gradients", "averaging weights shows only where gradients had let them part",
+         causes={"weights-averaged"}, origin_causes={"not-synchronised"}),
+    *(
+        Rule("stillness", origin, "other ranks' steps change the weights between a rank's own",
+             origin_causes={"applied-once-a-rank"})
+        for origin in ("initial-weights", "update")
+    ),
+    Rule("ranks-agree", "gradients", "ranks that step with different gradients part",
+         causes={"not-synchronised", "tied-gradients-not-added"}),
+    Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes={"rates-differ"}),
+    Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
+         causes={"not-broadcast"}),
+    Rule("ranks-agree", "stillness", "weights that change apart from the steps part",
+         causes={"changed-between-steps", "moved-when-skipped"}),
+    Rule("ranks-agree", "update", "an update that is wrong on one rank parts it from the others",
+         causes={"updates-differ"}),
+    Rule("buffers", "validation", "an evaluation in training mode counts as training in the running statistics",
+         origin_causes={"evaluated-in-training-mode"}),
+    Rule("buffers", "gradients", "in evaluation mode no statistics are kept",
+         origin_causes={"in-evaluation-mode"}),
+    Rule("buffers", "gradients", "statistics that are shared for the forward are those that the buffers remember",
+         origin_causes={"statistics-shared-forward-only"}, causes={"buffers-updated-otherwise", *NONE}),
+    Rule("buffers", "gradients", "a forward that bypasses DistributedDataParallel broadcasts no buffers",
+         origin_causes={"not-synchronised"}, causes={"buffers-not-broadcast"}),
+    Rule("buffers", "steps", "statistics are followed from step to step", origin_causes=PACE),
+    Rule("metrics", "ranks-agree", "ranks that hold different weights report losses of different models", causes=NONE),
+    Rule("checkpoint", "ranks-agree", "what is saved of one rank is not what the others had", causes=OF_ANOTHER_RANK),
+    Rule("checkpoint", "gradients", "the optimizers of ranks that are not synchronised remember different gradients",
+         causes=OF_ANOTHER_RANK, origin_causes={"not-synchronised", "some-parameters-not-synchronised"}),
+    Rule("metrics", "validation", "a loss over other samples, or in another mode, is another loss",
+         causes={"other-mode", *NONE}),
+    *(
+        Rule("checkpoint", origin, "what is wrong without an interruption is not the checkpoint's", causes=NONE)
+        for origin in ORDER
+        if origin not in ("launch", "checkpoint", "training", "metrics", "validation")
+    ),
+    *(
+        Rule("training", origin, "the end is what the steps have made", causes=NONE)
+        for origin in ("initial-weights", "gradients", "learning-rate", "skipped-steps", "update", "stillness",
+                       "ranks-agree", "steps", "rng")
+    ),
+)  # fmt: skip
+
+
+def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings of one cell in reading order; each names the check whose consequence it is, if any.
+
+    Two findings with the same named cause are one mistake that two checks detected: the finding of the later check is
+    the consequence.
+    """
+    bad = sorted((one for one in findings if one.outcome.is_bad), key=_order)
+    origins: dict[str, str] = {}
+    for finding in bad:
+        if origin := _origin(finding, bad, origins):
+            origins[finding.check] = origin
+    roots = {check: _root(check, origins) for check in origins}
+    return tuple(in_reading_order(replace(one, consequence_of=roots.get(one.check)) for one in findings))
+
+
+def _origin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
+    for rule in RULES:
+        for other in bad:
+            since = replace(other, step=_since(other, bad, origins))
+            if rule.explains(finding, since) and not _leads_to(other.check, finding.check, origins):
+                return other.check
+    for other in bad[: bad.index(finding)]:
+        if not is_unexplained(finding) and (other.cause, other.family) == (finding.cause, finding.family):
+            return other.check if not _leads_to(other.check, finding.check, origins) else None
+    return None
+
+
+def _since(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> int | None:
+    """Return the step at which a finding began: a consequence began with its origin, wherever it is largest."""
+    steps, check = [finding.step], finding.check
+    while check in origins:
+        check = origins[check]
+        steps += [one.step for one in bad if one.check == check]
+    return min((step for step in steps if step is not None), default=None)
+
+
+def _leads_to(check: str, wanted: str, origins: dict[str, str]) -> bool:
+    """Return whether ``check`` is ``wanted`` or one of its consequences: nothing explains itself."""
+    while check in origins:
+        check = origins[check]
+        if check == wanted:
+            return True
+    return check == wanted
+
+
+def _root(check: str, origins: dict[str, str]) -> str:
+    while check in origins:
+        check = origins[check]
+    return check
+
+
+def _order(finding: Finding) -> int:
+    return ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)

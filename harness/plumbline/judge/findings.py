@@ -1,0 +1,150 @@
+"""Builds findings: how an error becomes an outcome, and the form of each message.
+
+A message says what was observed, how large it is, and where: ``at step 3 on rank 1 in layers.0.weight``. A cause
+appends what to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.oracle.noise import Deviation, in_noise, larger
+
+
+class Vacuous(Exception):  # noqa: N818 - it is a verdict about the check, not an error of the program
+    """The check could not have failed on this trace. The message says why."""
+
+
+def passed(check: str, observed: str) -> Finding:
+    """Return a finding of a check that passed."""
+    return Finding(check, Outcome.PASSED, observed)
+
+
+def failed(
+    check: str,
+    observed: str,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    parameter: str | None = None,
+    cause: str | None = None,
+    family: str | None = None,
+) -> Finding:
+    """Return a finding of a check that failed; its message is ``observed``, followed by the place."""
+    message = " ".join([observed, *_place(step, rank, parameter)])
+    return Finding(
+        check, Outcome.FAILED, message, cause=cause, family=family, step=step, parameter=parameter, rank=rank
+    )  # fmt: skip
+
+
+def from_deviation(
+    check: str, outcome: Outcome, message: str, deviation: Deviation, limit: float | None = None
+) -> Finding:
+    """Return a finding that has a deviation's size and place in its fields."""
+    return Finding(
+        check,
+        outcome,
+        message,
+        error_x_noise=deviation.x_noise,
+        step=deviation.step,
+        parameter=deviation.parameter,
+        rank=deviation.rank,
+        limit_x_noise=limit,
+    )
+
+
+def compare_with_one(check: str, observed: str, expected: str, deviation: Deviation, limit: float) -> Finding:
+    """Judge ``observed``, a plural, against the one thing that is correct."""
+    good = deviation.x_noise <= limit
+    message = f"{observed} {'match' if good else 'do not match'} {expected}: {error_at(deviation, limit)}"
+    return from_deviation(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation, limit)
+
+
+def compare_with_two(
+    check: str,
+    observed: str,
+    *,
+    one_device: Deviation,
+    contract: Deviation,
+    gap: float,
+    limit: float,
+    promise: str,
+) -> Finding:
+    """Judge ``observed`` against what one device computes and against ``promise``, the backend's contract.
+
+    ``gap`` is the distance between the two in × noise. Where rounding may explain it, they count as one. Otherwise the
+    nearer one is the one that was met, if any was.
+    """
+    nearer = min(one_device, contract, key=lambda deviation: deviation.x_noise)
+    if nearer is one_device or gap <= limit:
+        return compare_with_one(check, observed, "those of one device", nearer, limit)
+    error = error_at(contract, limit)
+    if contract.x_noise <= limit:
+        message = f"{observed} are {times(one_device.x_noise)} from those of one device, but match {promise}: {error}"
+        return from_deviation(check, Outcome.DEVIATES, message, contract, limit)
+    message = f"{observed} match neither those of one device ({error_at(one_device, limit)}) nor {promise} ({error})"
+    return from_deviation(check, Outcome.FAILED, message, contract, limit)
+
+
+class TwoWayComparison:
+    """Collects errors against the backend's contract and against one device, which may compute in several ways.
+
+    A trainer keeps to one of these ways, so the largest errors are kept for each way alone.
+    """
+
+    def __init__(self) -> None:
+        self.contract: Deviation | None = None
+        self._ways: dict[int, Deviation] = {}
+        self._gaps: dict[int, float] = {}
+
+    def add(
+        self, at: Deviation, noise: float, contract: float, one_device: Sequence[float], gaps: Sequence[float] = ()
+    ) -> None:
+        """Take one value, whose place is that of ``at``.
+
+        Args:
+            at: a deviation with the place; its size is ignored.
+            noise: the noise of the value.
+            contract: the distance of the value from the contract's.
+            one_device: the distance from each way of one device.
+            gaps: the distance between each way of one device and the contract.
+        """
+        self.contract = larger(self.contract, replace(at, x_noise=in_noise(contract, noise)))
+        for way, error in enumerate(one_device):
+            self._ways[way] = larger(self._ways.get(way), replace(at, x_noise=in_noise(error, noise)))
+        for way, gap in enumerate(gaps):
+            self._gaps[way] = max(self._gaps.get(way, 0.0), in_noise(gap, noise))
+
+    def finding(self, check: str, observed: str, promise: str, limit: float) -> Finding:
+        """Judge what was added, of which there must be something, by its nearest way and its smallest gap."""
+        assert self.contract is not None
+        one_device = min(self._ways.values(), key=lambda deviation: deviation.x_noise)
+        gap = min(self._gaps.values())
+        return compare_with_two(
+            check, observed, one_device=one_device, contract=self.contract, gap=gap, limit=limit, promise=promise
+        )
+
+
+def times(x_noise: float) -> str:
+    """Format a multiple of noise: ``0.8 × noise``, ``2e+06 × noise``."""
+    return f"{x_noise:.2g} × noise"
+
+
+def error_at(deviation: Deviation, limit: float) -> str:
+    """Format an error, its limit and its place: ``error 40 × noise (limit 9.4) at step 3 on rank 1 in weight``."""
+    place = _place(deviation.step, deviation.rank, deviation.parameter)
+    return " ".join([f"error {times(deviation.x_noise)} (limit {limit:.2g})", *place])
+
+
+def with_parameters(finding: Finding, deviations: Iterable[Deviation]) -> Finding:
+    """Return a finding with the error of each parameter at its step on its rank."""
+    there = [one for one in deviations if (one.step, one.rank) == (finding.step, finding.rank)]
+    return replace(finding, parameters=tuple((one.parameter, one.x_noise) for one in there if one.parameter))
+
+
+def _place(step: int | None, rank: int | None, parameter: str | None) -> list[str]:
+    words = (("at step", step), ("on rank", rank), ("in", parameter))
+    return [f"{word} {value}" for word, value in words if value is not None]

@@ -1,0 +1,119 @@
+"""Who computed what in one optimizer step: the shape that turns a backend's contract into arithmetic.
+
+A layout is micro-batches of groups of device shares of sample ids. A *group* is what one loss sees: its devices'
+outputs are gathered and the loss is taken over all of them; the step's loss is the mean over groups and over
+micro-batches. With it every contract is one formula: none is one group of one device, dp one group of k devices,
+ddp one group of one device a rank, ddp2 one group of k devices a node. ℓ(B) is one group of one device that has
+all the samples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plumbline.evidence.trace import MicroBatch, Step
+
+Share = tuple[int, ...]
+Group = tuple[Share, ...]
+Layout = tuple[tuple[Group, ...], ...]
+
+_NEXT_DRAW = 2**40
+"""Added to a sample's id for each time that the step drew it before; larger than any dataset."""
+
+
+def with_unique_draws(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return a step of all ranks in which no two draws of a sample have the same id.
+
+    With replacement a step may draw a sample several times, each time with other random masks, or with the buffers of
+    another rank. :func:`sample_of` returns the sample's own id.
+    """
+    times: dict[int, int] = {}
+
+    def drawn(sample: int) -> int:
+        times[sample] = times.get(sample, -1) + 1
+        return sample + times[sample] * _NEXT_DRAW
+
+    return tuple(
+        replace(
+            step,
+            micro_batches=tuple(
+                replace(micro, forwards=tuple(tuple(map(drawn, share)) for share in micro.forwards))
+                for micro in step.micro_batches
+            ),
+        )
+        for step in steps
+    )
+
+
+def sample_of(drawn: int) -> int:
+    """Return the dataset's id of a draw."""
+    return drawn % _NEXT_DRAW
+
+
+def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
+    """Return what the backend promises for the samples that every rank used in one step (one entry a rank).
+
+    A rank that had fewer micro-batches than another takes no part in those it did not have.
+    """
+    ranks = [_micro_batches(step.micro_batches, devices_per_process, accumulate) for step in steps]
+    return tuple(
+        tuple(_group(rank[place], devices_per_process) for rank in ranks if place < len(rank))
+        for place in range(max(map(len, ranks)))
+    )
+
+
+def _micro_batches(recorded: Sequence[MicroBatch], devices: int, accumulate: int) -> list[tuple[Share, ...]]:
+    """Return the forwards of each micro-batch that the workload asks for, at most ``accumulate``.
+
+    A subject that computes a loss for each of its devices, or with its own loss function, leaves more of them than the
+    workload has. The contract is the loss over all of them, so they are joined again.
+    """
+    passes = len(recorded)
+    if all(micro.loss is None for micro in recorded):
+        passes = -(-passes // devices)
+    size = -(-len(recorded) // max(min(accumulate, passes), 1))
+    return [
+        tuple(share for micro in recorded[start : start + size] for share in micro.forwards)
+        for start in range(0, len(recorded), max(size, 1))
+    ]
+
+
+def _group(forwards: Sequence[Share], devices: int) -> Group:
+    shares = tuple(share for share in forwards if share)
+    if devices == 1:
+        return (tuple(i for share in shares for i in share),)
+    return shares
+
+
+def one_device_layout(layout: Layout, micro_batches: int = 1) -> Layout:
+    """Return the same samples on one device: one group of one device for each so many micro-batches."""
+    batches = (layout[start : start + micro_batches] for start in range(0, len(layout), micro_batches))
+    return tuple(((tuple(draws(batch)),),) for batch in batches)
+
+
+def single_batch_layout(layout: Layout) -> Layout:
+    """Return the same samples on one device without accumulation: all in one batch."""
+    return (((tuple(draws(layout)),),),)
+
+
+def samples(layout: Layout) -> list[int]:
+    """Return every sample id of the step, with repetitions."""
+    return list(map(sample_of, draws(layout)))
+
+
+def draws(layout: Layout) -> list[int]:
+    """Return every draw of the step, by its unique id."""
+    return [i for groups in layout for group in groups for share in group for i in share]
+
+
+def shuffled(layout: Layout, rng: random.Random) -> Layout:
+    """Return the same layout in another order of summation: samples, shares within a group, and groups, permuted."""
+    return tuple(
+        tuple(
+            tuple(tuple(rng.sample(share, len(share))) for share in rng.sample(group, len(group)))
+            for group in rng.sample(groups, len(groups))
+        )
+        for groups in layout
+    )

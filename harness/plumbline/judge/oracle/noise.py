@@ -1,0 +1,259 @@
+"""Noise, the error that rounding alone explains; errors in multiples of it; and the limit for a correct trainer.
+
+No constant is tuned. The noise is measured: one device, the cell's precision, several orders of summation, against
+float64. The limit follows from the number of measurements and from the probability of a false alarm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+
+import torch
+from torch import Tensor
+
+from plumbline.evidence.trace import Tensors
+
+FALSE_ALARM = 1e-9
+"""The probability, for one tensor at one step, that a correct trainer exceeds the limit. A run has about 1e5."""
+
+NOISE_RUNS = 12
+"""Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
+
+TOGETHER = "all parameters together"
+"""The name, in place of a parameter's, of an error along the whole gradient."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """An error in multiples of noise, and where it was seen."""
+
+    x_noise: float
+    step: int | None = None
+    parameter: str | None = None
+    rank: int | None = None
+
+
+def larger(left: Deviation | None, right: Deviation) -> Deviation:
+    """Return the larger error, the earlier one of equals; NaN is the largest."""
+    if left is None or math.isnan(right.x_noise) or right.x_noise > left.x_noise:
+        return right
+    return left
+
+
+def largest(deviations: Iterable[Deviation]) -> Deviation:
+    """Return the largest error, the earliest one of equals; no error where there is none."""
+    return reduce(larger, deviations, Deviation(0.0))
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the 2-norm of all entries, as float64; not finite if an entry is not."""
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def length(tensors: Tensors) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.hypot(*map(norm, tensors.values()))
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Return the 2-norm of the difference; infinite where either has an entry that is not finite."""
+    value = norm(left.double() - right.double())
+    return value if math.isfinite(value) else math.inf
+
+
+def in_noise(error: float, noise: float) -> float:
+    """Return ``error`` in multiples of ``noise``; infinite where there is an error and no finite noise explains it."""
+    if error == 0:
+        return 0.0
+    if noise == 0 or not (math.isfinite(error) and math.isfinite(noise)):
+        return math.inf
+    return error / noise
+
+
+@lru_cache
+def limit(runs: int = NOISE_RUNS, false_alarm: float = FALSE_ALARM) -> float:
+    """Return the limit for a correct trainer in × noise, where noise is the largest of ``runs`` measured errors.
+
+    Model: an error's size is the absolute value of a normal variable, the heaviest-tailed case (a tensor with a
+    single entry; more entries concentrate). Then P(|z| > c · max of n other |z|) is an integral over the
+    distribution of that maximum, and c is where it falls to ``false_alarm``.
+    """
+    grid = 4000
+    maxima = [(place + 0.5) * 9.0 / grid for place in range(grid)]
+    inside = [math.erf(m / math.sqrt(2)) for m in maxima]
+    density = [math.exp(-m * m / 2) * math.sqrt(2 / math.pi) for m in maxima]
+    # d/dm P(max <= m), times the width of a bin.
+    weights = [runs * p ** (runs - 1) * d * 9.0 / grid for p, d in zip(inside, density, strict=True)]
+
+    def exceeded(c: float) -> float:
+        return sum(w * math.erfc(c * m / math.sqrt(2)) for w, m in zip(weights, maxima, strict=True))
+
+    low, high = 1.0, 1e6
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if exceeded(middle) > false_alarm else (low, middle)
+    return high
+
+
+def error_along(measured: Tensors, exact: Tensors) -> float:
+    """Return how much longer or shorter a gradient is than the exact one, along that one, over all tensors together.
+
+    Rounding goes in all directions, and a factor in this one: over many entries a small factor shows here long before
+    it shows in any tensor.
+    """
+    size = length(exact)
+    off = sum(
+        float(((measured[name].double() - right.double()) * right.double()).sum())
+        for name, right in exact.items()
+        if name in measured
+    )
+    absent = sum(norm(right) ** 2 for name, right in exact.items() if name not in measured)
+    return abs(off - absent) / size if size else 0.0
+
+
+def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
+    """Return float64 weights that are each one rounding larger or smaller.
+
+    The sums in a layer then differ as they do in another order.
+    """
+    epsilon = torch.finfo(torch.float64).eps
+    return {
+        name: weight.double() * (1 + epsilon * torch.randn(weight.shape, generator=generator).sign().double())
+        for name, weight in weights.items()
+    }
+
+
+def within_a_rounding(weights: Tensors, generator: torch.Generator, epsilon: float) -> Tensors:
+    """Return float64 weights that are each less than one rounding larger or smaller, in a precision of that epsilon.
+
+    What is computed with them is rounded otherwise, also where the order of summation makes no difference.
+    """
+    return {
+        name: weight.double() * (1 + epsilon * (2 * torch.rand(weight.shape, generator=generator).double() - 1))
+        for name, weight in weights.items()
+    }
+
+
+def next_to_nothing(tensors: Tensors) -> list[str]:
+    """Return the tensors that are less than float32's rounding of all of them together: some may be zero in truth."""
+    whole = length(tensors)
+    return [name for name, value in tensors.items() if norm(value) <= torch.finfo(torch.float32).eps * whole]
+
+
+def rounding_alone(exact: Tensors, moved: Sequence[Tensors], names: Iterable[str]) -> dict[str, float]:
+    """Return which tensors are zero in truth, as what they are made of cancels out, and how large float64 makes them.
+
+    Their digits are those of roundings: weights that are a rounding of float64 away change at least half of them.
+
+    Args:
+        exact: the tensors in float64.
+        moved: the same at weights that are ``nudged``.
+        names: which to look at.
+    """
+    most = math.sqrt(torch.finfo(torch.float64).eps)
+    sizes = {}
+    for name in names:
+        others = [one[name] for one in moved if name in one]
+        if any(distance(other, exact[name]) > most * norm(exact[name]) for other in others):
+            sizes[name] = max(map(norm, (exact[name], *others)))
+    return sizes
+
+
+class NoiseScale:
+    """Collects measured errors by tensor, and returns the noise of a tensor.
+
+    Errors are kept relative to the rounding unit of the tensor, so that measurements at different steps, where
+    gradients are larger or smaller, can be combined. Where a tensor is zero in truth its unit is zero, and rounding may
+    make something of it all the same: there the error itself is kept.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, float] = {}
+        self._of_zeros: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
+        self.runs = 0
+
+    def add(self, measured: Tensors, exact: Tensors, units: dict[str, float], *, repeated: bool = False) -> None:
+        """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``.
+
+        One that is ``repeated`` may raise the noise, and does not count as a run, which would lower the limit.
+        """
+        # Which experts a sample takes may turn with the weights of a run.
+        shared = measured.keys() & exact.keys() & units.keys()
+        errors = {name: distance(measured[name], exact[name]) for name in measured if name in shared}
+        if not all(math.isfinite(error) for error in errors.values()):
+            return  # float16 overflowed, which measures no rounding
+        self.runs += not repeated
+        for name, error in errors.items():
+            self._take(name, error, units[name])
+            if units[name] > 0:
+                self._measured[name] = max(self._measured.get(name, 0.0), error / units[name])
+        self._take(TOGETHER, error_along(measured, exact), math.hypot(*units.values()))
+
+    def add_rounding(self, exact: Tensors, units: dict[str, float], largest_units: dict[str, float]) -> None:
+        """Take into account that the largest entry of a tensor may be off by its rounding under autocast.
+
+        Where numbers are small and round, most sums are exact, and no run may happen to show that rounding.
+        """
+        size, together = length(exact), math.hypot(*units.values())
+        for name, error in largest_units.items():
+            self._take(name, error, units[name])
+            if units[name] > 0:
+                along = error * float(exact[name].abs().max()) / size if size else 0.0
+                self._take(TOGETHER, along, together)
+
+    def add_rounding_alone(self, sizes: dict[str, float], growth: float) -> None:
+        """Take into account what rounding makes of tensors that are zero in truth.
+
+        Whether a run shows it may hang on what the loss was divided by: in some, everything cancels out.
+
+        Args:
+            sizes: how large float64 makes them.
+            growth: how much coarser than float64's the cell's roundings are.
+        """
+        for name, size in sizes.items():
+            self._take(name, growth * size, 0.0)
+
+    def _take(self, name: str, error: float, unit: float) -> None:
+        if unit > 0:
+            self._largest[name] = max(self._largest.get(name, 0.0), error / unit)
+        elif unit == 0:
+            self._of_zeros[name] = max(self._of_zeros.get(name, 0.0), error)
+
+    def at(self, name: str, unit: float) -> float:
+        """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""
+        return self._of_zeros.get(name, 0.0) if unit == 0 else max(self._largest.get(name, 0.0), 1.0) * unit
+
+    def measured(self, name: str, unit: float) -> float:
+        """Return the largest error of a tensor that a run had: rounding may do no more, but this much it does."""
+        return self._measured.get(name, 0.0) * unit
+
+    @property
+    def limit(self) -> float:
+        """The limit for a correct trainer, in × noise."""
+        return limit(max(self.runs, 2))
+
+
+def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
+    """Return the size of one rounding of a sum: half an ulp (``epsilon``/2) of its parts' absolute values."""
+    return norm(absolute_sum(parts)) * epsilon / 2
+
+
+def absolute_sum(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the absolute values of one or more tensors, entry by entry."""
+    return reduce(torch.add, (part.abs() for part in parts))
+
+
+def replay_error(value: Tensor, exact: Tensor, replayed: Tensor, unit: float) -> float:
+    """Return how far a value is from ``exact`` in × noise, which is the error of one replay and at least ``unit``.
+
+    Args:
+        value: what the subject has.
+        exact: what a replay in float64 gives.
+        replayed: what the same replay in the cell's precision gives.
+        unit: the size of one rounding.
+    """
+    return in_noise(distance(value, exact), max(unit, distance(replayed, exact)))

@@ -1,0 +1,42 @@
+"""Where in a training evaluations and reports fall: after how many steps, and micro-batches of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plumbline.judge.oracle.epochs import Position
+from plumbline.judge.oracle.layout import Layout, contract_layout, with_unique_draws
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+
+def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
+    """Yield the positions, alternatives to each other, at which each evaluation is due that the workload asks for."""
+    every, epochs = analysis.workload.validate_every, analysis.epochs
+    if every is None:
+        return
+    for epoch in range(epochs.count):
+        for batches in range(every, epochs.batches + 1, every):
+            positions = epochs.after_batch(epoch, batches)
+            if positions[0] <= (analysis.steps_due, 0):
+                yield positions
+
+
+def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
+    """Return a recorded position in the workload's micro-batches.
+
+    More are recorded where there is a loss for each device, and where optimizers alternate, with a pass for each.
+    """
+    if not micro_batches or step >= len(analysis.steps):
+        return step, micro_batches
+    own = analysis.steps[step].ranks[rank]
+    recorded = len(own.micro_batches) * (len(own.turns) if own.alternate else 1)
+    return step, -(-micro_batches * len(rank_layout(analysis, step, rank)) // max(recorded, 1))
+
+
+def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
+    """Return who computed what in a step, also in a skipped one: all ranks, or these, if they had samples."""
+    steps = with_unique_draws(analysis.steps[step].ranks)
+    spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
+    chosen = [steps[rank] for rank in ranks] or steps
+    layout = contract_layout(chosen, spread, analysis.workload.accumulate)
+    return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))

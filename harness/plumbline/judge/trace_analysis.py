@@ -1,0 +1,452 @@
+"""One trace under analysis: what every check shares. Its steps, the expected gradient of each, and the noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from plumbline.core.cell import Cell
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.evidence.trace import Step, Tensors, Trace
+from plumbline.judge.oracle.dropout_masks import mask_shapes
+from plumbline.judge.oracle.epochs import Epochs
+from plumbline.judge.oracle.full_training import FullTraining
+from plumbline.judge.oracle.layout import (
+    Layout,
+    contract_layout,
+    draws,
+    one_device_layout,
+    shuffled,
+    single_batch_layout,
+    with_unique_draws,
+)
+from plumbline.judge.oracle.noise import (
+    NOISE_RUNS,
+    NoiseScale,
+    absolute_sum,
+    distance,
+    length,
+    next_to_nothing,
+    norm,
+    nudged,
+    rounding_alone,
+    within_a_rounding,
+)
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
+from plumbline.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
+from plumbline.workloads import Problem
+
+NUDGES = 3
+"""Weights a rounding of float64 away that tell whether a tensor is zero in truth."""
+
+
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """The correct gradients of one step, in float64, at the subject's own weights and samples.
+
+    ``one_device``: what one device may compute, the mean over micro-batches, or all samples at once.
+    ``contract``: what the backend promises. ``raw``: the same before it is clipped. ``parts``: the gradient of each
+    group alone, by micro-batch.
+    ``units``: the size of one rounding of each tensor. ``largest_units``: that of one rounding of its largest entry in
+    the dtype that autocast computes in; without autocast it is empty. ``rounding_alone``: tensors that are zero in
+    truth, whose unit is zero, and how large float64's roundings make them.
+    """
+
+    one_device: tuple[Tensors, ...]
+    contract: Tensors
+    raw: Tensors
+    parts: Sequence[Sequence[Tensors]]
+    units: dict[str, float]
+    largest_units: dict[str, float]
+    rounding_alone: dict[str, float]
+
+    @property
+    def whole(self) -> Tensors:
+        """The gradient of one device that takes the same micro-batches."""
+        return self.one_device[0]
+
+
+@dataclass(frozen=True)
+class GlobalStep:
+    """One optimizer step over all ranks. ``index`` counts attempts from 0, skipped ones included."""
+
+    index: int
+    ranks: tuple[Step, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any rank's GradScaler skipped the step."""
+        return any(step.skipped for step in self.ranks)
+
+    @property
+    def held_back(self) -> frozenset[str]:
+        """The parameters of optimizers that a GradScaler skipped, where it did not skip all of them."""
+        return frozenset(name for step in self.ranks for name in step.held_back)
+
+
+class TraceAnalysis:
+    """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
+
+    def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
+        self.whole_trace, self.cell = trace, cell
+        contract, topology = cell.contract, cell.topology
+        self.replicas = contract.replicas(topology)
+        self.recorded = with_empty_steps(trace, self.replicas)
+        whole = with_whole_models(self.recorded, contract.holders(topology))
+        self.trace = as_replicas(whole, self.replicas, self._mask_shapes(trace, workload))
+        self.world = len(cell.contract.loss_ranks(cell.topology))
+        self.window = workload.accumulate * cell.contract.micro_batches
+        self.workload = workload
+        self.behavior = behavior
+        self.devices = cell.topology.devices
+        self.epochs = Epochs.of(workload, behavior, self.devices)
+        self.epsilon = _epsilon(cell.arithmetic.storage)
+        self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
+
+    def _mask_shapes(self, trace: Trace, workload: Problem) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a whole model's masks, where ranks may draw parts of them."""
+        micro_batches = (micro for rank in trace.ranks for step in rank.steps for micro in step.micro_batches)
+        if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):
+            return {}
+        return mask_shapes(workload, self.cell.topology.devices)
+
+    @cached_property
+    def full_training(self) -> FullTraining:
+        """Whole trainings from the job's weights, for the checks of the final weights."""
+        return FullTraining(self)
+
+    @cached_property
+    def steps(self) -> tuple[GlobalStep, ...]:
+        """The steps of all ranks side by side, as many as every rank has."""
+        return _side_by_side(self.trace)
+
+    @cached_property
+    def recorded_steps(self) -> tuple[GlobalStep, ...]:
+        """The same of each rank by itself, also where several hold one model together."""
+        return _side_by_side(self.recorded)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether several ranks hold one model together, and are judged as one."""
+        return any(len(ranks) > 1 for ranks in self.replicas)
+
+    def recorded_together(self, index: int, rank: int) -> dict[int, Step]:
+        """Return what was recorded at a step on each of the ranks that are judged as ``rank``, by the rank."""
+        ranks = self.recorded_steps[index].ranks
+        return {one: ranks[one] for one in self.replicas[rank] if one < len(ranks)}
+
+    @cached_property
+    def holders(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Which ranks hold each parameter, in the model's order; one entry for each rank that others are judged as."""
+        order = {name: number for number, name in enumerate(self.oracle.parameters)}
+        found = []
+        for rank in range(len(self.replicas)):
+            together = self.recorded_together(0, rank) if self.recorded_steps else {}
+            places, ranks = holders_of(tuple(together.values())), tuple(together)
+            names = sorted(places, key=lambda name: order.get(name, len(order)))
+            found.append({name: tuple(ranks[place] for place in places[name]) for name in names})
+        return tuple(found)
+
+    def holder(self, rank: int, name: str | None) -> int:
+        """Return the rank whose record of a parameter is judged as that of ``rank``: the first that holds it.
+
+        Where each rank holds the whole model, that is the rank itself.
+        """
+        if not self.is_staged:
+            return rank
+        return self.holders[rank].get(name or "", self.replicas[rank])[0]
+
+    def judged_as(self, rank: int) -> int:
+        """Return as which rank a recorded one is judged: the reverse of ``holder``."""
+        return next(place for place, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
+
+    def buffer_holder(self, index: int, name: str | None) -> int | None:
+        """Return the first rank that recorded a buffer at a step, None where none did."""
+        ranks = self.recorded_steps[index].ranks
+        return next((rank for rank, step in enumerate(ranks) if name in step.buffers), None)
+
+    @cached_property
+    def steps_taken(self) -> tuple[GlobalStep, ...]:
+        """The steps that no rank skipped."""
+        return tuple(step for step in self.steps if not step.skipped)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """Float64, one device."""
+        return Oracle(self.workload, self.devices)
+
+    @cached_property
+    def cell_oracle(self) -> Oracle:
+        """The cell's own precision, one device."""
+        return Oracle(self.workload, self.devices, self.cell.arithmetic)
+
+    @property
+    def steps_due(self) -> int:
+        """The number of optimizer steps that the training should have."""
+        return self.workload.steps(self.devices)
+
+    def standing_schedules(self, step: GlobalStep) -> frozenset[int]:
+        """Return the numbers of the optimizers whose schedules do not move on after a step that was taken.
+
+        After one in which an optimizer was held back each of them may move or not: the rates of the next step tell.
+        """
+        place = self.steps_taken.index(step)
+        if not step.held_back or place + 1 == len(self.steps_taken):
+            return frozenset()
+        now, then = (self.steps_taken[one].ranks[0].learning_rates for one in (place, place + 1))
+        groups = [len(one.param_groups) for one in self.oracle.optimizer().every]
+        if not len(now) == len(then) == sum(groups):
+            return frozenset(range(len(groups))) if now == then else frozenset()
+        ends = list(accumulate(groups))
+        return frozenset(
+            number
+            for number, (end, count) in enumerate(zip(ends, groups, strict=True))
+            if now[end - count : end] == then[end - count : end]
+        )
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether samples should be in another order in each epoch."""
+        return self.behavior.shuffles(self.workload.shuffle)
+
+    def batches_between(self, step: GlobalStep) -> int:
+        """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
+        first = step.ranks[0]
+        return max(1, len(first.micro_batches) // self.cell.contract.micro_batches) if first.alternate else 0
+
+    def load_step(self, oracle: Oracle, step: GlobalStep) -> None:
+        """Give an oracle the state that the subject had before a step."""
+        oracle.load(step.ranks[0].before)
+        self.load_inputs(oracle, step)
+        oracle.set_turns(step.ranks[0], self.batches_between(step))
+
+    def load_inputs(self, oracle: Oracle, step: GlobalStep) -> None:
+        """Give an oracle what a step's forwards depend on besides the weights."""
+        oracle.set_forward_state(with_unique_draws(step.ranks), own_buffers=self.behavior.own_buffers)
+
+    @cached_property
+    def start(self) -> Tensors:
+        """The job's initial weights, in the precision in which the subject gets them."""
+        model = self.workload.model(self.cell_oracle.dtype)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """Who computed what at each step taken, by step index."""
+        return {step.index: self._layout(step) for step in self.steps_taken}
+
+    def _layout(self, step: GlobalStep) -> Layout:
+        spread = self.cell.contract.devices_per_process(self.cell.topology)
+        return contract_layout(with_unique_draws(step.ranks), spread, self.window)
+
+    def one_device(self, layout: Layout) -> Layout:
+        """Return the same samples as one device takes them, each batch at once."""
+        return one_device_layout(layout, self.cell.contract.micro_batches)
+
+    @cached_property
+    def expected(self) -> dict[int, ExpectedGradients]:
+        """The correct gradients at each step taken, by step index."""
+        return {step.index: self._expected(step) for step in self.steps_taken}
+
+    def _expected(self, step: GlobalStep) -> ExpectedGradients:
+        layout = self.layouts[step.index]
+        self.load_step(self.oracle, step)
+        left = partial(without_held_back, held_back=step.held_back, clip_norm=self.workload.clip_norm)
+        parts = [list(map(left, groups)) for groups in self.oracle.group_gradients(layout)]
+        raw = mean_gradient(parts)
+        contract = self.oracle.clipped(raw)
+        gradients = {layout: contract}
+        # Both ways at every step, also where they are the same: a trainer keeps to one of them.
+        ways = (self.one_device(layout), single_batch_layout(layout))
+        for way in ways:
+            if way not in gradients:
+                gradients[way] = left(self.oracle.gradient(way))
+        units, largest_units = {}, {}
+        for name, clipped_value in contract.items():
+            absolute = absolute_sum(_shares(parts, name))
+            # Clipping shortens the roundings of a gradient with it.
+            shortened = norm(clipped_value) / norm(raw[name]) if norm(raw[name]) else 1.0
+            units[name] = norm(absolute) * self.epsilon / 2 * shortened
+            if self.cell.arithmetic.autocast is not None:
+                largest = float(absolute.double().max()) if absolute.numel() else 0.0
+                largest_units[name] = largest * self.compute_epsilon / 2 * shortened
+        alone = self._rounding_alone(step, contract, left)
+        units |= dict.fromkeys(alone, 0.0)
+        return ExpectedGradients(
+            tuple(gradients[way] for way in ways), contract, raw, parts, units, largest_units, alone
+        )
+
+    def _rounding_alone(
+        self, step: GlobalStep, contract: Tensors, left: Callable[[Tensors], Tensors]
+    ) -> dict[str, float]:
+        """Return the tensors of a step's gradient that are zero in truth, and how large float64 makes them."""
+        names = next_to_nothing(contract)
+        if not names:
+            return {}
+        generator = torch.Generator().manual_seed(self.workload.seed)
+        moved = []
+        for _ in range(NUDGES):
+            self.oracle.load(nudged(step.ranks[0].before, generator))
+            moved.append(left(self.oracle.gradient(self.layouts[step.index])))
+        self.load_step(self.oracle, step)
+        return rounding_alone(contract, moved, names)
+
+    @cached_property
+    def is_one_device(self) -> bool:
+        """Whether the contract is what one device computes, at every step, within thousands of float64's roundings."""
+        return all(
+            sum(distance(expected.contract[name], value) for name, value in expected.whole.items())
+            <= 1e-12 * sum(map(norm, expected.whole.values()))
+            for expected in self.expected.values()
+        )
+
+    @cached_property
+    def noise(self) -> NoiseScale:
+        """Noise of the gradient: the contract in the cell's precision on one device, in several orders.
+
+        Few samples have few orders, and each may happen to be rounded hardly at all: every second run is repeated at
+        weights that are less than a rounding away, and compared with float64 at the same ones. Float64 is compared with
+        itself: there the weights of each run are nudged on one side alone, and the sums in a layer differ as they do in
+        another order.
+        """
+        noise = NoiseScale()
+        generator = torch.Generator().manual_seed(self.workload.seed)
+        rng = random.Random(self.workload.seed)
+        orders = -(-NOISE_RUNS // max(len(self.steps_taken), 1))
+        is_double = self.cell_oracle.dtype is torch.float64
+        for step in self.steps_taken:
+            expected, layout, before = self.expected[step.index], self.layouts[step.index], step.ranks[0].before
+            scale = step.ranks[0].scale or 1.0
+            left = partial(without_held_back, held_back=step.held_back, clip_norm=self.workload.clip_norm)
+            self.load_step(self.oracle, step)
+            self.load_step(self.cell_oracle, step)
+            noise.add_rounding(expected.contract, expected.units, expected.largest_units)
+            noise.add_rounding_alone(expected.rounding_alone, self.epsilon / torch.finfo(torch.float64).eps)
+            for number in range(orders):
+                self.cell_oracle.load(nudged(before, generator) if is_double else before)
+                measured = left(self.cell_oracle.gradient(shuffled(layout, rng), scale))
+                noise.add(measured, expected.contract, expected.units)
+                if not is_double and number % 2 == 0:
+                    self.cell_oracle.load(within_a_rounding(before, generator, self.compute_epsilon))
+                    self.oracle.load(self.cell_oracle.weights())
+                    measured = left(self.cell_oracle.gradient(shuffled(layout, rng), scale))
+                    noise.add(measured, left(self.oracle.gradient(layout)), expected.units, repeated=True)
+        return noise
+
+    @cached_property
+    def diverged_at(self) -> int | None:
+        """The first step at which one device's gradient, or the norm that clips it, is not finite either.
+
+        Both are computed at the subject's own weights. None where there is none. A loss that is scaled overflows by
+        the scale, and its steps are skipped.
+        """
+        for step in self.steps_taken:
+            if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
+                break
+            self.load_step(self.cell_oracle, step)
+            if not _is_finite(self.cell_oracle.gradient(self.layouts[step.index])) or self._overflows_its_norm(step):
+                return step.index
+        return None
+
+    def _overflows_its_norm(self, step: GlobalStep) -> bool:
+        """Say whether a gradient is clipped whose squared norm the cell's precision does not hold: zeros are left."""
+        longest = math.sqrt(torch.finfo(self.cell_oracle.dtype).max)
+        return self.workload.clip_norm is not None and length(self.expected[step.index].raw) > longest
+
+    def may_overflow(self, step: GlobalStep) -> bool:
+        """Say whether a right trainer's gradient may overflow at a step, in the cell's precision and at its loss scale.
+
+        What it computes may be as many times one device's as the step has samples, if it divides after the backward,
+        and the order of summation may double a sum on its way.
+        """
+        layout = self._layout(step)
+        scale = (step.ranks[0].scale or 1.0) * 2 * len(draws(layout))
+        self.load_step(self.cell_oracle, step)
+        parts = self.cell_oracle.group_gradients(layout, scale)
+        return not all(_is_finite(part) for groups in parts for part in groups)
+
+    @property
+    def limit(self) -> float:
+        """The limit for a correct trainer's gradient, in × noise."""
+        return self.noise.limit
+
+    def tolerated(self, step: GlobalStep) -> dict[str, float]:
+        """Return the error with which each tensor of a step's gradient is still called right."""
+        units = self.expected[step.index].units
+        return {name: self.limit * self.noise.at(name, unit) for name, unit in units.items()}
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether every divisor is a power of two, so that an exact workload must match bit for bit."""
+        return (
+            self.workload.exact
+            and self.cell.arithmetic.autocast is None
+            and all(_is_power_of_two(n) for layout in self.layouts.values() for n in _divisors(layout))
+        )
+
+    def allowed(self, limit: float) -> float:
+        """Return the limit for a correct trainer in × noise: ``limit``, or 0 where the result must be exact."""
+        return 0.0 if self.exact else limit
+
+    def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
+        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') no earlier rank has, bit for bit."""
+        return differing(self.steps_taken, pick)
+
+
+def differing(steps: Iterable[GlobalStep], pick: str) -> Iterator[tuple[GlobalStep, int, Step]]:
+    """Yield the ranks' steps whose ``pick`` no earlier rank has, bit for bit."""
+    for global_step in steps:
+        seen: list[Tensors] = []
+        for rank, step in enumerate(global_step.ranks):
+            value: Tensors = getattr(step, pick)
+            if not any(same(value, other) for other in seen):
+                seen.append(value)
+                yield global_step, rank, step
+
+
+def _side_by_side(trace: Trace) -> tuple[GlobalStep, ...]:
+    columns = zip(*(rank.steps for rank in trace.ranks), strict=False)
+    return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Return whether two sets of tensors have the same names and the same bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name])
+        or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
+        for name in left
+    )
+
+
+def _is_finite(tensors: Tensors) -> bool:
+    return all(bool(value.isfinite().all()) for value in tensors.values())
+
+
+def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
+    """Return what each group contributes to the mean of a tensor."""
+    count = sum(len(groups) for groups in parts)
+    return (part[name] / count for groups in parts for part in groups if name in part)
+
+
+def _epsilon(dtype: str) -> float:
+    """Return the distance from 1 to the next larger number of a dtype."""
+    return torch.finfo(getattr(torch, dtype)).eps
+
+
+def _divisors(layout: Layout) -> Iterable[int]:
+    yield len(layout)
+    for groups in layout:
+        yield len(groups)
+        for group in groups:
+            yield sum(len(share) for share in group)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

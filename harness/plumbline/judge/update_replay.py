@@ -1,0 +1,130 @@
+"""Replays a rank's optimizer steps: the workload's optimizer, applied to the rank's own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from plumbline.core.precision import Precision
+from plumbline.evidence.trace import RankTrace, Step, Tensors
+from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, rounding_unit
+from plumbline.judge.oracle.oracle import Optimizers, Oracle
+from plumbline.judge.oracle.partial_sums import PartialSums
+from plumbline.judge.trace_analysis import TraceAnalysis
+
+Intervention = Callable[[int, Oracle, Optimizers], None]
+"""A change to a replay, made before the step with this index."""
+
+PARTS = (2, 3, 4)
+"""In how many parts an optimizer's matrix products are summed where updates are not right in one."""
+
+
+def update_errors(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> list[Deviation]:
+    """Return how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
+
+    Where that is more than ``allowed``, noise includes what sums in parts make of an optimizer's matrix products: where
+    a matrix lies in shards, an optimizer that multiplies in 16 bits, as Muon does, rounds otherwise.
+    """
+    errors = list(replay(trace, analysis))
+    if largest(errors).x_noise <= allowed:
+        return errors
+    return list(replay(trace, analysis, noise_of_parts=_noise_of_parts(trace, analysis)))
+
+
+def replay(
+    trace: RankTrace,
+    analysis: TraceAnalysis,
+    intervene: Intervention | None = None,
+    noise_of_parts: Mapping[str, float] = MappingProxyType({}),
+) -> Iterator[Deviation]:
+    """Yield how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
+
+    Each step begins with the rank's own weights, so that only the optimizer's state is the replay's. Noise is the error
+    of the same replay in the cell's storage precision, at least one rounding; ``noise_of_parts``, so many roundings,
+    is added to it.
+    """
+    for step in _replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None), intervene):
+        exact, replayed = step.weights
+        for name, value in step.recorded.after.items():
+            if name not in exact:
+                continue  # the subject's own addition to the model: not the job's, so not judged
+            unit = step.unit(name, analysis)
+            noise = max(unit, distance(replayed[name], exact[name])) + noise_of_parts.get(name, 0.0) * unit
+            yield Deviation(
+                in_noise(distance(value, exact[name]), noise), step.index, name, analysis.holder(trace.rank, name)
+            )
+
+
+def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, float]:
+    """Return how many roundings sums in parts make of each parameter, at the step at which they make most."""
+    roundings: dict[str, float] = {}
+    precisions = (None, *[analysis.cell.arithmetic] * (1 + len(PARTS)))
+    for step in _replays(trace, analysis, precisions, (None, None, *PARTS)):
+        _, whole, *others = step.weights
+        for name, value in whole.items():
+            made = max(distance(other[name], value) for other in others)
+            unit = step.unit(name, analysis)
+            roundings[name] = max(roundings.get(name, 0.0), made / unit if unit else 0.0)
+    return roundings
+
+
+@dataclass(frozen=True)
+class _StepReplays:
+    """A step that a rank took, and the weights after it in each replay; the first one is exact."""
+
+    index: int
+    recorded: Step
+    weights: Sequence[Tensors]
+
+    def unit(self, name: str, analysis: TraceAnalysis) -> float:
+        """Return the size of one rounding of a parameter and of its change."""
+        before = self.recorded.before[name].double()
+        return rounding_unit([before, self.weights[0][name] - before], analysis.epsilon)
+
+
+def _replays(
+    trace: RankTrace,
+    analysis: TraceAnalysis,
+    precisions: Sequence[Precision | None],
+    parts: Sequence[int | None],
+    intervene: Intervention | None = None,
+) -> Iterator[_StepReplays]:
+    """Yield each step taken, replayed in each of these precisions, with matrix products in so many parts."""
+    oracles = [Oracle(analysis.workload, analysis.devices, precision) for precision in precisions]
+    replays = [(oracle, oracle.optimizer(), count) for oracle, count in zip(oracles, parts, strict=True)]
+    for index, step in enumerate(trace.steps):
+        if step.skipped:
+            continue
+        if intervene is not None:
+            for oracle, optimizer, _ in replays:
+                intervene(index, oracle, optimizer)
+        weights = [
+            weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates, count)
+            for oracle, optimizer, count in replays
+        ]
+        yield _StepReplays(index, step, weights)
+
+
+def weights_after(
+    oracle: Oracle,
+    optimizer: Optimizers,
+    before: Tensors,
+    gradients: Tensors,
+    learning_rates: tuple[float, ...],
+    parts: int | None = None,
+) -> Tensors:
+    """Return what one optimizer step makes of weights and gradients, at the subject's learning rates.
+
+    The optimizer's matrix products are summed in ``parts``, if given.
+    """
+    oracle.load(before)
+    oracle.set_gradients(gradients)
+    # Whether these rates are right is another check's question; they are ignored where the groups do not correspond.
+    if len(learning_rates) == len(optimizer.param_groups):
+        for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
+            group["lr"] = rate
+    with nullcontext() if parts is None else PartialSums(parts):
+        optimizer.step()
+    return oracle.weights()

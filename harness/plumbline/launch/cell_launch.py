@@ -1,0 +1,231 @@
+"""Launches a cell on a pool: an assignment for each rank, the trace at the end, and a launch with an interruption."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
+from plumbline.evidence.tensor_store import FOLDER
+from plumbline.evidence.trace import Exit, RankTrace, Trace
+from plumbline.launch.exit_reason import explain
+from plumbline.launch.hung_ranks import take_so_far, without_unfinished
+from plumbline.launch.launch_progress import RunningLaunch
+from plumbline.launch.node_launch import gather
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.launch.this_machine import new_store
+from plumbline.own_workloads.find import workload_of
+from plumbline.worker.assignment import Assignment
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """A launch that stops after ``stop_after_step`` steps and saves to ``folder``, or, None, resumes from there."""
+
+    folder: Path
+    stop_after_step: int | None
+
+
+@dataclass(frozen=True)
+class CellLaunch:
+    """A cell that is being trained, by a process for each of ``assignments``.
+
+    ``store`` is the ranks' rendezvous store, which must live as long as they do; None where the subject starts its
+    ranks.
+    """
+
+    pool: Pool
+    running: RunningLaunch
+    assignments: tuple[Assignment, ...]
+    store: TCPStore | None
+    folder: Path
+    settings: Settings
+
+    def trace(self) -> Trace:
+        """Wait for the end and return the evidence.
+
+        Raises:
+            LaunchError: the pool's server is gone.
+            TraceError: a rank's evidence cannot be read, or shards of several do not fit.
+        """
+        ends = self.pool.finish(self.running)
+        ranks: list[RankTrace] = []
+        exits: dict[int, Exit] = {}
+        hung: dict[int, Exit] = {}
+        if self.store is None:
+            ranks, exits, hung = gather(self.assignments, ends, self.settings.time_limit)
+        else:
+            take_so_far(self.folder, ends)
+            for assignment, end in zip(self.assignments, ends, strict=True):
+                file = Path(assignment.evidence)
+                # It may have trained to the end after all: it was asked for the evidence that it had.
+                hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
+                if end.evidence or hangs:
+                    ranks.append(read_rank(file))
+                if not end.evidence:
+                    exit = explain(end, assignment, self.settings.time_limit, hung=hangs)
+                    (hung if hangs else exits)[end.rank] = exit
+        trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
+        for rank in trace.exits:
+            # Evidence that was written too late, or before a rank hung in the middle, must not be judged later.
+            Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
+        return whole_tensors(trace, self.folder / FOLDER)
+
+    @property
+    def _due(self) -> int:
+        """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
+        assignment = self.assignments[0]
+        workload = workload_of(assignment.cell)
+        if assignment.stop_after_step is not None:
+            return assignment.stop_after_step
+        return workload.steps(assignment.cell.topology.devices) - (
+            workload.interrupt_after or 0 if assignment.resume else 0
+        )
+
+    def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
+        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into the folder ``part``.
+
+        Raises:
+            LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
+        """
+        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).trace()
+
+
+def start(
+    pool: Pool,
+    cell: Cell,
+    folder: Path,
+    settings: Settings,
+    checkpoint: CheckpointRequest | None = None,
+    gate: Path | None = None,
+    profile: Path | None = None,
+) -> CellLaunch:
+    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
+
+    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds. With
+    ``profile`` they also leave what torch's profiler saw in that folder.
+
+    Raises:
+        LaunchError: the pool's server is gone, or a subject that starts its ranks by itself is to be timed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_nodes = _starts_its_ranks(pool, cell)
+    if whole_nodes and gate:
+        raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    for left in folder.glob("*.safetensors") if whole_nodes else ():
+        left.unlink()  # only this launch's evidence may be found there
+    store = None if whole_nodes else new_store(pool.listens_on)
+    meeting = {"MASTER_PORT": str(store.port)} if store else pool.meeting_point()
+    number = pool.next_launch()
+    comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
+    assignments = tuple(
+        Assignment(
+            launch=number,
+            cell=cell,
+            rank=rank,
+            comm=comm,
+            devices=_devices(cell, rank, settings.oversubscribe, whole_nodes),
+            environment=_environment(cell, rank, whole_nodes)
+            | pool.variables(cell, rank, settings.oversubscribe)
+            | meeting,
+            evidence=str(folder / f"rank-{rank}.safetensors"),
+            log=str(folder / f"rank-{rank}.log"),
+            checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
+            stop_after_step=checkpoint.stop_after_step if checkpoint else None,
+            resume=checkpoint is not None and checkpoint.stop_after_step is None,
+            store_above=settings.store_above,
+            gate=str(gate) if gate else None,
+            profile=str(profile) if profile else None,
+            whole_node=whole_nodes,
+        )
+        for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)
+    )
+    running = pool.begin(cell.subject, assignments, settings.time_limit)
+    return CellLaunch(pool, running, assignments, store, folder, settings)
+
+
+def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
+    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`CellLaunch.trace`."""
+    return start(pool, cell, folder, settings).trace()
+
+
+def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int, *, elastic: bool) -> Trace:
+    """Return the trace of an uninterrupted launch together with those of an interrupted training.
+
+    ``cell`` is trained again: ranks that stop after ``after`` optimizer steps and save, and other ranks that go on. An
+    ``elastic`` training has another number of devices before the interruption. After a trace that is not whole no more
+    launches follow: it says why. The checkpoint itself, which may hold code, is not kept.
+
+    Raises:
+        LaunchError, TraceError: a launch was not possible, or its evidence cannot be read.
+    """
+    if not trace.is_whole:
+        return trace
+    # Beside the evidence, which every node can write to.
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
+    try:
+        saved = launched.again(cell.resized if elastic else cell, SAVED, CheckpointRequest(folder, after))
+        resumed = launched.again(cell, RESUMED, CheckpointRequest(folder, None)) if saved.is_whole else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return replace(trace, saved=saved, resumed=resumed)
+
+
+def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
+    """Return whether the subject of ``cell`` is called once a node."""
+    return any(declared["launch"] == "node" for declared in _declared(pool, cell))
+
+
+def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:
+    """Return what the subject of ``cell`` declares about its way of training there."""
+    return next((TrainingBehavior.of(declared["conduct"]) for declared in _declared(pool, cell)), TrainingBehavior())
+
+
+def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:
+    for declared in pool.subjects:
+        if declared["name"] == cell.subject and cell.backend in declared["backends"]:
+            yield declared
+
+
+def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
+    """Return the names under which this rank, or all of its node, finds its devices."""
+    spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
+    if cell.accelerator == "cpu":
+        return ("cpu",) * spread
+    first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
+    # Every node is on this machine then, and has all of its devices.
+    present = torch.cuda.device_count() if oversubscribe else first + spread
+    return tuple(f"cuda:{(first + i) % present}" for i in range(spread))
+
+
+def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
+    """Return the variables that torchrun sets for this rank on any node, or those of a whole node."""
+    local_world = cell.contract.processes_per_node(cell.topology)
+    node = {
+        "GROUP_RANK": rank // local_world,
+        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
+        "OMP_NUM_THREADS": 1,
+    }
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_world,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": cell.processes,
+        "LOCAL_WORLD_SIZE": local_world,
+        "ROLE_WORLD_SIZE": cell.processes,
+        "ROLE_NAME": "default",
+    }
+    variables = node | ({"NODE_RANK": rank // local_world} if whole_node else own)
+    return {name: str(value) for name, value in variables.items()}

@@ -1,0 +1,74 @@
+"""How a rank without evidence ended: its exit code or signal, where its Python was, what it printed last."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import Exit
+from plumbline.launch.launch_progress import LaunchedRankEnd
+from plumbline.launch.stacks import calls_of, collective_of
+from plumbline.worker.assignment import Assignment, stack_beside
+
+_PRINTED = 1500
+_LONGEST_STACK = 12
+
+_HINTS = {
+    int(signal.SIGBUS): "a mapped file has no room behind it: is /dev/shm, or the disk, full?",
+    int(signal.SIGXFSZ): "a file was larger than ulimit -f allows",
+    int(signal.SIGXCPU): "it used more time than ulimit -t allows",
+}
+
+
+def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
+    """Return how a rank without evidence ended, or one that ``hung`` after it; ``time_limit`` is in seconds."""
+    calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
+    late = end.code is None
+    if end.unwritten is not None:
+        place = Path(assignment.evidence).parent
+        remedy = f"make room in {place}, or name another folder with the variable TMPDIR"
+        return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {remedy}", end.steps)
+    if end.silent is not None:
+        return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _PRINTED))
+    return Exit(
+        Outcome.TIMED_OUT if late else Outcome.CRASHED,
+        _late(end, time_limit, hung) if late else f"{_died(end)} before its evidence was complete",
+        step=end.steps,
+        waits_in=collective_of(calls) if late and assignment.cell.processes > 1 else None,
+        stack="\n".join(map(str, calls[:_LONGEST_STACK])),
+        said=_tail(Path(assignment.log), _PRINTED),
+    )
+
+
+def _late(end: LaunchedRankEnd, time_limit: float, hung: bool) -> str:
+    if not end.limit_reached:
+        if hung:
+            return "it had not ended some seconds after all ranks had left their evidence"
+        return "ended, because it waited for ranks that were gone"
+    missed = "it had not ended" if hung else "no evidence"
+    return f"{missed} after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
+
+
+def _died(end: LaunchedRankEnd) -> str:
+    assert end.code is not None
+    if end.code >= 0:
+        return f"ended with exit code {end.code}"
+    number = -end.code
+    try:
+        name = f" ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        name = ""
+    starved = end.out_of_memory and number == signal.SIGKILL
+    hint = "the machine, or its control group, was out of memory" if starved else _HINTS.get(number)
+    return f"killed by signal {number}{name}{f' – {hint} –' if hint else ''}"
+
+
+def _tail(file: Path, length: int) -> str:
+    """Return the end of a file, "" where there is none."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - length))
+            return stream.read().decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,166 @@
+"""How far a launch is, from its fork servers' events: which ranks have ended, how, and when the others are signalled.
+
+No process is started or signalled here: ``Pool.finish`` reads the events and sends the signals.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from plumbline.launch.child_processes import CHILD_EXIT_TIMEOUT_S, ChildEnd, Children
+
+EXIT_GRACE_S = 3.0
+"""Time for ranks to notice that another rank is gone, to end once their evidence is there, and, at the time limit, to
+write the evidence that they have so far."""
+
+STACK_DUMP_TIME_S = 0.5
+"""Time for ranks to write their stacks before they are killed."""
+
+KILL_RETRY_S = 300.0
+"""Time after which ranks that were killed, and whose end was not reported, are killed again."""
+
+
+@dataclass(frozen=True)
+class LaunchedRankEnd:
+    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
+
+    ``unwritten`` says why its evidence could not be written, and ``silent`` why its node stopped answering; both are
+    None otherwise. ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because
+    the launch took too long; else because others were gone. ``stopped``: it was found stopped by a signal. ``children``
+    are the processes that the subject started by itself, in the order in which they ended, and ``raised`` says that its
+    call, above them, raised.
+    """
+
+    rank: int
+    evidence: bool
+    code: int | None
+    seconds: float
+    steps: int | None = None
+    limit_reached: bool = False
+    stopped: bool = False
+    out_of_memory: bool = False
+    unwritten: str | None = None
+    silent: str | None = None
+    raised: bool = False
+    children: tuple[ChildEnd, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunningLaunch:
+    """A launch that has begun. Times are of the monotonic clock, in seconds.
+
+    ``below`` is how many ranks each of ``ranks`` stands for, where the subject starts them by itself.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    started: float
+    deadline: float
+    below: int = 0
+
+
+class Phase(Enum):
+    """What the ranks of a launch are at."""
+
+    TRAINING = auto()
+    DUMPING = auto()
+    """They were asked for their stacks and for the evidence that they have so far."""
+    KILLED = auto()
+
+
+class LaunchProgress:
+    """Follows one launch. At ``deadline``, on the monotonic clock, the ranks that remain get the next signal.
+
+    A rank has ended well when its evidence is complete in time; one that then hangs in its teardown is ended.
+    """
+
+    def __init__(self, launch: RunningLaunch) -> None:
+        self.deadline = launch.deadline
+        self._launch = launch
+        self._phase = Phase.TRAINING
+        self._limit_reached = False
+        self._waiting = set(launch.ranks)
+        self._evidence: set[int] = set()
+        self._dumped: set[int] = set()
+        self._late: dict[int, Mapping[str, Any]] = {}
+        self._unwritten: dict[int, str] = {}
+        self._children = Children(launch.below)
+        self._ends: dict[int, LaunchedRankEnd] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have ended."""
+        return not self._waiting
+
+    @property
+    def ends(self) -> list[LaunchedRankEnd]:
+        """How each rank ended, in the launch's order of ranks."""
+        return [self._ends[rank] for rank in self._launch.ranks]
+
+    def escalate(self) -> int:
+        """Return the signal that the remaining ranks get, because the deadline has passed, and set the next one."""
+        if self._phase is Phase.TRAINING:
+            self._limit_reached = self.deadline == self._launch.deadline
+            self._phase = Phase.DUMPING
+            self.deadline = time.monotonic() + (EXIT_GRACE_S if self._limit_reached else STACK_DUMP_TIME_S)
+            return signal.SIGUSR1
+        self._phase = Phase.KILLED
+        self.deadline = time.monotonic() + KILL_RETRY_S
+        return signal.SIGKILL
+
+    def update(self, event: Mapping[str, Any]) -> None:
+        """Take in an event of this launch."""
+        kind, rank = event["event"], event["rank"]
+        self._children.update(event, late=self._phase is not Phase.TRAINING)
+        if kind == "late":
+            self._late[rank] = event
+        elif kind == "unwritten":
+            self._unwritten[rank] = event["why"]
+        if self._phase is Phase.TRAINING:
+            self._update_in_time(event)
+        elif kind == "so_far":
+            self._dumped.add(rank)
+            if self._dumped >= self._waiting:
+                self._end_within(STACK_DUMP_TIME_S)
+        if kind == "exit":
+            self._waiting.discard(rank)
+            self._ends[rank] = self._end_of(rank, event)
+
+    def _update_in_time(self, event: Mapping[str, Any]) -> None:
+        """Note evidence, and shorten the deadline where a rank failed or all that is left to do is to end."""
+        rank, waiting = event["rank"], self._waiting
+        if event["event"] == "evidence" or event.get("evidence"):
+            self._evidence.add(rank)
+        failed = False
+        if event["event"] == "exit":
+            waiting = waiting - {rank}
+            failed = bool(event["code"]) or rank not in self._evidence
+        if failed or self._evidence >= waiting:
+            self._end_within(EXIT_GRACE_S)
+        elif self._children.has_finished(waiting):
+            self._end_within(CHILD_EXIT_TIMEOUT_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def _end_of(self, rank: int, event: Mapping[str, Any]) -> LaunchedRankEnd:
+        late = self._late.get(rank)
+        return LaunchedRankEnd(
+            rank,
+            evidence=rank in self._evidence,
+            code=event["code"] if self._phase is Phase.TRAINING else None,
+            seconds=event["at"] - self._launch.started,
+            steps=(late or event)["steps"],
+            limit_reached=self._limit_reached,
+            stopped=late is not None and late["stopped"],
+            out_of_memory=event["out_of_memory"],
+            unwritten=self._unwritten.get(rank),
+            silent=event.get("silent"),
+            raised=self._children.call_raised(rank),
+            children=self._children.of(rank),
+        )

@@ -1,0 +1,75 @@
+"""The launchers by the names that ``--launcher`` takes: one file a launcher, one line in ``LAUNCHERS``.
+
+How ranks come to life once a pool is there belongs to ``plumbline.launch.pool`` and ``plumbline.launch.remote``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError
+from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.launchers.hosts import HostsLauncher
+from plumbline.launch.launchers.local import LocalLauncher
+from plumbline.launch.launchers.ray import RayLauncher
+from plumbline.launch.launchers.slurm import SlurmLauncher
+from plumbline.launch.launchers.torchrun import TorchrunLauncher
+from plumbline.launch.pool import Pool
+from plumbline.launch.remote.node_checks import too_few_devices
+from plumbline.launch.remote.remote_pool import RemotePool
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "local": LocalLauncher,
+    "torchrun": TorchrunLauncher,
+    "slurm": SlurmLauncher,
+    "hosts": HostsLauncher,
+    "ray": RayLauncher,
+}
+
+
+def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher:
+    """Return the launcher of this name.
+
+    Raises:
+        PlanError: there is none, it cannot work here, or an option was given that only another launcher reads.
+    """
+    options = options or LauncherOptions()
+    if name not in LAUNCHERS:
+        close = difflib.get_close_matches(name, LAUNCHERS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(LAUNCHERS)}"
+        raise PlanError(f"there is no launcher {name!r}: {hint}")
+    for other, launcher in LAUNCHERS.items():
+        for option in sorted(launcher.own_options - LAUNCHERS[name].own_options):
+            if getattr(options, option):
+                raise PlanError(f"--{option.replace('_', '-')} is for --launcher {other}, not for {name}")
+    return LAUNCHERS[name](options)
+
+
+def check_nodes(wanted: int, launcher: Launcher) -> None:
+    """Refuse cells with more nodes than the launcher has.
+
+    Raises:
+        PlanError: with the way out.
+    """
+    if launcher.nodes is not None and wanted > launcher.nodes:
+        raise PlanError(
+            f"cells of {wanted} nodes were asked for, and the job has {launcher.nodes}: take --nodes {launcher.nodes} "
+            "(with --gpus for each node), or ask for more nodes"
+        )
+
+
+def check_devices_of_nodes(cells: Iterable[Cell], pools: Iterable[Pool], *, oversubscribe: bool) -> None:
+    """Refuse cells for which a node has too few CUDA devices, as where it has 4 and the others have 8.
+
+    Raises:
+        PlanError: with every node's number of them.
+    """
+    wanted = [cell.topology for cell in cells if cell.accelerator == "cuda"]
+    for pool in pools:
+        if isinstance(pool, RemotePool):
+            for topology in wanted:
+                reason = too_few_devices(pool.nodes[: topology.num_nodes], 1 if oversubscribe else topology.gpus)
+                if reason:
+                    raise PlanError(reason)

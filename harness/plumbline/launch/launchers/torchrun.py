@@ -1,0 +1,150 @@
+"""A node of a cell is a node that torchrun starts, here or by hand; nodes meet by torchrun's c10d rendezvous.
+
+torchrun starts one process a node, the node's fork server, and not one a rank. An interpreter a rank would import torch
+for every rank of every cell: some 11 s for a cell of eight ranks on two cores, where a fork takes 0.35 s, and a matrix
+has hundreds of cells. A torchrun for every cell could not be started by hand on each node at all. So one torchrun lasts
+as long as the pool. A cell's ranks are forked from what it started and get the variables that it would set had it
+started one process a rank; its own variables (``TORCHELASTIC_…``) they inherit.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError
+from plumbline.launch import this_machine
+from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, ignore
+from plumbline.launch.this_machine import new_store
+from plumbline.worker.node_server import TOKEN
+from plumbline.worker.scratch import RUN, Scratch
+
+_RESTARTS = 3
+"""How often a torchrun that was started by hand may restart a node's lost server."""
+
+
+class TorchrunLauncher(Launcher):
+    """Starts a torchrun for each node here, or with --rendezvous waits for those that are started by hand."""
+
+    own_options = frozenset({"rendezvous"})
+
+    def __init__(self, options: LauncherOptions) -> None:
+        super().__init__(options)
+        self.nodes: int = options.nodes
+        self.machines = self.nodes if options.rendezvous else 1
+        self._place = parse_place(options.rendezvous) if options.rendezvous else None
+        if self._place is None:
+            return
+        if options.subjects > 1:
+            raise PlanError(
+                f"--rendezvous: {options.subjects} subjects were named, and what is started on each node is the server "
+                "of one: make a run for each"
+            )
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            raise PlanError("--rendezvous: the nodes are started for one process, so leave -n out")
+        self._store = new_store(self._place[0])
+
+    def pool(self, locator: str, python: str | None) -> RemotePool:
+        """Return a pool over all nodes."""
+        if self._place is None:
+            return TorchrunPool(locator, python, self.nodes, self._notify)
+        return TorchrunByHandPool(locator, python, self.nodes, self._place, self._store, self._notify)
+
+
+class _TorchrunRanks(RemotePool):
+    """Ranks whose node's server torchrun has started."""
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return the variables that torchrun would set for this rank, except those that it has set already."""
+        own = super().variables(cell, rank, oversubscribe)
+        node = rank // cell.contract.processes_per_node(cell.topology)
+        inherited = {name: value for name, value in own.items() if name not in this_machine.ELASTIC}
+        return {**inherited, **this_machine.AGENT_STORE, "NODE_RANK": str(node)}
+
+
+class TorchrunPool(_TorchrunRanks):
+    """Launches ranks of one subject on ``nodes`` nodes, all of them this machine, by a torchrun for each."""
+
+    def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
+        # Held here, so that no other process can take its port before the first agent has it.
+        self._store = new_store(this_machine.loopback())
+        # Without a folder for its logs each agent makes one of its own, which it leaves.
+        logs = Scratch.new(RUN)
+        self._logs: Scratch | None = logs
+        agent = [python or sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes, self._store)]
+        agent += ["--log-dir", logs.path]
+
+        def start_commands(port: int) -> list[list[str]]:
+            return [[*agent, str(WORKER), *server(f"{this_machine.loopback()}:{port}", locator)]] * nodes
+
+        super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify)
+
+    def close(self) -> None:
+        """End the agents and their servers, and remove their logs."""
+        super().close()
+        if self._logs is not None:
+            self._logs.leave(remove=True)
+            self._logs = None
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return each rank's variables; nodes that share this machine divide its devices."""
+        return super().variables(cell, rank, oversubscribe) | this_machine.own_devices(cell, rank, oversubscribe)
+
+
+class TorchrunByHandPool(_TorchrunRanks):
+    """Launches ranks of one subject on nodes that are started by hand; ``notify`` shows how, before the wait begins.
+
+    ``store`` is that of torchrun's rendezvous. It outlives the pool: a node whose server was lost comes back.
+    """
+
+    def __init__(
+        self,
+        locator: str,
+        python: str | None,
+        nodes: int,
+        place: tuple[str, int],
+        store: TCPStore,
+        notify: Callable[[str], None],
+    ) -> None:
+        given = os.environ.get(TOKEN)
+        super().__init__(locator, nodes, lambda port: [], place, given, notify)
+        torchrun = [python, "-m", "torch.distributed.run"] if python else ["torchrun"]
+        worker = [str(WORKER)] if python else ["-m", "plumbline.worker"]
+        words = [*torchrun, *rendezvous(nodes, store, place[0]), "--max-restarts", str(_RESTARTS), *worker]
+        words += server(f"{place[0]}:{place[1]}", locator)
+        # A secret of the user's own is not shown: what is printed here may be kept.
+        token = f'"${TOKEN}"' if given else self.token
+        notify(
+            f"waiting up to {START_TIMEOUT_S:.0f} s for {nodes} nodes; on each of them, in this folder, run\n"
+            f"    {TOKEN}={token} {shlex.join(words)}"
+        )
+
+
+def rendezvous(nodes: int, store: TCPStore, host: str | None = None) -> list[str]:
+    """Return torchrun's options for one process on each of ``nodes`` nodes that meet in ``store``."""
+    endpoint = f"{host or store.host}:{store.port}"
+    return ["--nnodes", str(nodes), "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+
+
+def server(connect: str, locator: str) -> list[str]:
+    """Return the arguments of a node's server; only torchrun knows which node it is."""
+    return ["--connect", connect, "--as-node", "${GROUP_RANK}", locator]
+
+
+def parse_place(given: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``.
+
+    Raises:
+        PlanError: it is malformed.
+    """
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise PlanError(f"--rendezvous {given}: an address of this machine and a port are wanted, as in node0:29400")
+    return host, int(port)

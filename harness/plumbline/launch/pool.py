@@ -1,0 +1,264 @@
+"""A warm pool: one fork server for a subject, from which each launch gets fresh ranks within milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, SubjectError
+from plumbline.launch import this_machine
+from plumbline.launch.launch_progress import EXIT_GRACE_S, LaunchedRankEnd, LaunchProgress, RunningLaunch
+from plumbline.launch.process_tags import TAG, end_tagged
+from plumbline.launch.server_events import NoEventError, contents_of, event_of
+from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, ignore
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.connectivity import free_port
+from plumbline.worker.package_path import PACKAGE_PATH
+from plumbline.worker.processes import KILL_TIMEOUT_S, cpu_seconds
+
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
+    # once lose some answers and wait for the default timeout, 5 s each; the name is not needed.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+    # CUDA does not survive a fork. With this, torch.cuda.is_available() counts devices without starting it, so a
+    # library may ask when it is imported.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+_BOOTSTRAP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import plumbline
+del sys.path[0]
+sys.argv = sys.argv[1:]
+from plumbline.worker.server import main
+main()
+"""
+
+
+class ServerNotStartedError(Exception):
+    """A fork server ended, or sent something else than events, before its first event."""
+
+
+class Pool:
+    """Launches ranks of one subject. Start it early: it warms up while the caller does something else."""
+
+    @property
+    def listens_on(self) -> str:
+        """The address at which this process holds the ranks' rendezvous store."""
+        return this_machine.loopback()
+
+    def __init__(self, locator: str, python: str | None = None, notify: Notify = ignore) -> None:
+        self.locator = locator
+        self._python = python or sys.executable
+        self._errors = os.memfd_create("plumbline") if hasattr(os, "memfd_create") else None
+        self._tag = secrets.token_hex(8)
+        self._process = subprocess.Popen(
+            [self._python, "-c", _BOOTSTRAP, PACKAGE_PATH, locator],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **SERVER_ENVIRONMENT, TAG: self._tag},
+        )
+        assert self._process.stdout is not None
+        self._events = self._process.stdout.fileno()
+        self._notify = notify
+        self._rest = b""
+        self._queue: list[dict[str, Any]] = []
+        self._launches = 0
+        self._subjects: list[dict[str, Any]] | None = None
+
+    @property
+    def subjects(self) -> list[dict[str, Any]]:
+        """What the subjects behind the locator declare; waits for the server to be warm.
+
+        Raises:
+            SubjectError: the locator names none, or it cannot be imported.
+        """
+        if self._subjects is None:
+            try:
+                event = self._first_event()
+            except ServerNotStartedError as error:
+                reason = self._stderr_tail().strip() or str(error)
+                self.close()
+                raise SubjectError(f"--subject {self.locator}: {reason}") from None
+            if event["event"] != "ready":
+                self.close()
+                raise SubjectError(f"--subject {self.locator}: {event['message'].strip()}")
+            self._subjects = event["subjects"]
+        return self._subjects
+
+    def _first_event(self) -> dict[str, Any]:
+        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        while (event := self._next(wait.next_check)) is None:
+            if not wait.goes_on(f"{self._python} to import {self.locator}"):
+                raise ServerNotStartedError(
+                    f"{self._python} has not imported it after {wait.seconds:.0f} s, of which it used "
+                    f"{cpu_seconds(self._process.pid):.0f} s of processor time"
+                )
+        return event
+
+    def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Import workloads of the user's own where the ranks live.
+
+        Returns:
+            For each place, a fingerprint of each workload's weights and data, by its name.
+
+        Raises:
+            WorkloadError: one of them cannot be imported there.
+            SubjectError: as ``subjects``.
+            LaunchError: the server is gone.
+        """
+        assert self.subjects
+        self._send({"command": "workloads", "locators": [*locators]})
+        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        while (event := self._next(wait.next_check)) is None or event["event"] != "workloads":
+            if event is None and not wait.goes_on(f"{self._python} to import {', '.join(locators)}"):
+                raise self._lost("does not answer")
+        return {self._python: contents_of(event, self._python)}
+
+    def settle(self) -> None:
+        """Wait until the server only waits for commands, and takes no more time from whatever is to be measured.
+
+        Raises:
+            SubjectError: as ``subjects``.
+            LaunchError: the server is gone.
+        """
+        assert self.subjects
+        self._send({"command": "port"})  # it answers in turn
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (event := self._next(deadline)) is not None:
+            if event["event"] == "port":
+                return
+        raise self._lost("does not answer")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server is still there."""
+        return self._process.poll() is None
+
+    @property
+    def server(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
+        return this_machine.variables(cell, rank, oversubscribe)
+
+    def meeting_point(self) -> dict[str, str]:
+        """Return where the ranks of a launch meet that a subject starts by itself, in torchrun's variables."""
+        return {"MASTER_ADDR": this_machine.loopback(), "MASTER_PORT": str(free_port())}
+
+    def next_launch(self) -> int:
+        """Return a number for a launch, its own in this pool."""
+        self._launches += 1
+        return self._launches
+
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
+        """Begin one launch; it goes on while the caller does something else. One launch at a time.
+
+        Raises:
+            LaunchError: the server itself is gone.
+        """
+        assert self.subjects
+        self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
+        started = time.monotonic()
+        ranks = tuple(assignment.rank for assignment in assignments)
+        below = assignments[0].processes_per_node if assignments[0].whole_node else 0
+        return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
+
+    def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
+        """Follow a launch to its end and return how each rank ended, soon after its deadline at the latest.
+
+        Ranks that are late are asked for their stacks and for what they have recorded so far, and then killed.
+
+        Raises:
+            LaunchError: the server itself is gone.
+        """
+        progress = LaunchProgress(running)
+        while not progress.is_complete:
+            event = self._next(progress.deadline)
+            if event is None:
+                self._send({"command": "signal", "launch": running.number, "signal": int(progress.escalate())})
+            elif event.get("launch") == running.number:
+                progress.update(event)
+        return progress.ends
+
+    def close(self) -> None:
+        """End the server and every rank of it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # it ends its descendants first
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode:
+            end_tagged(self._tag)  # a server that was killed has not ended its descendants
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if self._errors is not None:
+            os.close(self._errors)
+            self._errors = None
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise self._lost("is gone") from error
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next event, None when the deadline passes.
+
+        Raises:
+            ServerNotStartedError: the server ended before its first event.
+            LaunchError: it ended afterwards.
+        """
+        while not self._queue:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._events, selectors.EVENT_READ)
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+            chunk = os.read(self._events, 1 << 16)
+            if not chunk:
+                if self._subjects is None:
+                    raise ServerNotStartedError(f"its interpreter, {self._python}, ended at once: is it Python?")
+                raise self._lost("died")
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            try:
+                self._queue.extend(map(event_of, whole))
+            except NoEventError as error:
+                if self._subjects is None:
+                    raise ServerNotStartedError(f"its interpreter, {self._python}, is not Python: {error}") from error
+                raise self._lost(f"sent an invalid message ({error})") from error
+        return self._queue.pop(0)
+
+    def _lost(self, how: str) -> LaunchError:
+        """End a server that cannot be used any more, with all that it started; return the error."""
+        try:
+            self._process.wait(timeout=1)
+            how = f"{how}, with exit code {self._process.returncode}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        end_tagged(self._tag)
+        return LaunchError(f"the fork server of {self.locator} {how}: {self._stderr_tail().strip()}".rstrip(": "))
+
+    def _stderr_tail(self) -> str:
+        if self._errors is None:
+            return ""
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace")

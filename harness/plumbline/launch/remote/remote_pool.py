@@ -1,0 +1,311 @@
+"""A warm pool over several nodes: a fork server on each, which connects back to this process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plumbline
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, SubjectError
+from plumbline.launch.launch_progress import EXIT_GRACE_S, RunningLaunch
+from plumbline.launch.pool import SERVER_ENVIRONMENT, Pool
+from plumbline.launch.remote.node_checks import Node, cut_off, differing, other_plumbline
+from plumbline.launch.remote.node_listener import FAREWELL, NodeListener
+from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.server_events import contents_of, event_of
+from plumbline.launch.start_wait import Notify, StartWait, ignore
+from plumbline.launch.this_machine import ELASTIC
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.authenticated_channel import AuthenticatedChannel
+from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
+from plumbline.worker.package_hash import package_hash
+
+WORKER = Path(plumbline.__file__).parent / "worker" / "__main__.py"
+"""What a node runs. By its path, because the subject's environment need not have Plumbline."""
+
+PROBE_TIMEOUT_S = 10.0
+"""Time in which each node must reach every other, before the first cell: the kernel tries four times by then."""
+
+_CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+"""The errors of a connection whose other end vanished without closing it."""
+
+
+class RemotePool(Pool):
+    """Launches ranks of one subject on ``nodes`` nodes, a node's ranks where the node is.
+
+    ``start_commands`` returns, for the port that this process listens on, the commands that start ``WORKER`` on every
+    node and end when it has ended; none where the nodes are started by hand. ``place`` is where this process listens,
+    and ``token`` the secret that it shares with its nodes, drawn where there is none. They find it in their
+    environment, or ``token_on_stdin``.
+    """
+
+    def __init__(
+        self,
+        locator: str,
+        nodes: int,
+        start_commands: Callable[[int], Sequence[Sequence[str]]],
+        place: tuple[str, int],
+        token: str | None = None,
+        notify: Notify = ignore,
+        *,
+        token_on_stdin: bool = False,
+    ) -> None:
+        self.locator = locator
+        self._address = place[0]
+        self._notify = notify
+        self._count = nodes
+        self._nodes: dict[int, Node] = {}
+        self._channels: dict[int, AuthenticatedChannel] = {}
+        self._queue: list[dict[str, Any]] = []
+        self._launches = 0
+        self._launched: dict[int, set[int]] = {}
+        self._subjects: list[dict[str, Any]] | None = None
+        self._broken = False
+        self._listener = NodeListener(place, token)
+        self.token = self._listener.token
+        environment = {**os.environ, **SERVER_ENVIRONMENT}
+        told = f"{self.token}\n" if token_on_stdin else ""
+        if not token_on_stdin:
+            environment[TOKEN] = self.token
+        try:
+            self._processes = NodeProcesses(start_commands(self._listener.port), environment, told)
+        except LaunchError:
+            self._listener.close()
+            raise
+
+    @property
+    def listens_on(self) -> str:
+        """The address of this machine at which its nodes reach it, and their ranks the rendezvous store."""
+        return self._address
+
+    @property
+    def subjects(self) -> list[dict[str, Any]]:
+        """What the subjects behind the locator declare; waits for every node to be warm.
+
+        Raises:
+            SubjectError: the locator names none, or it cannot be imported on a node.
+            LaunchError: a node did not come up, cannot take part, or cannot reach another.
+        """
+        if self._subjects is None:
+            try:
+                self._subjects = self._warm_up()
+            except BaseException:
+                self.close()
+                raise
+        return self._subjects
+
+    def settle(self) -> None:
+        """Wait until every node's server only waits for commands."""
+        assert self.subjects
+        self._send({"command": "port"})
+        self._answers("port", "answer")
+
+    def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Import workloads of the user's own on every node, as every pool does where its ranks live."""
+        assert self.subjects
+        self._send({"command": "workloads", "locators": [*locators]})
+        answers = self._answers("workloads", f"import {', '.join(locators)}")
+        return {
+            self._nodes[number].host: contents_of(event, self._nodes[number].host) for number, event in answers.items()
+        }
+
+    def _warm_up(self) -> list[dict[str, Any]]:
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        for number, (node, channel) in enumerate(self._listener.receive(self._count, self._processes, wait)):
+            self._nodes[number], self._channels[number] = node, channel
+        ready = self._answers("ready", f"import {self.locator}")
+        for number, event in ready.items():
+            if event["subjects"] != ready[0]["subjects"]:
+                first, other = self._nodes[0].host, self._nodes[number].host
+                raise SubjectError(
+                    f"--subject {self.locator} is not the same on {first} and {other}: are the checkout and the "
+                    "environment on a file system that both see?"
+                )
+            self._nodes[number] = replace(self._nodes[number], software=event)
+        if reason := other_plumbline(self.nodes, package_hash()) or differing(self.nodes):
+            raise LaunchError(reason)
+        if self._count > 1:
+            self._check_connectivity()
+        return list(ready[0]["subjects"])
+
+    def _check_connectivity(self) -> None:
+        """Check that every node can reach every other, as their ranks will have to.
+
+        Raises:
+            LaunchError: one cannot.
+        """
+        for number in self._channels:
+            self._write(number, {"command": "listen", "address": self._nodes[number].address})
+        ports = {number: event["port"] for number, event in self._answers("listens", "listen").items()}
+        for number in self._channels:
+            peers = {str(other): (self._nodes[other].address, port) for other, port in ports.items() if other != number}
+            self._write(number, {"command": "reach", "peers": peers, "seconds": PROBE_TIMEOUT_S})
+        answers = self._answers("reached", "reach the others")
+        failed = [(who, int(whom), why) for who, event in answers.items() for whom, why in event["failed"].items()]
+        if reason := cut_off(self._nodes, failed):
+            raise LaunchError(reason)
+
+    def _answers(self, kind: str, what: str) -> dict[int, dict[str, Any]]:
+        """Return the event of this kind of each node; they are waited for ``what``, as long as they make progress."""
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self._count:
+            event = self._next(wait.next_check)
+            if event is None:
+                late = ", ".join(node.host for number, node in self._nodes.items() if number not in answers)
+                if wait.goes_on(f"{late} to {what}"):
+                    continue
+                raise LaunchError(f"{late} did not {what} in {wait.seconds:.0f} s: {self._processes.output}")
+            wait.report_progress()
+            if event["event"] == "refused":
+                host = self._nodes[event["node"]].host
+                raise SubjectError(f"--subject {self.locator}: on {host}: {event['message'].strip()}")
+            if event["event"] == kind:
+                answers[event["node"]] = event
+        return answers
+
+    @property
+    def alive(self) -> bool:
+        """Whether every node's server is still there."""
+        return not self._broken and self._processes.ended is None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in their order."""
+        return tuple(self._nodes[number] for number in range(self._count))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the nodes, in their order; waits for them to be warm."""
+        assert self.subjects
+        return tuple(node.host for node in self.nodes)
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return how a rank of ``cell`` on its node reaches the others.
+
+        They meet at the launcher, at the address by which their node reached it; gloo listens on the interface that
+        leads there, unless the user named one.
+        """
+        assert self.subjects
+        node = self._nodes[rank // cell.contract.processes_per_node(cell.topology)]
+        return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
+
+    def meeting_point(self) -> dict[str, str]:
+        """Return where ranks meet that a subject starts by itself: on the first node, where they listen.
+
+        Raises:
+            LaunchError: it is gone.
+        """
+        assert self.subjects
+        self._write(0, {"command": "port"})
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        while (event := self._next(wait.next_check)) is None or event["event"] != "port":
+            if event is None and not wait.goes_on(f"{self._nodes[0].host} to name a free port"):
+                raise self._lost_node(0, "it does not answer")
+        return {"MASTER_ADDR": self._nodes[0].address, "MASTER_PORT": str(event["port"])}
+
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
+        """Begin one launch, as every pool does.
+
+        Raises:
+            LaunchError: a node's server is gone.
+        """
+        self._launched = {number: {a.rank for a in assignments if a.node_rank == number} for number in self._nodes}
+        return super().begin(subject, assignments, time_limit)
+
+    def close(self) -> None:
+        """End every node's server, with all of its ranks, and the commands that started them.
+
+        Where one is lost the others are not told to end: a torchrun that was started by hand may start them again.
+        """
+        self._listener.close()
+        if self._subjects is not None and self._listener.refusals and self._channels:
+            self._notify(self._listener.refusals)
+        for number in list(self._channels):
+            with contextlib.suppress(OSError):
+                if not self._broken:
+                    self._channels[number].send(FAREWELL)
+            self._channels.pop(number).close()
+        self._launched = {}
+        self._broken = True
+        # Servers end by themselves when their connection closes; where none connected there is nothing to wait for.
+        self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
+
+    def _send(self, command: dict[str, Any]) -> None:
+        for number in list(self._channels):
+            mine = command
+            if command["command"] == "launch":
+                here = [values for values in command["assignments"] if values["rank"] in self._launched[number]]
+                mine = {**command, "assignments": here}
+            self._write(number, mine)
+
+    def _write(self, number: int, command: dict[str, Any]) -> None:
+        try:
+            self._channels[number].send(json.dumps(command).encode())
+        except OSError as error:
+            self._fail(number, error)
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next event of any node, or None when the deadline passes."""
+        while not self._queue:
+            with selectors.DefaultSelector() as selector:
+                for number, channel in self._channels.items():
+                    selector.register(channel, selectors.EVENT_READ, number)
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            for key, _ in ready:
+                self._read(key.data)
+        return self._queue.pop(0)
+
+    def _read(self, number: int) -> None:
+        try:
+            messages = self._channels[number].receive()
+        except OSError as error:
+            self._fail(number, error)
+            return
+        if messages is None:
+            raise self._lost_node(number, "it is gone")
+        for message in messages:
+            try:
+                event = event_of(message)
+            except ValueError as error:
+                raise self._lost_node(number, f"it sent an invalid message ({error})") from error
+            if event["event"] == "exit":
+                self._launched.get(number, set()).discard(event["rank"])
+            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
+
+    def _fail(self, number: int, error: OSError) -> None:
+        """Report the ranks behind a broken connection as ended, where the network was cut while they trained.
+
+        Raises:
+            LaunchError: there were none, or it is no network that was cut.
+        """
+        if error.errno not in _CUT or not self._launched.get(number):
+            raise self._lost_node(number, str(error)) from error
+        why = (
+            f"its node {self._nodes[number].place} has been silent for {KEEPALIVE_TIMEOUT_S} s: "
+            "is its network cut, or is it down?"
+        )
+        left = {"code": None, "steps": None, "evidence": False, "out_of_memory": False}
+        for rank in sorted(self._launched.pop(number)):
+            event = {"event": "exit", "launch": self._launches, "rank": rank, **left, "silent": why}
+            self._queue.append({**event, "node": number, "at": time.monotonic()})
+        self._broken = True
+        self._channels.pop(number).close()
+
+    def _lost_node(self, number: int, why: str) -> LaunchError:
+        self._channels.pop(number).close()
+        self._broken = True
+        self._processes.wait_for_output(EXIT_GRACE_S)
+        host = self._nodes[number].host
+        return LaunchError(f"the fork server of {self.locator} on {host}: {why}: {self._processes.output}")

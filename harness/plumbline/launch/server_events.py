@@ -1,0 +1,78 @@
+"""A fork server's events, a JSON object a line. Each is validated: any process with the descriptor can write there."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from plumbline.core.errors import WorkloadError
+
+_MAYBE_INT, _MAYBE_STR = (int, type(None)), (str, type(None))
+_PLACE: dict[str, Any] = {"launch": int, "rank": int}
+_CHILD: dict[str, Any] = {
+    **_PLACE,
+    "pid": int,
+    "as": _MAYBE_INT,
+    "trace": _MAYBE_INT,
+    "steps": _MAYBE_INT,
+    "failed": bool,
+    "idle": bool,
+    "killed": bool,
+    "out_of_memory": bool,
+    "unwritten": _MAYBE_STR,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "ready": {"subjects": list},
+    "refused": {"message": str},
+    "so_far": _PLACE,
+    "evidence": _PLACE,
+    "unwritten": {**_PLACE, "why": str},
+    "late": {**_PLACE, "steps": int, "stopped": bool},
+    "exit": {**_PLACE, "code": int, "steps": int, "evidence": bool, "out_of_memory": bool},
+    "left": _CHILD,
+    "gone": _CHILD,
+    "reaped": {**_PLACE, "pid": int, "code": int},
+    "raised": _PLACE,
+    "listens": {"port": int},
+    "reached": {"failed": dict},
+    "port": {"port": int},
+    "workloads": {"contents": dict, "message": str},
+}
+"""The fields of each event, beside ``at``: when it happened, in seconds of the monotonic clock."""
+
+
+class NoEventError(ValueError):
+    """A line is no event of a fork server."""
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """Return the event in a line.
+
+    Raises:
+        NoEventError: there is none; the message says what is missing.
+    """
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NoEventError(f"{line[:80]!r} is no event: {error}") from None
+    fields = _FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if fields is None:
+        raise NoEventError(f"{line[:80]!r} is no event")
+    for name, kind in {**fields, "at": float}.items():
+        if name not in event or not isinstance(event[name], kind):
+            raise NoEventError(f"{event['event']!r} has no right {name!r}")
+    if not math.isfinite(event["at"]):
+        raise NoEventError(f"{event['event']!r} happened at no time")
+    return event
+
+
+def contents_of(event: dict[str, Any], place: str) -> dict[str, str]:
+    """Return the fingerprints in an event about imported workloads, by their names; ``place`` is where they are.
+
+    Raises:
+        WorkloadError: one of them could not be imported there.
+    """
+    if event["message"]:
+        raise WorkloadError(f"in {place}: {event['message']}")
+    return dict(event["contents"])

@@ -1,0 +1,84 @@
+"""Probes that start processes on this machine and let them communicate."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plumbline.core.cell import Cell
+from plumbline.core.topology import Topology
+from plumbline.machine.doctor.probe_result import ProbeResult
+
+if TYPE_CHECKING:
+    from plumbline.launch.pool import Pool
+
+TRAINING_LIMIT_S = 10.0
+"""Time limit of two ranks that train together, on a machine that starts the fork server at once."""
+
+START_TIMES = 4
+"""On a slow or busy machine the limit is longer by so many times the start of the fork server."""
+
+FEWEST_PORTS = 1000
+
+
+def ranks() -> Iterator[ProbeResult]:
+    """Check that ranks can be started, and that two of them average gradients over gloo, and over NCCL.
+
+    They train the smallest cell, and the judge decides whether the gradients were averaged.
+    """
+    from plumbline.launch.pool import Pool
+
+    begun = time.monotonic()
+    with closing(Pool("reference")) as pool:
+        assert pool.subjects
+        started = time.monotonic() - begun
+        yield ProbeResult(f"the fork server started in {started:.1f} s")
+        limit = TRAINING_LIMIT_S + START_TIMES * started
+        advice = "is the loopback interface up? may processes here connect to each other?"
+        yield _together(pool, "cpu", "gloo", advice, limit)
+        over_nccl = _over_nccl(pool, limit)
+    yield over_nccl
+
+
+def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return ProbeResult("this build of torch has no NCCL; simulated devices do not need it")
+    version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+    if torch.cuda.device_count() < 2:
+        return ProbeResult(f"{version}; fewer than two CUDA devices to try it on")
+    advice = "set NCCL_DEBUG=INFO; in a container, is there enough shared memory?"
+    return _together(pool, "cuda", version, advice, limit)
+
+
+def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> ProbeResult:
+    from plumbline.judge.judge import judge
+    from plumbline.launch.cell_launch import launch
+    from plumbline.launch.settings import Settings
+    from plumbline.workloads import find
+
+    cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", accelerator)
+    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        trace = launch(pool, cell, Path(folder), Settings(time_limit=limit))
+    wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
+    if wrong:
+        return ProbeResult(f"two ranks did not train together over {over}: {wrong[0].message}", advice)
+    return ProbeResult(f"two ranks trained together over {over} in {trace.seconds:.2f} s, their gradients averaged")
+
+
+def ports() -> Iterator[ProbeResult]:
+    """Check that there are free ports for the rendezvous of ranks."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        used = len(Path("/proc/net/tcp").read_text().splitlines()) - 1
+    except (OSError, ValueError):
+        yield ProbeResult("the system does not report its range of ephemeral ports")
+        return
+    free = last - first + 1 - used
+    advice = "widen net.ipv4.ip_local_port_range, or end the processes that hold them" if free < FEWEST_PORTS else None
+    yield ProbeResult(f"{free} of the ports {first} to {last} are free", advice)

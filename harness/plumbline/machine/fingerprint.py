@@ -1,0 +1,163 @@
+"""The fingerprint of a run: which machine and which software it was made with.
+
+It has two parts: the *comparability key*, which must be equal before the figures of two runs may be compared, and a
+fuller record that helps to explain a difference. Reports get published, so neither holds a host name, a user name, a
+path, or any environment variable beyond a short list.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+from plumbline.machine.hardware import clocks_and_load, cpu_governor, cpu_model, gpu_rows, usable_cores
+from plumbline.machine.installed_software import installed_version, packages, project_commit, torch_versions
+
+_PUBLIC_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+# No slash, backslash, @ or blank: a value that could be a path or an address is not published.
+_PUBLIC_VALUE = re.compile(r"[\w.,:=+\[\]-]{1,100}", re.ASCII)
+
+
+class ComparabilityKey(BaseModel):
+    """What must be equal for two runs' speed and memory to be comparable. None: there is none, or it is unknown.
+
+    ``device`` is the model of the GPU, or of the CPU where devices are simulated; ``device_count`` is how many of them
+    torch sees on this node, ``nodes`` how many machines take part, ``cpu_cores`` how many cores this process may use,
+    ``torch`` the minor version (``2.13``).
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    accelerator: str = ""
+    device: str | None = None
+    device_count: int | None = None
+    nodes: int = 1
+    cpu: str | None = None
+    cpu_cores: int | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+
+
+class Fingerprint(BaseModel):
+    """The comparability key, and what helps to explain a difference.
+
+    ``commit`` is plumbline's own, with ``-dirty`` where its code had changes; None outside a checkout.
+    ``compute_capability`` is the lowest of the GPUs. ``clocks_and_load`` has figures from the start of the run, by name
+    and unit; ``packages`` has the versions of all installed distributions.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    key: ComparabilityKey = ComparabilityKey()
+    platform: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    pandas: str | None = None
+    commit: str | None = None
+    environment: dict[str, str] = {}
+    compute_capability: str | None = None
+    cpu_governor: str | None = None
+    clocks_and_load: dict[str, float] = {}
+    packages: dict[str, str] = {}
+
+
+def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
+    """Return the fingerprint of this machine; ``nodes`` is how many machines take part, without simulated ones.
+
+    Never raises: what is unknown is None. Imports torch but does not initialise CUDA, because ranks may yet be forked
+    from this process, and CUDA does not work in a process that was forked after that.
+    """
+    cpu = cpu_model()
+    software = torch_versions()
+    key = ComparabilityKey(
+        accelerator=accelerator,
+        device=cpu,
+        nodes=nodes,
+        cpu=cpu,
+        cpu_cores=usable_cores(),
+        torch=_minor(software.get("torch")),
+    )
+    if accelerator == "cuda":
+        names, driver = _gpus()
+        key = key.model_copy(
+            update={
+                "device": names,
+                "device_count": _visible_gpus(),
+                "cuda": software.get("cuda"),
+                "nccl": software.get("nccl"),
+                "driver": driver,
+            }
+        )
+    return Fingerprint(
+        key=key,
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=software.get("torch"),
+        pandas=installed_version("pandas"),
+        commit=project_commit(),
+        environment=public_environment(os.environ),
+        compute_capability=_compute_capability() if accelerator == "cuda" else None,
+        cpu_governor=cpu_governor(),
+        clocks_and_load=clocks_and_load(),
+        packages=packages(),
+    )
+
+
+def device_name(accelerator: str) -> str | None:
+    """Return the model of this machine's GPUs, or of its CPU; None where it is unknown."""
+    return _gpus()[0] if accelerator == "cuda" else cpu_model()
+
+
+def public_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change what a trainer computes or how fast, and that identify nobody."""
+    return {
+        name: environment[name]
+        for name in _PUBLIC_VARIABLES
+        if name in environment and _PUBLIC_VALUE.fullmatch(environment[name])
+    }
+
+
+def _visible_gpus() -> int | None:
+    try:
+        import torch
+
+        return torch.cuda.device_count()  # asks NVML, and so does not initialise CUDA
+    except Exception:
+        return None
+
+
+def _gpus() -> tuple[str | None, str | None]:
+    """Return the models in this node (``A + B`` if they differ) and the driver's version."""
+    # Not from torch: asking it for a device's name initialises CUDA in this process.
+    rows = gpu_rows("name", "driver_version")
+    return (" + ".join(sorted({name for name, _ in rows})), rows[0][1]) if rows else (None, None)
+
+
+def _compute_capability() -> str | None:
+    """Return the lowest among the GPUs, for example ``9.0``."""
+    found = [capability for (capability,) in gpu_rows("compute_cap") if re.fullmatch(r"\d{1,3}\.\d{1,3}", capability)]
+    return min(found, key=lambda capability: tuple(map(int, capability.split("."))), default=None)
+
+
+def _minor(version: str | None) -> str | None:
+    return ".".join(version.split("+")[0].split(".")[:2]) if version else None

@@ -1,0 +1,112 @@
+"""From what the user typed after ``--workload`` to workloads: a file or a module, with ``::`` and one of its names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from plumbline.core.errors import SubjectError, WorkloadError
+from plumbline.own_workloads.attempt import attempt
+from plumbline.user_code.source_hash import sha256_of
+from plumbline.user_code.user_module import import_file, import_module, imported_file
+from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+@dataclass(frozen=True)
+class OwnWorkload:
+    """A workload of the user's own: its name, what was typed to find it, and the hash of its source."""
+
+    name: str
+    locator: str
+    sha256: str
+
+
+def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
+    """Load the workloads behind ``locators`` and register them, in the place of those that were used before.
+
+    Raises:
+        WorkloadError: there is none, it cannot be imported, or its name is taken.
+    """
+    for name in [name for name, workload in WORKLOADS.items() if workload.locator is not None]:
+        del WORKLOADS[name]
+    found: list[OwnWorkload] = []
+    for locator in locators:
+        for workload, module in _load(locator):
+            _refuse_namesake(workload, locator, found)
+            WORKLOADS[workload.name] = workload
+            found.append(OwnWorkload(workload.name, locator, sha256_of(module)))
+    return tuple(found)
+
+
+def load_workload(locator: str) -> Workload:
+    """Return the workload behind a locator that names one, as a workload's ``locator`` does.
+
+    Raises:
+        WorkloadError: there is none, or it cannot be imported.
+    """
+    ((workload, _),) = _load(locator)
+    return workload
+
+
+def _refuse_namesake(workload: Workload, locator: str, found: list[OwnWorkload]) -> None:
+    taken = EVERY.get(workload.name)
+    if taken is None or type(taken) is type(workload):  # the file registers it by itself
+        return
+    owner = next((own.locator for own in found if own.name == workload.name), None)
+    has_it = "there is a built-in workload of that name" if owner is None else f"{owner} has one of that name"
+    raise WorkloadError(f"--workload {locator}: {workload.name!r}: {has_it} already; give this one another name")
+
+
+def _load(locator: str) -> list[tuple[Workload, ModuleType]]:
+    place, _, wanted = locator.partition("::")
+    try:
+        module = _module(place)
+        found = [_made(kind, module, place) for kind in _classes(module)]
+        if not found:
+            raise WorkloadError(
+                f"{place} has no workload: it takes a subclass of plumbline.workloads.Workload with a name "
+                "(`plumbline new-workload FILE.py` writes one to begin with)"
+            )
+        chosen = [workload for workload in found if wanted in ("", workload.name)]
+        if not chosen:
+            raise WorkloadError(f"{place} has no workload {wanted!r}; it has {', '.join(one.name for one in found)}")
+    except (SubjectError, WorkloadError) as error:
+        raise WorkloadError(f"--workload {locator}: {error}") from error
+    return [(workload, module) for workload in chosen]
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return import_module(place)
+    # A file may hold trainers as well, and has been imported for them: what it registers can be registered once.
+    return imported_file(Path(place).resolve()) or import_file(Path(place), "workload")
+
+
+def _classes(module: ModuleType) -> list[type[Workload]]:
+    every = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Workload) and not value.__module__.startswith("plumbline.")
+    ]
+    # What a file imports to build upon is not what it puts up; a file of nothing but imports is a collection.
+    own = [kind for kind in every if kind.__module__ == module.__name__] or every
+    return [kind for kind in dict.fromkeys(own) if hasattr(kind, "name")]
+
+
+def _made(kind: type[Workload], module: ModuleType, place: str) -> Workload:
+    if issubclass(kind, PerformanceWorkload):
+        raise WorkloadError(f"{kind.__name__} is a PerformanceWorkload: what is timed cannot be given by --workload")
+    with attempt(f"{kind.__name__}()"):
+        workload = kind()
+    if not isinstance(workload.name, str) or not _NAME.fullmatch(workload.name):
+        raise WorkloadError(
+            f"{kind.__name__}.name is {workload.name!r}: use letters, digits and . _ + - so that it can name files"
+        )
+    absolute = str(Path(place).resolve()) if place.endswith(".py") else place
+    workload.locator = f"{absolute}::{workload.name}"
+    return workload

@@ -1,0 +1,90 @@
+"""One forward, loss and backward of a workload on one device, in the user's code, whose errors become sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from plumbline.core.errors import WorkloadError
+from plumbline.own_workloads.attempt import attempt
+from plumbline.workloads import Batch, Workload
+
+
+def forward_of(model: nn.Module, batch: Batch) -> Any:
+    """Return the model's outputs for ``batch``."""
+    with attempt("forward(batch)"):
+        return model(batch)
+
+
+def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
+    """Return the loss.
+
+    Raises:
+        WorkloadError: it is no finite scalar tensor.
+    """
+    with attempt("loss(outputs, batch)"):
+        loss: Any = workload.loss(outputs, batch)
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise WorkloadError(f"loss(outputs, batch) returns {what}: it must be a scalar tensor, as .mean() makes it")
+    if not bool(loss.isfinite()):
+        raise WorkloadError(f"loss(outputs, batch) is {float(loss.detach())} at the initial weights")
+    return loss
+
+
+def pass_of(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of ``batch``."""
+    return loss_of(workload, forward_of(model, batch), batch)
+
+
+class TrainingPass:
+    """A model of ``workload`` in training mode, at its initial weights."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype) -> None:
+        self._workload = workload
+        self.model = workload.model(dtype).train()
+
+    def gradient(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the gradient of each parameter that the loss of ``batch`` depends on."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        loss = pass_of(self._workload, self.model, batch)
+        with attempt("backward"):
+            gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        return {name: value for name, value in zip(trained, gradients, strict=True) if value is not None}
+
+
+class NoNarrowing(TorchFunctionMode):
+    """Refuses operations that make float32 or less of float64 that depends on a parameter, in the user's code.
+
+    Such a gradient has float32's rounding: an oracle that computes it is no better than the trainer it judges.
+    """
+
+    def __torch_function__(
+        self, operation: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``operation``.
+
+        Raises:
+            WorkloadError: it narrows.
+        """
+        result = operation(*args, **(kwargs or {}))
+        if (
+            isinstance(result, Tensor)
+            and result.is_floating_point()
+            and result.dtype is not torch.float64
+            and any(
+                isinstance(given, Tensor) and given.dtype is torch.float64 and given.requires_grad
+                for given in tree_leaves((args, kwargs))
+            )
+        ):
+            name = getattr(operation, "__name__", str(operation))
+            raise WorkloadError(
+                f"{name}() makes {str(result.dtype).removeprefix('torch.')} of float64: where a layer or the loss must "
+                "not compute in 16 bits, cast with x.to(torch.promote_types(x.dtype, torch.float32))"
+            )
+        return result

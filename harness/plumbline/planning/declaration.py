@@ -1,0 +1,151 @@
+"""What a subject declares about itself, and which cells it therefore does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plumbline.core.backend import Held
+from plumbline.core.cell import Cell
+from plumbline.core.software import UNKNOWN, Software
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.workloads import EVERY, PerformanceWorkload, Workload
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a cell is not trained, in a sentence; ``undeclared`` is what it needs and its subject does not declare."""
+
+    sentence: str
+    undeclared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator.
+
+    ``source`` is the file and the line where its function begins, ``sha256`` the hash of that file and of what it
+    imports from its folder; None where that is not known.
+    """
+
+    name: str
+    locator: str
+    backends: tuple[str, ...]
+    precisions: Mapping[str, Sequence[str]]
+    capabilities: frozenset[str]
+    software: Software = UNKNOWN
+    launch: str = "rank"
+    behavior: TrainingBehavior = ORDINARY
+    source: tuple[str, int] | None = None
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
+        """Return the declaration that the pool behind ``locator`` sent for one of its subjects."""
+        return cls(
+            name=values["name"],
+            locator=locator,
+            backends=tuple(values["backends"]),
+            precisions=values["precisions"],
+            capabilities=frozenset(values["capabilities"]),
+            software=Software(**values["software"]),
+            launch=values["launch"],
+            behavior=TrainingBehavior.of(values["conduct"]),
+            source=values["source"] and tuple(values["source"]),
+            sha256=values["sha256"],
+        )
+
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return why the subject does not do ``cell``, None if it does."""
+        if cell.backend not in self.backends:
+            return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
+        if not self.precisions[cell.accelerator]:
+            others = " and ".join(name for name, some in self.precisions.items() if some) or "nothing"
+            return Refusal(
+                f"{self.name} declares backend {cell.backend!r} for {others} alone, and this cell is on "
+                f"{cell.accelerator}",
+                (f"backend {cell.backend} on {cell.accelerator}",),
+            )
+        if cell.precision not in self.precisions[cell.accelerator]:
+            return Refusal(
+                f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}",
+                (f"precision {cell.precision}",),
+            )
+        workload = EVERY[cell.workload]
+        limits = dict(self._limits(cell))
+        missing = sorted(workload.needs - self.capabilities)
+        if limits or missing:
+            needed = f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
+            return Refusal(next(iter(limits.values()), needed), (*missing, *limits))
+        if self.launch == "node" and isinstance(workload, PerformanceWorkload):
+            return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
+        if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
+            return Refusal(workload.gloo_only)
+        # An elastic training begins on another mesh, which it has to fit as well.
+        unfit = (self._misfit(one, workload) for one in ((cell, cell.resized) if workload.elastic else (cell,)))
+        misfit = next(filter(None, unfit), None) or _unequal_batches(cell, workload)
+        return None if misfit is None else Refusal(misfit)
+
+    def _misfit(self, cell: Cell, workload: Workload) -> str | None:
+        """Return why the model or the batches of a workload cannot be divided among the ranks, None if they can."""
+        if cell.contract.divides_experts and workload.experts < cell.processes:
+            return f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks"
+        stages = self._stages(cell)
+        return _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
+
+    def _stages(self, cell: Cell) -> int:
+        """Return how many stages a pipeline of the cell has, 0 where there is none."""
+        if cell.contract.micro_batches == 1:
+            return 0
+        return len(cell.contract.replicas(cell.topology)[0]) * self.behavior.stages_per_rank
+
+    def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
+        """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
+        nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
+        if most is not None and nodes > most:
+            yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}, and this cell has {nodes} nodes"
+        stages, most = self._stages(cell), self.behavior.max_stages
+        if most is not None and stages > most:
+            yield f"{stages} stages", f"{self.name} declares max_stages={most}, and this cell has {stages} stages"
+        needs_epochs = EVERY[cell.workload].needs_epochs
+        if self.behavior.by_iterations and needs_epochs:
+            yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
+        if self.behavior.own_loss and not EVERY[cell.workload].mean_over_labels:
+            yield "another loss", f"{self.name} declares loss='labels', and {cell.workload} has another loss"
+
+
+def _unequal_batches(cell: Cell, workload: Workload) -> str | None:
+    """Return why the steps of an elastic training have other samples on another mesh, None if they have the same."""
+    if not workload.elastic:
+        return None
+    now, before = cell.topology.devices, cell.resized.topology.devices
+    sizes = {devices: workload.global_batch_size(devices) for devices in (now, before)}
+    if sizes[now] == sizes[before]:
+        return None
+    return f"{cell.workload} has batches of {sizes[now]} samples on {now} devices, and of {sizes[before]} on {before}"
+
+
+def _undivided(cell: Cell, workload: Workload) -> str | None:
+    """Return why ranks that see the same samples cannot have a part of each layer or sequence, None if they can."""
+    if cell.contract.divides_layers and workload.whole_layers is not None:
+        return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
+    parts, tokens = cell.contract.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
+    if parts > max(tokens, 1):
+        return f"the samples of {cell.workload} have {tokens or 'no'} tokens in a sequence, for {parts} ranks"
+    pieces = cell.contract.sequence_pieces
+    if pieces is not None and tokens % (parts * pieces):
+        return f"{cell.workload} has a sequence of {tokens} tokens, which does not divide into {parts * pieces} pieces"
+    return None
+
+
+def _unstaged(cell: Cell, workload: Workload, stages: int) -> str | None:
+    """Return why the stages of a pipeline cannot train a workload on micro-batches of equal size, None if they can."""
+    parts = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
+    if workload.blocks is not None and workload.blocks < stages:
+        return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
+    batch = workload.global_batch_size(cell.topology.devices)
+    for size in (batch, workload.samples(cell.topology.devices) % batch):
+        if size % parts:
+            return f"{cell.workload} has a batch of {size} samples, which does not divide into {parts} micro-batches"
+    return None

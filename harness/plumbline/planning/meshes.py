@@ -1,0 +1,84 @@
+"""Meshes of the user's own: ``--mesh replicate=2,tp=4`` to a backend and the sizes of its dimensions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plumbline.core.backend import BACKENDS, Backend, Held
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError
+from plumbline.core.topology import Topology
+
+DATA = "dp"
+"""Names the one dimension along which samples are divided, whatever the backend calls it; of two the one not named."""
+
+SHARDS = {"fsdp": "shard"}
+"""What a dimension is also called."""
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """The sizes of a backend's mesh, outermost dimension first; ``text`` is what the user wrote."""
+
+    text: str
+    backend: str
+    sizes: tuple[int, ...]
+
+    def is_of(self, cell: Cell) -> bool:
+        """Say whether a cell's devices are arranged like this."""
+        return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
+
+    def topology(self, num_nodes: int = 1) -> Topology:
+        """Return these devices, divided among nodes.
+
+        Raises:
+            PlanError: they do not divide.
+        """
+        devices = math.prod(self.sizes)
+        if devices % num_nodes:
+            raise PlanError(f"--mesh {self.text}: {devices} devices do not divide into {num_nodes} nodes")
+        return Topology(num_nodes, devices // num_nodes, self.sizes)
+
+
+def parse_mesh(text: str) -> MeshChoice:
+    """Return what ``name=size,name=size`` chooses; dimensions may come in any order.
+
+    Raises:
+        PlanError: it is no mesh, or no backend has these dimensions.
+    """
+    sizes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if not (name and size.isascii() and size.isdecimal() and int(size) > 1) or name in sizes:
+            raise PlanError(f"--mesh {text}: write each dimension once, with a size of at least 2, as in dp=2,tp=2")
+        sizes[name] = int(size)
+    for backend in BACKENDS.values():
+        ordered = _sizes_for(backend, sizes)
+        if ordered is not None:
+            return MeshChoice(text, backend.name, ordered)
+    known = "; ".join(f"{names} ({backend.name})" for backend in BACKENDS.values() if (names := _names(backend)))
+    raise PlanError(
+        f"--mesh {text}: no backend has these dimensions. There are {known}; {DATA} is any that has samples, "
+        "and fsdp is shard"
+    )
+
+
+def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | None:
+    """Return the sizes in the backend's order; None where its dimensions are others."""
+    if backend.gathers:
+        return None
+    named = {SHARDS.get(name, name): size for name, size in sizes.items()}
+    data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits and one.name not in named]
+    own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in named.items()}
+    if len(named) < len(sizes):
+        return None
+    required = {one.name for one in backend.dimensions if not one.optional}
+    if not required <= own.keys() <= {one.name for one in backend.dimensions}:
+        return None
+    return tuple(own.get(one.name, 1) for one in backend.dimensions)
+
+
+def _names(backend: Backend) -> str:
+    names = [one.name for one in backend.dimensions]
+    return "" if backend.gathers else ",".join(names)

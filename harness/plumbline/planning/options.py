@@ -1,0 +1,116 @@
+"""The options of a run: parsed by pytest, checked here, and turned into the values that planning takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from plumbline.core.accelerator import resolve_accelerator
+from plumbline.core.errors import PlanError
+from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.settings import Settings
+from plumbline.own_workloads.load import use_workloads
+from plumbline.planning.expectation_files import FOLDER, ExpectationsError
+from plumbline.planning.meshes import parse_mesh
+from plumbline.planning.own_workloads import refuse_unfit_workloads, selected_workloads
+from plumbline.planning.plan import Matrix, check_devices, plan
+from plumbline.planning.topologies import DEFAULT_GPUS
+from plumbline.results.header_footer import WorkloadSource
+from plumbline.results.run_writer import check_report_dir
+from plumbline.subjects.locator import parse_subject
+
+
+class Options:
+    """The options of a run: ``given`` are all of pytest's, ``root`` is its root directory.
+
+    Raises:
+        PlanError: they ask for something that cannot be planned here.
+        ReportDirUnusable: the report directory cannot be made.
+    """
+
+    def __init__(self, given: Mapping[str, Any], root: Path, say: Callable[[str], None]) -> None:
+        import torch
+
+        self._given = given
+        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["store_above"])
+        self.launches: int = given["launches"]
+        self.keep_traces: bool = given["keep_traces"]
+        self.profile: bool = given["profile"]
+        self.show_unsupported: bool = given["show_unsupported"]
+        self.resume: str | None = given["resume"]
+        self.report_dir = Path(given["report_dir"] or root / "reports")
+        check_report_dir(self.report_dir)
+        self.cells: Collection[str] | None = given["cell"]
+        self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
+        present = torch.cuda.device_count()
+        accelerator = resolve_accelerator(given["accelerator"], present)
+        self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
+        self.own_workloads = use_workloads(given["workload"] or ())
+        self.matrix = Matrix(
+            gpus=given["gpus"] or self.default_gpus,
+            nodes=given["nodes"],
+            backends=_names(given["backends"]),
+            precisions=_names(given["precisions"]),
+            workloads=selected_workloads(self.own_workloads, _names(given["workloads"])),
+            accelerator=accelerator,
+            seed=given["seed"],
+            shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
+            meshes=tuple(map(parse_mesh, given["mesh"] or ())),
+        )
+        if given["gpus"] is not None and given["gpus"] < 1:
+            raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")
+        if given["mesh"] and given["gpus"] is not None:
+            raise PlanError("--mesh says how many devices there are: leave out --gpus")
+        if given["mesh"] and given["backends"]:
+            raise PlanError("--mesh chooses the backend by its dimensions: leave out --backends")
+        self.launcher: Launcher = find_launcher(given["launcher"], self._asked_of_launcher(say))
+        check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
+        # A misspelt name is answered at once, not when every subject's library has been imported.
+        plan(self.matrix, [])
+        refuse_unfit_workloads(self.own_workloads, self.matrix)
+
+    def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
+        # xdist's controller reads what subjects declare, and launches nothing: its workers do.
+        launches = "PYTEST_XDIST_WORKER" in os.environ or not self._given.get("numprocesses")
+        gpus = max(topology.gpus for topology in self.matrix.topologies) if launches else 0
+        cuda_devices = min(gpus, 1) if self.settings.oversubscribe else gpus
+        return LauncherOptions(
+            nodes=max(topology.num_nodes for topology in self.matrix.topologies),
+            gpus=gpus,
+            cuda_devices=cuda_devices if self.matrix.accelerator == "cuda" else 0,
+            subjects=len(self.interpreters),
+            rendezvous=self._given["rendezvous"],
+            node_command=self._given["node_command"],
+            listen=self._given["listen"],
+            notify=say,
+        )
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options that decide what is examined and how, for the run's header."""
+        names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
+        further = ("mesh", "oversubscribe", "store_above", "launches", "workload")
+        return {name: self._given[name] for name in (*names, *further)}
+
+    @property
+    def workload_sources(self) -> dict[str, WorkloadSource]:
+        """Where the workloads of the user's own are, by name, for the run's header."""
+        return {one.name: WorkloadSource(locator=one.locator, sha256=one.sha256) for one in self.own_workloads}
+
+    def expectations(self, suite: Path) -> Path:
+        """Return the folder of expectation files; by default it lies beside the folder of the file ``suite``.
+
+        Raises:
+            ExpectationsError: the folder that was given does not exist.
+        """
+        given = self._given["expectations"]
+        if given and not os.path.isdir(given):
+            raise ExpectationsError(f"--expectations {given}: there is no such folder")
+        return Path(given) if given else suite.parent.parent / FOLDER
+
+
+def _names(given: str | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())

@@ -1,0 +1,200 @@
+"""From the options of a run to its cells. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from plumbline.core.backend import BACKENDS, Backend, declared_for
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.core.precision import PRECISIONS
+from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.planning.declaration import Declaration, Refusal
+from plumbline.planning.meshes import MeshChoice
+from plumbline.planning.selection import is_among_few, is_worth_a_cell
+from plumbline.planning.topologies import topologies
+from plumbline.results.records import PERFORMANCE
+from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
+
+SMOKE_PRECISION = "32"
+SMOKE_WORKLOADS = ("mlp", "adamw", "cnn-batchnorm")
+
+
+def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
+    """Return the workload with which a backend is tried first: the simplest that has a block for each stage."""
+    if backend.divides_experts or backend.divides_sequences:
+        return "experts" if backend.divides_experts else "transformer"
+    stages = len(backend.replicas(backend.smallest)[0]) * stages_per_rank
+    return next((name for name in SMOKE_WORKLOADS if (WORKLOADS[name].blocks or 0) >= stages), SMOKE_WORKLOADS[0])
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The selection that the user made. None: everything there is.
+
+    Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node. ``shared`` is how
+    many CUDA devices there are where ranks share them, else None. With ``meshes`` these are planned alone.
+    """
+
+    gpus: int
+    nodes: int | None = None
+    backends: tuple[str, ...] | None = None
+    precisions: tuple[str, ...] | None = None
+    workloads: tuple[str, ...] | None = None
+    accelerator: str = "cpu"
+    seed: int | None = None
+    shared: int | None = None
+    meshes: tuple[MeshChoice, ...] = ()
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """The topologies of the budget, or those of the meshes."""
+        if self.meshes:
+            return self._topologies_of(self.meshes)
+        return topologies(self.gpus, self.nodes)
+
+    def places(self, backend: Backend) -> list[Topology]:
+        """Return the topologies on which a backend is planned."""
+        if not self.meshes:
+            return list(filter(backend.fits, self.topologies))
+        return self._topologies_of(mesh for mesh in self.meshes if mesh.backend == backend.name)
+
+    def _topologies_of(self, meshes: Iterable[MeshChoice]) -> list[Topology]:
+        return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in meshes))
+
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return why ``cell`` cannot be trained on shared devices, None if it can.
+
+        Replicas of one process cannot share a device: torch's DataParallel then gives some of them the same buffers,
+        and a right trainer would be found wrong.
+        """
+        replicas = cell.contract.devices_per_process(cell.topology)
+        if self.shared is None or cell.accelerator != "cuda" or replicas <= self.shared:
+            return None
+        return Refusal(
+            f"--oversubscribe lets ranks share a CUDA device, and {cell.backend} on {cell.topology} has {replicas} "
+            f"replicas in one rank: {self.shared} CUDA devices are here"
+        )
+
+    def asks(self, backend: Backend, declared: Declaration) -> bool:
+        """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
+        return not backend.rare or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
+
+    ``behavior`` is what its subject declares of its way of training, by which it is judged. ``undeclared`` is what the
+    cell needs and the subject does not declare.
+    """
+
+    cell: Cell
+    refusal: str | None
+    behavior: TrainingBehavior = ORDINARY
+    undeclared: tuple[str, ...] = ()
+
+    @property
+    def declined(self) -> Finding:
+        """The finding about a cell that is refused: nothing is trained."""
+        assert self.refusal is not None
+        check = PERFORMANCE if isinstance(EVERY[self.cell.workload], PerformanceWorkload) else "declared"
+        return Finding(check, Outcome.UNSUPPORTED, self.refusal, undeclared=self.undeclared)
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the cell is in the small selection that touches every backend in a few seconds."""
+        own = self.cell.contract
+        return (
+            self.refusal is None
+            and self.cell.workload == smoke_workload(own, self.behavior.stages_per_rank)
+            and self.cell.precision == SMOKE_PRECISION
+            and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.rare)}
+        )
+
+
+def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Workload] = WORKLOADS) -> list[Planned]:
+    """Return every cell of the matrix, small topologies first; what a subject does not do is in it, refused.
+
+    ``among`` are the workloads that the suite is about, by name.
+
+    Raises:
+        PlanError: a name is unknown, or two subjects share one.
+    """
+    backends = [BACKENDS[name] for name in _known("backend", matrix.backends, BACKENDS)]
+    precisions = _known("precision", matrix.precisions, PRECISIONS)
+    workloads = [EVERY[name] for name in _known("workload", matrix.workloads, EVERY) if name in among]
+    _refuse_namesakes(subjects)
+    sizes = matrix.topologies
+    names = dict.fromkeys(declared.name for declared in subjects)
+    places = {backend.name: matrix.places(backend) for backend in backends}
+    planned = []
+    for topology, name, backend in product(sizes, names, backends):
+        declared = declared_for(name, backend.name, subjects)
+        if topology not in places[backend.name] or not matrix.asks(backend, declared):
+            continue
+        few = backend.narrow and not matrix.meshes and backend.name not in (matrix.backends or ())
+        for workload, precision in product(workloads, precisions):
+            if few and not is_among_few(workload, backend, topology, precision):
+                continue
+            per_rank = declared.behavior.stages_per_rank
+            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes, per_rank):
+                cell = Cell(
+                    name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
+                    workload.locator,
+                )  # fmt: skip
+                one = _planned(cell, matrix, declared)
+                # A few cells are of what can be asked; what the workload itself rules out says nothing of a subject.
+                if not few or one.refusal is None or one.undeclared:
+                    planned.append(one)
+    return planned
+
+
+def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
+    refusal = declared.refusal(cell) or matrix.refusal(cell)
+    if refusal is None:
+        return Planned(cell, None, declared.behavior)
+    return Planned(cell, refusal.sentence, declared.behavior, refusal.undeclared)
+
+
+def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
+    """Refuse one name for two trainers. One trainer's declarations come from one place, each for other backends."""
+    for place, one in enumerate(subjects):
+        for other in subjects[:place]:
+            both = set(one.backends) & set(other.backends)
+            if one.name == other.name and (both or one.locator != other.locator):
+                raise PlanError(f"two subjects are called {one.name!r}: a report could not tell them apart, rename one")
+
+
+def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> list[str]:
+    known = list(known)
+    if wanted is None:
+        return known
+    for name in wanted:
+        if name not in known:
+            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 4)))
+            hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
+            raise PlanError(f"there is no {what} {name!r}: {hint}")
+    return list(dict.fromkeys(wanted))
+
+
+def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
+    """Refuse a matrix that needs more CUDA devices than there are.
+
+    Raises:
+        PlanError: with the ways out.
+    """
+    wanted = max((topology.devices for topology in matrix.topologies), default=0)
+    if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
+        nodes = min(matrix.nodes or 1, max(present, 1))
+        fewer = f"--gpus {max(present // nodes, 1)}" + (f" --nodes {nodes}" if matrix.nodes else "")
+        raise PlanError(
+            f"{wanted} devices were asked for and {present} CUDA devices are here: take {fewer}, "
+            f"simulate them with --accelerator cpu, or let ranks share devices with --oversubscribe"
+        )

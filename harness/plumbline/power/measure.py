@@ -1,0 +1,73 @@
+"""Right trainings of a cell, and the limits of the judge in each of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plumbline.core.cell import Cell
+from plumbline.core.errors import TraceError
+from plumbline.engine.examine import examine
+from plumbline.evidence.read import read_trace
+from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.launch.cell_launch import behavior_of
+from plumbline.launch.pool import Pool
+from plumbline.launch.settings import Settings
+from plumbline.own_workloads.find import workload_of
+from plumbline.power.threshold import CAUGHT, KINDS, caught_in_most, number_of
+
+
+class NotRightError(Exception):
+    """A training is wrong by itself, so no error of one's own can be told from it."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """What is caught of one kind of error in one cell.
+
+    Args:
+        cell: without its seed.
+        kind: a key of ``KINDS``.
+        runs: over how many trainings and places.
+        limit: the smallest relative error that is caught in 99 % of them; None where nothing could be judged.
+        median: the same of half of them.
+    """
+
+    cell: Cell
+    kind: str
+    runs: int
+    limit: float | None
+    median: float | None
+
+    @property
+    def caught(self) -> int:
+        """In how many runs an error as large as the limit is caught."""
+        return number_of(CAUGHT, self.runs)
+
+
+def measure(pool: Pool, cell: Cell, folder: Path, *, runs: int, trainings: int) -> Iterator[Power]:
+    """Yield the power of each kind of check in a cell, over ``runs`` places in ``trainings`` of different seeds.
+
+    Raises:
+        NotRightError: a training was found wrong.
+    """
+    found: dict[str, list[float]] = {name: [] for name in KINDS}
+    for seed in range(trainings):
+        seeded = replace(cell, seed=seed)
+        try:
+            findings = examine(pool, seeded, folder, Settings()).findings
+            bad = [one for one in findings if one.outcome.is_bad]
+            if bad:
+                raise NotRightError(f"{cell.id} with seed {seed}: {bad[0].check}: {bad[0].message}")
+            trace = read_trace(folder)
+        except TraceError as error:
+            raise NotRightError(f"{cell.id} with seed {seed}: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        analysis = TraceAnalysis(trace, workload_of(seeded), seeded, behavior_of(pool, seeded))
+        for name, limits in KINDS.items():
+            found[name] += limits(analysis, trace, -(-runs // trainings), seed)
+    for name, one in found.items():
+        yield Power(cell, name, len(one), caught_in_most(one), caught_in_most(one, 0.5))

@@ -1,0 +1,148 @@
+"""The test of one examined cell: it trains and judges the cell, or repeats how it ended in a resumed run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from plumbline.core.errors import LaunchError
+from plumbline.core.finding import Finding, in_reading_order, is_unexplained
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import Examined, verdict
+from plumbline.planning.expectations import expected
+from plumbline.planning.plan import Planned
+from plumbline.pytest_plugin.session import Session
+from plumbline.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties
+from plumbline.report.tables.failures import as_consequence, is_wrong, parameter_table
+from plumbline.report.text import printable_lines
+from plumbline.results.records import KNOWN, Measurement, Result, ending
+
+
+class ConformanceCase:
+    """One planned cell of a session, as the test ``item``."""
+
+    def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
+        self._session = session
+        self._planned = planned
+        self._item = item
+        self._evidence: str | None = None
+        self._profile: str | None = None
+        self._measurements: Sequence[Measurement] = ()
+
+    def examine(self) -> None:
+        """Train and judge the cell, attach its records to the test's report, and end the test accordingly."""
+        cell = self._planned.cell
+        recorded = self._session.recording.known(cell)
+        if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
+            pytest.skip(reason)  # without a record: the run is incomplete, and can be resumed
+        self._end(recorded or self._examine(), recorded=recorded is not None)
+
+    def _examine(self) -> Sequence[Result]:
+        if self._planned.refusal:
+            return self.declined()
+        try:
+            examined = self._train_and_judge()
+        except LaunchError as error:
+            # A failed launch says nothing about the subject, so the cell gets a second one, with another pool.
+            examined = self._try_again(error)
+        return self._results(examined.findings, examined.seconds)
+
+    def declined(self) -> Sequence[Result]:
+        """Return the record of a cell that its subject does not declare; nothing is trained."""
+        return self._results((self._planned.declined,), None)
+
+    def _reproduce(self) -> str:
+        """Return the command that runs just this cell again, from pytest's working directory."""
+        return self._session.reproduce(self._planned, self._item.path.parent)
+
+    def _results(self, findings: Sequence[Finding], seconds: float | None) -> list[Result]:
+        """Return the records of findings, with what was expected of them; ``seconds`` is the wall time of the launch.
+
+        A subject that this makes time out too often is reported.
+        """
+        cell, session, reproduce = self._planned.cell, self._session, self._reproduce()
+        if session.timeouts.count(cell.subject, seconds):
+            session.notify(str(session.timeouts.reason(cell.subject)))
+        known = expected(cell, findings, session.expectations[cell.subject])
+        return [
+            Result.of(cell, finding, reproduce, seconds, entry, len(findings))
+            for finding, entry in zip(findings, known, strict=True)
+        ]
+
+    def _train_and_judge(self) -> Examined:
+        launch = self._session.prefetch.launch(self._planned)
+        self._evidence = str(launch.folder)
+        with launch.lease:
+
+            def begin_next() -> None:
+                launch.lease.give_back_devices()  # judging needs the CPU only
+                self._session.begin_upcoming()
+
+            return verdict(launch.launched, self._planned.cell, begin_next)
+
+    def _try_again(self, first: LaunchError) -> Examined:
+        """Train a cell again whose launch failed; the findings mention the first failure."""
+        if self._evidence:
+            shutil.rmtree(self._evidence, ignore_errors=True)
+        try:
+            examined = self._train_and_judge()
+        except LaunchError as error:
+            both = f"tried twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
+            return Examined((Finding("launch", Outcome.ERRORED, both, cause="launcher-lost", family="launch"),), None)
+        note = f"this cell was tried again, because {first}"
+        others = tuple(finding for finding in examined.findings if finding.check != "launch")
+        launch = next((finding for finding in examined.findings if finding.check == "launch"), None)
+        if launch is None:
+            launch = Finding("launch", Outcome.PASSED, note)
+        else:
+            launch = replace(launch, message=f"{launch.message}\n{note}")
+        return Examined((launch, *others), examined.seconds)
+
+    def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
+        """End the test as ``results`` say; they are attached to its report unless they are ``recorded`` already."""
+        end = ending(results)
+        word = end.value if isinstance(end, Outcome) else end
+        results = in_reading_order(results)
+        attach_outcome(self._item, word)
+        attach_properties(self._item, results)
+        if not recorded:
+            # Figures come first: a cell is whole once the last of its results is written.
+            attach_payload(self._item, (*self._measurements, *results), self._evidence, self._profile)
+        if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
+            pytest.skip(printable_lines(results[0].message))
+        paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]
+        if end == KNOWN:
+            pytest.skip(printable_lines("\n".join(paragraphs)))
+        if paragraphs:
+            # pytest's short summary shows the first line alone.
+            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_cause(results)}"
+            # What a subject says acts neither on a terminal nor in JUnit's XML.
+            text = printable_lines("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]))
+            pytest.fail(text, pytrace=False)
+
+
+def _cause(results: Sequence[Result]) -> str:
+    """Return the check and the cause of the first finding that is wrong, "" where no cause is known."""
+    first = next((result for result in results if is_wrong(result)), None)
+    return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
+
+
+def describe(result: Result) -> str:
+    """Return the text of a finding for pytest's failure section."""
+    if (entry := result.expected) is None:
+        if result.consequence_of is not None:
+            return as_consequence(result)
+        table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
+        return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
+    measured = f" with {entry.measured}" if entry.measured else ""
+    if result.is_known:
+        known = f"is known of {entry.library}" if entry.library else "is known"
+        place = f"{entry.entry}; {entry.link}" if entry.link else entry.entry
+        return f"{result.check}: {result.outcome.value}, which {known}: {entry.reason} ({place})"
+    return (
+        f"{result.check}: {result.outcome.value}, and {entry.outcome.value} was expected: {entry.reason}\n"
+        f"  that was measured{measured}; if it has been fixed, take the cell out of {entry.entry}, or the entry"
+    )

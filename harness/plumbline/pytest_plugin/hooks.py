@@ -1,0 +1,51 @@
+"""The pytest hooks of a session: which cell is next, how a test's status is shown, and the end of the session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plumbline.core.outcome import Outcome
+from plumbline.pytest_plugin.session import Session
+from plumbline.pytest_plugin.terminal_summary import write_summary
+from plumbline.pytest_plugin.xdist_transport import outcome_of
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS
+
+_STATUS = {
+    Outcome.DEVIATES.value: ("deviates", "d", "DEVIATES"),
+    Outcome.UNSUPPORTED.value: ("unsupported", "u", "UNSUPPORTED"),
+    Outcome.ERRORED.value: ("failed", "E", "ERRORED"),
+    Outcome.CRASHED.value: ("failed", "C", "CRASHED"),
+    Outcome.TIMED_OUT.value: ("failed", "T", "TIMED_OUT"),
+    KNOWN: ("known", "k", "KNOWN"),
+    UNEXPECTED_PASS: ("failed", "X", "UNEXPECTED PASS"),
+}
+"""Category, letter and word of pytest's status, by a cell's outcome."""
+
+
+class SessionHooks:
+    """A pytest plugin for one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def pytest_runtest_protocol(self, nextitem: pytest.Item | None) -> None:
+        """Remember the cell of the next test, which may be prefetched."""
+        callspec = getattr(nextitem, "callspec", None)
+        self._session.upcoming = callspec.params.get("plumbline_cell") if callspec else None
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Show a cell's outcome, and not only whether its test passed."""
+        return _STATUS.get(outcome_of(report) or "")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """End every pool, and the run on disk."""
+        self._session.close()
+        self._session.recording.finish(exitstatus)
+
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        """Show the tables of the run, and after an interruption the command that resumes it."""
+        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        every = self._session.options.show_unsupported
+        write_summary(terminalreporter, self._session.recording, interrupted=interrupted, show_unsupported=every)

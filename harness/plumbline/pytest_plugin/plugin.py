@@ -1,0 +1,311 @@
+"""The pytest plugin: options, cells as tests, the run on disk, the table at the end.
+
+``suites/conftest.py`` loads it, and ``plumbline run`` by ``-p``; no other pytest of the environment has its options.
+Nothing heavy is imported before a cell is collected.
+
+The process that the user started writes the run; under xdist the workers train and judge, and send it their records
+with the test reports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from plumbline.core.backend import BACKENDS
+from plumbline.core.invocation import command
+from plumbline.evidence.trace import STORE_ABOVE
+from plumbline.pytest_plugin.progress import show_progress
+
+if TYPE_CHECKING:
+    from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
+    from plumbline.pytest_plugin.conformance_case import ConformanceCase
+    from plumbline.pytest_plugin.session import Session
+
+SESSION: pytest.StashKey[Session] = pytest.StashKey()
+CELL_FIXTURES = ("plumbline_cell", "plumbline_benchmark")
+REFUSAL = "plumbline-refusal"
+REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
+PLANNING: pytest.StashKey[bool] = pytest.StashKey()
+"""Set once there is a cell to plan."""
+COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
+"""The user's command, where it was not pytest's."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add Plumbline's options."""
+    group = parser.getgroup("plumbline", "plumbline: conformance of distributed trainers")
+    try:
+        add_options(group.addoption)
+    except ValueError as error:
+        raise pytest.UsageError(
+            f"a conftest.py or another plugin has an option of Plumbline's: {error}. "
+            f"`{command('plumbline', 'run')}` runs the suites and reads no conftest.py but theirs; "
+            "-p no:NAME disables a plugin"
+        ) from error
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add Plumbline's options by ``add``, which takes what argparse's ``add_argument`` takes."""
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of devices, with --nodes of each node (default: those of this machine, or 4 simulated ones)",
+    )
+    add("--nodes", type=int, metavar="N", help="largest number of nodes (default: the splits of --gpus into nodes)")
+    add(
+        "--mesh",
+        action="append",
+        metavar="A=N,B=M",
+        help="plan only the backend with these dimensions, of these sizes, as in dp=2,tp=2 (repeatable; default: none)",
+    )
+    narrow = ", ".join(backend.name for backend in BACKENDS.values() if backend.narrow)
+    add(
+        "--backends",
+        metavar="A,B",
+        help=f"backends, of {', '.join(BACKENDS)} (default: all, but a few cells of {narrow})",
+    )
+    add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
+    add(
+        "--workloads",
+        metavar="A,B",
+        help="built-in workloads by name (default: all; none beside --workload)",
+    )
+    add(
+        "--workload",
+        action="append",
+        metavar="WHAT",
+        help="workload of your own: file.py, file.py::name or module (repeatable; default: none)",
+    )
+    add(
+        "--subject",
+        action="append",
+        metavar="WHAT",
+        help="trainer under test: short name, file.py, file.py::name or module, followed by ';python=/path/to/python' "
+        "if it needs another interpreter (repeatable; default: reference)",
+    )
+    add("--cell", action="append", metavar="ID", help="run only this planned cell (repeatable; default: all)")
+    add("--seed", type=int, metavar="N", help="seed of weights, data and their order (default: each workload's own)")
+    add(
+        "--accelerator",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="device type; cpu simulates devices, auto is cuda where there is any (default: %(default)s)",
+    )
+    add(
+        "--launcher",
+        default="local",
+        metavar="NAME",
+        help="what starts ranks: local, torchrun, slurm (in this job), hosts, ray (default: %(default)s)",
+    )
+    add(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="with --launcher torchrun: wait here for nodes and print the command for each (default: start them)",
+    )
+    add(
+        "--node-command",
+        metavar="COMMAND",
+        help="for --launcher hosts: what runs a command on node {node}, as in 'ip netns exec node{node}'",
+    )
+    add(
+        "--listen",
+        metavar="ADDRESS",
+        help="for --launcher hosts, slurm, ray: this machine's address at which nodes reach it (default: the only one)",
+    )
+    add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo (default: no)")
+    add(
+        "--store-above",
+        type=int,
+        default=STORE_ABOVE,
+        metavar="N",
+        help="write tensors with more than N entries once for all ranks that hold equal ones (default: %(default)s)",
+    )
+    add("--expectations", metavar="DIR", help="folder of expected failures (default: expectations/ beside the suite)")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="RUN",
+        help="continue an interrupted run, without RUN the latest (default: begin a new run)",
+    )
+    add("--report-dir", metavar="DIR", help="folder that runs are written to (default: reports/)")
+    add(
+        "--show-unsupported",
+        action="store_true",
+        help="make a test of each cell that its subject does not declare (default: count them in one line)",
+    )
+    add("--keep-traces", action="store_true", help="keep the trace of every cell (default: of failures only)")
+    add(
+        "--time-limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="time limit for the launch of a cell (default: %(default)s)",
+    )
+    add(
+        "--launches",
+        type=int,
+        default=3,
+        metavar="N",
+        help="launches of each measured cell; more of them narrow the intervals (default: %(default)s)",
+    )
+    add(
+        "--profile",
+        action="store_true",
+        help="launch each measured cell once more and keep a trace of torch's profiler for Perfetto, and on CUDA a "
+        "memory snapshot (default: no)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker of the smoke cells."""
+    config.addinivalue_line("markers", "smoke: a few cells that touch every backend, in seconds")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each planned cell."""
+    fixture = next((name for name in CELL_FIXTURES if name in metafunc.fixturenames), None)
+    if fixture is None:
+        return
+    try:
+        with _usage_errors():
+            session = _session(metafunc.config, metafunc.definition.path)
+            planned = session.selected(session.planned if fixture == "plumbline_cell" else session.to_measure)
+    except pytest.UsageError as error:
+        # Raised here, it would look like a broken test file: pytest_collection_finish raises it.
+        metafunc.config.stash[REFUSED] = error
+        if hasattr(metafunc.config, "workeroutput"):
+            metafunc.config.workeroutput[REFUSAL] = str(error)
+        planned = []
+    metafunc.parametrize(
+        fixture,
+        [pytest.param(one, id=one.cell.id, marks=[pytest.mark.smoke] if one.is_smoke else []) for one in planned],
+        indirect=True,
+    )
+
+
+@pytest.fixture
+def plumbline_cell(request: pytest.FixtureRequest) -> ConformanceCase:
+    """A cell to examine."""
+    from plumbline.pytest_plugin.conformance_case import ConformanceCase
+
+    return ConformanceCase(_session(request.config, request.path), request.param, request.node)
+
+
+@pytest.fixture
+def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
+    """A cell to measure."""
+    from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
+
+    return BenchmarkCase(_session(request.config, request.path), request.param, request.node)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cells that their subjects do not declare, and what stands for a plan without cells."""
+    if SESSION not in config.stash or REFUSED in config.stash:
+        return
+    from plumbline.pytest_plugin.undeclared_cells import deselect_undeclared, leave_out_placeholders
+
+    leave_out_placeholders(config, items, CELL_FIXTURES)
+    if not config.option.show_unsupported:
+        deselect_undeclared(config, config.stash[SESSION], items, CELL_FIXTURES)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the run on disk once it is known which cells were selected."""
+    config = session.config
+    if REFUSED in config.stash and not hasattr(config, "workerinput"):
+        raise config.stash[REFUSED]
+    if SESSION not in config.stash or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    functions = [item for item in session.items if isinstance(item, pytest.Function)]
+    chosen = {item.callspec.id for item in functions if {*CELL_FIXTURES} & {*item.fixturenames}}
+    _begin(config, config.stash[SESSION], chosen)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Begin the run in xdist's controller, which collects nothing itself."""
+    cells = [nodeid.rpartition("::test_cell[") for nodeid in ids if "::test_cell[" in nodeid]
+    if cells:
+        session = _session(node.config, node.config.rootpath / cells[0][0])
+        _begin(node.config, session, {parameter[:-1] for _, _, parameter in cells})
+        session.close()  # the plan needed its pools; the workers train in their own
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take from an xdist worker why it had nothing to run, and the records of undeclared cells."""
+    output = getattr(node, "workeroutput", {})
+    if refusal := output.get(REFUSAL):
+        raise pytest.UsageError(refusal)
+    if output:
+        from plumbline.pytest_plugin.undeclared_cells import receive_undeclared
+
+        receive_undeclared(node.config, node.config.stash.get(SESSION, None), output)
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Where planning was interrupted, show the command that begins the run: there is none yet to resume."""
+    begun = SESSION in config.stash and config.stash[SESSION].recording.path is not None
+    if exitstatus == pytest.ExitCode.INTERRUPTED and PLANNING in config.stash and not begun:
+        terminalreporter.write_line("interrupted before the first cell; begin the run again with:")
+        terminalreporter.write_line(f"  {command(*_command(config))}")
+
+
+def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
+    """Begin the run on disk for the cells that were ``chosen``, and show its progress."""
+    with _usage_errors():
+        session.begin(chosen, _command(config))
+    cells = [one.cell for one in session.planned if one.cell.id in chosen]
+    if chosen - {cell.id for cell in cells}:  # to_measure raises where nothing can be measured
+        cells += [one.cell for one in session.to_measure if one.cell.id in chosen]
+    show_progress(config, {cell.id: cell.processes for cell in cells})
+
+
+def _session(config: pytest.Config, suite: Path) -> Session:
+    """Return this process's session, made at the first cell, which is in the file ``suite``."""
+    config.stash[PLANNING] = True
+    if SESSION not in config.stash:
+        from plumbline.pytest_plugin.hooks import SessionHooks
+        from plumbline.pytest_plugin.session import Session
+
+        with _usage_errors():
+            session = Session(vars(config.option), config.rootpath, suite, partial(_notify, config))
+        config.stash[SESSION] = session
+        config.pluginmanager.register(session.recording, "plumbline-recording")
+        config.pluginmanager.register(SessionHooks(session), "plumbline-session")
+    return config.stash[SESSION]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn our errors into pytest's usage errors: a sentence and exit code 4."""
+    from plumbline.core.errors import PlumblineError
+
+    try:
+        yield
+    except PlumblineError as error:
+        from plumbline.report.text import printable_lines
+
+        raise pytest.UsageError(printable_lines(str(error))) from None  # it may quote a run that is resumed
+
+
+def _notify(config: pytest.Config, message: str) -> None:
+    """Show the user a message at once, although pytest captures output."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        print(f"\nplumbline: {message}", file=sys.stderr, flush=True)
+
+
+def _command(config: pytest.Config) -> list[str]:
+    return config.stash.get(COMMAND, ["pytest", *map(str, config.invocation_params.args)])

@@ -1,0 +1,145 @@
+"""What one pytest process knows of a run: its options, its plan, its pools and its records.
+
+It is made at the first cell. Under xdist each worker has one that trains and judges; the controller's, which alone has
+begun a run, writes the records that arrive with the test reports.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from plumbline.core.errors import PlanError
+from plumbline.engine.subject_code import subject_code
+from plumbline.launch.timeouts import Timeouts
+from plumbline.machine.lease import shared_lease
+from plumbline.planning.expectation_files import read_expectations
+from plumbline.planning.expectations import known_of_subject
+from plumbline.planning.options import Options
+from plumbline.planning.plan import Planned, plan
+from plumbline.planning.reproduction import Reproduction
+from plumbline.pytest_plugin.prefetch import Prefetch
+from plumbline.pytest_plugin.run_recording import RunRecording
+from plumbline.pytest_plugin.subject_pools import SubjectPools
+from plumbline.results.records import SourceLine
+from plumbline.statistics.intervals import FEWEST_LAUNCHES
+from plumbline.workloads import PERFORMANCE
+
+
+class Session:
+    """The options, plan, pools and records of this process.
+
+    ``given`` are pytest's options and ``root`` is its root directory. ``suite`` is a file whose cells are run; the
+    folder of expectations lies beside its folder. ``notify`` shows the user a message at once.
+
+    Raises:
+        PlumblineError: the options cannot be planned, an expectation is invalid, or a subject cannot be loaded.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], root: Path, suite: Path, notify: Callable[[str], None] = print
+    ) -> None:
+        import torch
+
+        # The judge's tensors are small: more threads would only wait for each other, and compete with the ranks.
+        torch.set_num_threads(1)
+        self.notify = notify
+        self.upcoming: Planned | None = None  # the cell of the next test
+        self.options = Options(given, root, notify)
+        self.recording = RunRecording(self.options)
+        self.timeouts = Timeouts(self.options.settings.time_limit)
+        own = self.options.own_workloads
+        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus, own)
+        known = read_expectations(self.options.expectations(suite))
+        settings, launcher = self.options.settings, self.options.launcher
+        with shared_lease():  # importing a subject's library is work too
+            self.pools = SubjectPools(launcher, self.options.interpreters, own)
+            try:
+                self._declarations = self.pools.declarations
+                self.expectations = {
+                    declared.name: known_of_subject(declared.name, declared.software, known)
+                    for declared in self._declarations
+                }
+                self.planned: list[Planned] = plan(self.options.matrix, self._declarations)
+                self.pools.check(self.planned, oversubscribe=settings.oversubscribe)
+                self._check_selected()
+            except BaseException:
+                self.pools.close()
+                raise
+        self.prefetch = Prefetch(
+            self.pools, settings, self.recording.new_folder, notify, leases_devices=launcher.nodes is None
+        )
+
+    def _check_selected(self) -> None:
+        """Refuse a ``--cell`` that neither suite plans."""
+        missing = set(self.options.cells or ()) - {one.cell.id for one in self.planned}
+        if not missing:
+            return
+        measured = [one.cell.id for one in plan(self.options.matrix, self._declarations, PERFORMANCE)]
+        for name in self.options.cells or ():
+            if name in missing and name not in measured:
+                close = difflib.get_close_matches(name, [*(one.cell.id for one in self.planned), *measured], 1)
+                raise PlanError(
+                    f"--cell {name}: these options plan no such cell{f'; did you mean {close[0]}?' if close else ''}"
+                )
+
+    def selected(self, planned: Sequence[Planned]) -> list[Planned]:
+        """Return those of the cells that ``--cell`` names, or all."""
+        wanted = self.options.cells
+        return [one for one in planned if wanted is None or one.cell.id in wanted]
+
+    def reproduce(self, planned: Planned, suite: Path) -> str:
+        """Return the command that runs just this cell again; ``suite`` is the folder of the suite it is in."""
+        locator = self.pools.locator_of(planned.cell.subject)
+        declared = [one for one in self._declarations if one.locator == locator]
+        return self._reproduction.command(planned, declared, suite)
+
+    @cached_property
+    def to_measure(self) -> list[Planned]:
+        """Every cell of the matrix that is measured.
+
+        Raises:
+            PlanError: with these options nothing can be measured.
+        """
+        launches = self.options.launches
+        if self.options.launcher.nodes is not None:
+            raise PlanError("speed is measured on one machine, whose clock all ranks share: leave --launcher out")
+        if launches < FEWEST_LAUNCHES:
+            raise PlanError(f"--launches {launches}: fewer than {FEWEST_LAUNCHES} launches do not show their spread")
+        planned = plan(self.options.matrix, self._declarations, PERFORMANCE)
+        if self.options.own_workloads and not planned:
+            raise PlanError(
+                "a workload of --workload is examined, not timed: leave it out, or name some by --workloads"
+            )
+        return planned
+
+    def begin(self, chosen: Set[str], command: list[str]) -> None:
+        """Open the run on disk for the cells whose ids were ``chosen``. Further calls do nothing."""
+        if not chosen or self.recording.path is not None:
+            return
+        if self.recording.resumes:  # the resumed run has no undeclared cells among its planned ones
+            chosen = chosen - {one.cell.id for one in self.planned if one.refusal}
+        examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
+        rest = chosen - {cell.id for cell in examined}
+        measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
+        subjects = {declared.name: declared.software for declared in self._declarations}
+        places = {one.name: SourceLine.of(*one.source) for one in reversed(self._declarations) if one.source}
+        sources = {name: place for name, place in places.items() if place is not None}
+        behaviors = {planned.cell: planned.behavior for planned in self.planned}
+        code = subject_code(self._declarations)
+        self.recording.begin(examined, measured, command, subjects, sources, code, behaviors)
+        if self.options.resume is not None and not self.recording.resumes:
+            self.notify(f"there is no run in {self.options.report_dir} to resume: a new one begins")
+
+    def begin_upcoming(self) -> None:
+        """Launch the cell of the next test, if it will be examined and the machine is free for it."""
+        if self.upcoming and not self.upcoming.refusal and not self.timeouts.reason(self.upcoming.cell.subject):
+            self.prefetch.begin(self.upcoming)
+
+    def close(self) -> None:
+        """End every pool and forget what was launched from them."""
+        self.pools.close()
+        self.prefetch.close()

@@ -1,0 +1,96 @@
+"""The warm pools of a session: one for each ``--subject``, and further ones to measure from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plumbline.benchmark.warm_pools import WarmPools
+from plumbline.core.cell import Cell
+from plumbline.core.errors import WorkloadError
+from plumbline.launch.launchers import check_devices_of_nodes, check_nodes
+from plumbline.launch.launchers.base import Launcher
+from plumbline.launch.pool import Pool
+from plumbline.own_workloads.content import content_of
+from plumbline.own_workloads.load import OwnWorkload
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Planned
+from plumbline.subjects.locator import parse_subject
+from plumbline.workloads import find
+
+
+class SubjectPools:
+    """Pools by the subject's locator, and what their subjects declare.
+
+    ``interpreters`` has for each locator what ``launcher.pool`` takes. ``for_measuring`` starts a process for each
+    launch of a measured cell. ``own`` are the workloads of the user's own.
+
+    Raises:
+        PlumblineError: a subject cannot be loaded, or a workload is not the same where a subject's ranks live.
+    """
+
+    def __init__(
+        self, launcher: Launcher, interpreters: Mapping[str, tuple[str, str | None]], own: Sequence[OwnWorkload] = ()
+    ) -> None:
+        self._launcher = launcher
+        self.for_measuring = WarmPools(self._start)
+        self._pools = {locator: launcher.pool(*where) for locator, where in interpreters.items()}
+        try:
+            self.declarations = [
+                Declaration.of(locator, values) for locator, pool in self._pools.items() for values in pool.subjects
+            ]
+            self._import_workloads(own)
+        except BaseException:
+            self.close()
+            raise
+        self._locators = {declared.name: declared.locator for declared in self.declarations}
+
+    def _import_workloads(self, own: Sequence[OwnWorkload]) -> None:
+        """Import workloads where the ranks live, and refuse one that has other weights or data there than here.
+
+        Raises:
+            WorkloadError: with the place, and what could differ.
+        """
+        workloads = [find(one.name) for one in own]
+        here = {workload.name: content_of(workload) for workload in workloads}
+        for pool in self._pools.values() if own else ():
+            found = pool.import_workloads([str(workload.locator) for workload in workloads])
+            for place, contents in found.items():
+                for name in here:
+                    if contents.get(name) != here[name]:
+                        raise WorkloadError(
+                            f"--workload {name}: its weights or its data in {place} are not those in this process, so "
+                            "a trainer there cannot be judged here. Do they depend on the order of a set, on the time, "
+                            "on files of one machine, or on the version of torch?"
+                        )
+
+    def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
+        """Refuse a plan that needs more nodes, or more CUDA devices on one of them, than there are.
+
+        Raises:
+            PlanError: with the way out.
+        """
+        cells: list[Cell] = [one.cell for one in planned if not one.refusal]
+        check_nodes(max((cell.topology.num_nodes for cell in cells), default=1), self._launcher)
+        check_devices_of_nodes(cells, self._pools.values(), oversubscribe=oversubscribe)
+
+    def locator_of(self, subject: str) -> str:
+        """Return the ``--subject`` of a subject, its interpreter included."""
+        return self._locators[subject]
+
+    def pool_of(self, subject: str) -> Pool:
+        """Return the pool that a subject's examined cells are launched from, restarted if its server has died."""
+        locator = self._locators[subject]
+        if not self._pools[locator].alive:
+            # The cell that was running then reports why; further cells are not affected.
+            self._pools[locator].close()
+            self._pools[locator] = self._start(locator)
+        return self._pools[locator]
+
+    def close(self) -> None:
+        """End every pool."""
+        self.for_measuring.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _start(self, locator: str) -> Pool:
+        return self._launcher.pool(*parse_subject(locator))

@@ -1,0 +1,102 @@
+"""Cells without a test: those that a subject does not declare are selected, counted and recorded like any other.
+
+Under xdist every worker leaves out the same ones, and tells the controller when it ends. Where the options plan no cell
+at all, pytest makes a test of none: it is left out too, and a line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from plumbline.pytest_plugin.conformance_case import ConformanceCase
+from plumbline.pytest_plugin.terminal_summary import NOTHING_PLANNED, nothing_to_run
+from plumbline.results.json_lines import record_of
+from plumbline.results.records import Result
+
+if TYPE_CHECKING:
+    import pytest
+
+    from plumbline.pytest_plugin.session import Session
+
+_UNDECLARED = "plumbline-undeclared"
+_NOTHING_PLANNED = "plumbline-nothing-planned"
+
+
+def leave_out_placeholders(config: pytest.Config, items: list[pytest.Item], fixtures: Sequence[str]) -> None:
+    """Leave out the tests that pytest makes of an empty plan, and say that there is no cell if nothing else is left."""
+    cells = [cell_of(item, fixtures) for item in items]
+    kept = [item for item, cell in zip(items, cells, strict=True) if cell is None or hasattr(cell, "cell")]
+    if len(kept) == len(items):
+        return
+    items[:] = kept
+    if any(cell_of(item, fixtures) is not None for item in kept):
+        return
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_NOTHING_PLANNED] = True
+    else:
+        _say(config, _NOTHING_PLANNED, NOTHING_PLANNED)
+
+
+def cell_of(item: pytest.Item, fixtures: Sequence[str]) -> Any:
+    """Return the planned cell of a test, or what pytest puts in its place where none is planned; None without any."""
+    callspec = getattr(item, "callspec", None)
+    parameters = callspec.params if callspec else {}
+    return next((parameters[name] for name in fixtures if name in parameters), None)
+
+
+def deselect_undeclared(
+    config: pytest.Config, session: Session, items: list[pytest.Item], fixtures: Sequence[str]
+) -> None:
+    """Deselect the tests of cells that their subjects do not declare, except those named by their id.
+
+    ``fixtures`` are the names of those that hold a planned cell.
+    """
+    named = {argument.rpartition("[")[2].removesuffix("]") for argument in config.args if "[" in argument}
+    kept: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    results: list[Result] = []
+    for item in items:
+        planned = cell_of(item, fixtures)
+        if planned is None or planned.refusal is None or planned.cell.id in named:
+            kept.append(item)
+            continue
+        deselected.append(item)
+        results += ConformanceCase(session, planned, item).declined()
+    if not deselected:
+        return
+    items[:] = kept
+    config.hook.pytest_deselected(items=deselected)
+    session.recording.add_undeclared(results)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_UNDECLARED] = [result.model_dump_json() for result in results]
+
+
+def receive_undeclared(config: pytest.Config, session: Session | None, output: Mapping[str, Any]) -> None:
+    """Take the records from a worker's ``output`` in the controller, which has no session if there is no test."""
+    if output.get(_NOTHING_PLANNED):
+        _say(config, _NOTHING_PLANNED, NOTHING_PLANNED)
+    records = [record_of(line.encode()) for line in output.get(_UNDECLARED, ())]
+    results = [record for record in records if isinstance(record, Result)]
+    if not results:
+        return
+    if session is not None:
+        session.recording.add_undeclared(results)
+    else:
+        _say(config, _UNDECLARED, nothing_to_run(results))
+
+
+def _say(config: pytest.Config, name: str, sentence: str) -> None:
+    """Print a sentence at the end, once for each ``name``."""
+    if not config.pluginmanager.has_plugin(name):
+        config.pluginmanager.register(_LastWord(sentence), name)
+
+
+class _LastWord:
+    """A pytest plugin that prints why there was no cell to run."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(self._sentence)

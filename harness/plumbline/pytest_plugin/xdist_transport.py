@@ -1,0 +1,72 @@
+"""Records and outcome of a cell as part of its test report, which xdist sends from a worker to the controller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from plumbline.report.text import printable
+from plumbline.results.json_lines import record_of
+from plumbline.results.records import Measurement, Result
+
+_RECORDS = "plumbline"
+_OUTCOME = "plumbline-outcome"
+
+
+@dataclass(frozen=True)
+class ReportPayload:
+    """The records of a cell, and the folders of its trace and of its profile, None where there is none."""
+
+    results: tuple[Result, ...]
+    measurements: tuple[Measurement, ...]
+    evidence: Path | None
+    profile: Path | None = None
+
+
+def attach_outcome(item: pytest.Item, outcome: str) -> None:
+    """Attach a cell's outcome to the report of its test."""
+    item.user_properties.append((_OUTCOME, outcome))
+
+
+def attach_properties(item: pytest.Item, results: Sequence[Result]) -> None:
+    """Attach what JUnit's XML tells of a test as its properties: the cell, and of its first finding what is known."""
+    first = results[0]
+    place = {"step": first.step, "rank": first.rank, "parameter": first.parameter}
+    told = {"cell": first.cell, "check": first.check, "cause": first.cause, "family": first.family, **place}
+    item.user_properties += [
+        (name, printable(str(value)))
+        for name, value in (*told.items(), ("command", first.reproduce))
+        if value not in (None, "")
+    ]
+
+
+def outcome_of(report: pytest.TestReport) -> str | None:
+    """Return the outcome that a report carries; None if it is not that of a test's call."""
+    return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
+
+
+def attach_payload(
+    item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None, profile: str | None
+) -> None:
+    """Attach a cell's records, and the folders of its trace and profile, to the report of its test."""
+    lines = [record.model_dump_json() for record in records]
+    payload = {"records": lines, "evidence": evidence, "profile": profile}
+    item.user_properties.append((_RECORDS, json.dumps(payload)))
+
+
+def payload_of(report: pytest.TestReport) -> ReportPayload | None:
+    """Return what :func:`attach_payload` attached to a report; None if it carries nothing."""
+    found = dict(report.user_properties).get(_RECORDS)
+    if report.when != "call" or found is None:
+        return None
+    values = json.loads(str(found))
+    records = [record_of(line.encode()) for line in values["records"]]
+    return ReportPayload(
+        tuple(record for record in records if isinstance(record, Result)),
+        tuple(record for record in records if isinstance(record, Measurement)),
+        *(None if values[name] is None else Path(values[name]) for name in ("evidence", "profile")),
+    )

@@ -1,0 +1,133 @@
+"""The hooks and fixtures. Nothing heavy is imported before a marked test runs."""
+
+from __future__ import annotations
+
+import bdb
+import os
+import unittest
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from plumbline.pytest_ranks.marker import DESCRIPTION, Marker, marker_of
+
+if TYPE_CHECKING:
+    from plumbline.check.function import CheckedFunction
+
+MARKER: pytest.StashKey[Marker] = pytest.StashKey()
+"""The marker of a test, once its set-up has begun."""
+
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Files that are there where there is a driver of NVIDIA's, also in WSL, or of AMD's."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", DESCRIPTION)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there are CUDA devices, move marked tests before all others.
+
+    Ranks are forked from this process, and CUDA, which other tests may start in it, does not survive that.
+    """
+    if any(map(os.path.exists, _DEVICES)):
+        items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """The rank of this process, in a test marked ``ranks``. Fixtures that use it are set up on each rank."""
+    from plumbline.pytest_ranks.rank_side import ON_RANK
+
+    if ON_RANK in request.node.stash:
+        return int(request.node.stash[ON_RANK].rank)
+    if MARKER in request.node.stash:
+        pytest.fail("a fixture gets `rank` by getfixturevalue(): name it among its arguments", pytrace=False)
+    pytest.fail("the fixture `rank` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """The number of ranks of a test marked ``ranks``."""
+    if MARKER not in request.node.stash:
+        pytest.fail("the fixture `world_size` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
+    return int(request.node.stash[MARKER].ranks)
+
+
+class Plumbline:
+    """What the fixture ``plumbline`` is."""
+
+    def check(self, train: Callable[[], Any], ranks: int = 2, **options: Any) -> CheckedFunction:
+        """Call a training function on forked ranks, and judge its first optimizer steps: see ``check_function``."""
+        from plumbline.check.function import check_function
+
+        return check_function(train, ranks, **options)
+
+
+@pytest.fixture(scope="session")
+def plumbline() -> Plumbline:
+    """Checks a training function: ``plumbline.check(train, ranks=4).assert_right()``."""
+    return Plumbline()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Read the marker, and leave fixtures of a rank's own to the ranks."""
+    marker = marker_of(item)
+    if isinstance(marker, str):
+        pytest.fail(marker, pytrace=False)
+    if marker is None:
+        return
+    if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
+        pytest.fail("@pytest.mark.ranks is for functions and plain classes, not for unittest.TestCase", pytrace=False)
+    from plumbline.pytest_ranks.rank_fixtures import leave_to_ranks
+
+    item.stash[MARKER] = marker
+    leave_to_ranks(item)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Let the ranks of a marked test observe the limit of pytest-timeout, which begins to time it now."""
+    if item.get_closest_marker("ranks"):
+        with suppress(ImportError):  # torch is imported now: that takes seconds, which are not the test's
+            import_module("plumbline.pytest_ranks.marked_test")
+        from plumbline.pytest_ranks.time_limit import note_timer
+
+        note_timer(item, settings)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a marked test on its ranks; on a rank, let pytest call it."""
+    if MARKER not in pyfuncitem.stash:
+        return None
+    from plumbline.pytest_ranks.marked_test import run_body
+    from plumbline.pytest_ranks.rank_side import ON_RANK
+
+    if ON_RANK in pyfuncitem.stash:
+        return None
+    run_body(pyfuncitem, pyfuncitem.stash[MARKER])
+    return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the ranks have told of their failures."""
+    report = yield
+    if call.when == "call" and MARKER in item.stash and call.excinfo:
+        from plumbline.pytest_ranks.marked_test import SHOWN
+        from plumbline.pytest_ranks.rank_side import ON_RANK
+
+        if SHOWN in item.stash and report.longrepr is not None:
+            report.longrepr = item.stash[SHOWN]
+        if item.config.getoption("usepdb", False) and ON_RANK not in item.stash:
+            # A rank was debugged where it failed. Here there is nothing to see, and pytest starts no debugger for this.
+            call.excinfo = pytest.ExceptionInfo.from_exc_info((bdb.BdbQuit, bdb.BdbQuit(), call.excinfo.tb))
+    return report

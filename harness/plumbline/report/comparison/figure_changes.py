@@ -1,0 +1,209 @@
+"""How each figure changed from A to B: estimated one by one, decided together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import fmean
+from typing import Final
+
+from plumbline.report.comparison.alignment import CellPair, definitions_differ
+from plumbline.report.comparison.significance import ChangeScale, Decision, FigureDifference, decide, scale_of
+from plumbline.results.records import Measurement
+from plumbline.statistics.intervals import FEWEST_LAUNCHES
+from plumbline.statistics.two_samples import paired_difference, welch_difference
+
+FROM_NOTHING: Final = "it is 0 in A"
+TO_NOTHING: Final = "it is 0 in B"
+
+
+class FigureVerdict(str, Enum):
+    """How a figure of B compares with that of A, worst first."""
+
+    WORSE = "worse"
+    INCONCLUSIVE = "inconclusive"
+    NOT_COMPARABLE = "not comparable"
+    BETTER = "better"
+    SAME = "same"
+
+
+@dataclass(frozen=True)
+class FigureChange:
+    """One figure on both sides.
+
+    ``a`` and ``b`` are in ``unit``: the mean over launches, a geometric mean where changes are ratios; without an
+    estimate they are the figures that the runs recorded. ``change``, with its 95 % confidence interval from ``low`` to
+    ``high``, is in ``change_unit``: a fraction of A for ``%``, else a difference. ``harm`` is the change in multiples
+    of the minimum effect, positive for the worse; None without an estimate, or where neither direction is better.
+    ``reason`` explains a missing verdict, or adds to one; it may be empty. ``enough`` is the approximate number of
+    launches a side that would give a verdict, where more launches would.
+    """
+
+    cell: str
+    versus: str
+    metric: str
+    rank: int | None
+    unit: str
+    better: str | None
+    a: float | None
+    b: float | None
+    launches: tuple[int, int]
+    verdict: FigureVerdict
+    reason: str = ""
+    change: float | None = None
+    low: float | None = None
+    high: float | None = None
+    change_unit: str = ""
+    harm: float | None = None
+    enough: int | None = None
+
+
+@dataclass(frozen=True)
+class _Estimated:
+    change: FigureChange
+    case: FigureDifference
+
+
+def figure_changes(
+    pairs: Iterable[CellPair], *, turns: bool, effect: float, comparable: bool
+) -> tuple[FigureChange, ...]:
+    """Return every figure that both cells of a pair have, the worst first.
+
+    ``turns``: the launches of both sides alternated, so samples of equal index are pairs. ``effect`` is the minimum
+    effect, 0.05 for 5 %. Not ``comparable``: the machines differ, and no figure is compared.
+    """
+    settled: list[FigureChange] = []
+    estimated: list[_Estimated] = []
+    for pair in pairs:
+        for a, b in figures_of_both(pair):
+            change = _plain(pair, a, b)
+            if not comparable:
+                settled.append(replace(change, verdict=FigureVerdict.NOT_COMPARABLE, reason="the machines differ"))
+            elif verdict := _without_numbers(a, b, one_run=bool(pair.versus)):
+                settled.append(replace(change, verdict=verdict[0], reason=verdict[1]))
+            elif one := _estimated(change, a, b, turns=turns, effect=effect):
+                estimated.append(one)
+            else:
+                settled.append(replace(change, reason="the launches differ so much that the estimate overflows"))
+    family = decide([one.case for one in estimated])
+    settled += [_decided(one, size) for one, size in zip(estimated, family, strict=True)]
+    return tuple(sorted(settled, key=_worst_first))
+
+
+def figures_of_both(pair: CellPair) -> list[tuple[Measurement, Measurement]]:
+    """Return the figures that both sides have, by metric and rank."""
+    after = _by_name(pair.b.measurements if pair.b else ())
+    before = _by_name(pair.a.measurements if pair.a else ())
+    return [(figure, after[name]) for name, figure in before.items() if name in after]
+
+
+def _by_name(figures: Sequence[Measurement]) -> dict[tuple[str, int | None], Measurement]:
+    return {(figure.metric, figure.rank): figure for figure in figures}
+
+
+def _plain(pair: CellPair, a: Measurement, b: Measurement) -> FigureChange:
+    return FigureChange(
+        cell=pair.cell,
+        versus=pair.versus,
+        metric=a.metric,
+        rank=a.rank,
+        unit=a.unit,
+        better=a.better,
+        a=a.value,
+        b=b.value,
+        launches=(len(a.samples), len(b.samples)),
+        verdict=FigureVerdict.INCONCLUSIVE,
+        change_unit=scale_of(a.unit).unit,
+    )
+
+
+def _without_numbers(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[FigureVerdict, str] | None:
+    """Return the verdict on two figures that cannot be estimated, and the reason; None if they can."""
+    if differences := definitions_differ(a, b, one_run=one_run):
+        return FigureVerdict.NOT_COMPARABLE, "; ".join(map(str, differences))
+    for side, figure in (("A", a), ("B", b)):
+        if figure.refusal is not None:
+            return FigureVerdict.INCONCLUSIVE, f"{side}: {figure.refusal}"
+    for side, figure in (("A", a), ("B", b)):
+        if len(figure.samples) < FEWEST_LAUNCHES:
+            return FigureVerdict.INCONCLUSIVE, f"{side} has fewer than {FEWEST_LAUNCHES} launches"
+    if scale_of(a.unit).positive and min(*a.samples, *b.samples) <= 0:
+        return _with_zeros(a, b)
+    return None
+
+
+def _with_zeros(a: Measurement, b: Measurement) -> tuple[FigureVerdict, str]:
+    """Return the verdict where there is no ratio, because a sample is 0, and the reason."""
+    if not any((*a.samples, *b.samples)):
+        return FigureVerdict.SAME, "it is 0 on both sides"
+    for nothing, something, reason in ((a, b, FROM_NOTHING), (b, a, TO_NOTHING)):
+        if not any(nothing.samples) and min(something.samples) > 0:
+            return _verdict(a.better, more=something is b), reason
+    return FigureVerdict.INCONCLUSIVE, "it is 0 in some launches only, so it has no ratio"
+
+
+def _estimated(
+    change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float
+) -> _Estimated | None:
+    """Return the change with its estimate; None where a bound is too large for a floating-point number."""
+    try:
+        return _with_numbers(change, a, b, turns=turns, effect=effect)
+    except OverflowError:
+        return None
+
+
+def _with_numbers(change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float) -> _Estimated:
+    scale = scale_of(a.unit)
+    before, after = ([scale.onto(sample) for sample in figure.samples] for figure in (a, b))
+    least = scale.least(effect)
+    # Samples are pairs only if every round has a launch of both sides.
+    paired = turns and len(before) == len(after)
+    case = FigureDifference(
+        paired_difference(before, after) if paired else welch_difference(before, after), least, paired
+    )
+    difference, (low, high) = case.estimate.mean, case.estimate.interval
+    sign = {"higher": -1.0, "lower": 1.0, None: None}[a.better]
+    change = replace(
+        change,
+        a=_typical(a.samples, scale),
+        b=_typical(b.samples, scale),
+        change=scale.change(difference),
+        low=scale.change(low),
+        high=scale.change(high),
+        harm=None if sign is None else sign * difference / least,
+    )
+    return _Estimated(change, case)
+
+
+def _typical(samples: Sequence[float], scale: ChangeScale) -> float:
+    # A byte count that is equal in all launches is shown exactly, not as exp(log(count)).
+    return samples[0] if min(samples) == max(samples) else scale.off(fmean(map(scale.onto, samples)))
+
+
+def _decided(one: _Estimated, size: Decision) -> FigureChange:
+    if size is Decision.SAME:
+        return replace(one.change, verdict=FigureVerdict.SAME)
+    if size is Decision.CHANGED:
+        verdict = _verdict(one.change.better, more=one.case.estimate.mean > 0)
+        reason = "it changed, and neither direction is better" if one.change.better is None else ""
+        return replace(one.change, verdict=verdict, reason=reason)
+    return replace(
+        one.change,
+        enough=one.case.enough(max(one.change.launches)),
+        reason=(
+            "it would count if it were the only figure; among so many, one such change is expected by chance"
+            if size is Decision.CHANCE
+            else "the interval includes changes above and below the minimum effect"
+        ),
+    )
+
+
+def _verdict(better: str | None, *, more: bool) -> FigureVerdict:
+    if better is None:
+        return FigureVerdict.INCONCLUSIVE
+    return FigureVerdict.BETTER if (better == "higher") == more else FigureVerdict.WORSE
+
+
+def _worst_first(change: FigureChange) -> tuple[int, float]:
+    return list(FigureVerdict).index(change.verdict), -(change.harm or 0.0)

@@ -1,0 +1,85 @@
+"""The formats of a report: the registry that ``plumbline report --format`` and the end of a run read.
+
+A format is one module with a ``FORMAT``, and one line in ``FORMATS``. A package of one's own adds a line with
+``FORMATS["yaml"] = "my_package.yaml_report:FORMAT"``, or without any call by an entry point in the group
+``plumbline.report_formats`` with the same name and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Final
+
+from plumbline.results.atomic import write_bytes
+from plumbline.results.run import Run, read_run
+
+Render = Callable[[Run], str | bytes]
+
+ENTRY_POINTS: Final = "plumbline.report_formats"
+
+FORMATS: Final[dict[str, str]] = {
+    "md": "plumbline.report.markdown.one_screen:FORMAT",
+    "html": "plumbline.report.html.page:FORMAT",
+    "csv": "plumbline.report.csv_tables:FORMAT",
+    "json": "plumbline.report.json_report:FORMAT",
+    "parquet": "plumbline.report.parquet:FORMAT",
+    "sarif": "plumbline.report.annotations.sarif:FORMAT",
+    "github": "plumbline.report.annotations.github:FORMAT",
+}
+"""``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
+
+
+@dataclass(frozen=True)
+class ReportFormat:
+    """One way to write a report.
+
+    ``render`` returns the report of a run, as ``plumbline report --format`` shows it. ``files`` are written into the
+    run's folder at its end: for each file name what renders it. ``binary`` content is never printed to a terminal.
+    """
+
+    description: str
+    render: Render
+    files: Mapping[str, Render] = field(default_factory=dict)
+    binary: bool = False
+
+
+def format_names() -> list[str]:
+    """Return the names of all formats, those of other packages last."""
+    return list(_locations())
+
+
+def report_format(name: str) -> ReportFormat:
+    """Return a format by its name.
+
+    Raises:
+        KeyError: there is no such format.
+    """
+    found = resolve_name(_locations()[name])
+    assert isinstance(found, ReportFormat), f"{name}: {found!r} is no ReportFormat"
+    return found
+
+
+def write_report(run_path: Path) -> None:
+    """Write the files of every format into a run's folder.
+
+    Raises:
+        ResultsError: the run cannot be read (see ``read_run``), or its folder is not writable.
+    """
+    run = read_run(run_path)
+    for name in format_names():
+        for file, render in report_format(name).files.items():
+            write_content(run.path / file, render(run))
+
+
+def write_content(path: Path, content: str | bytes) -> None:
+    """Write what a format has rendered to ``path``, replacing the file that was there."""
+    write_bytes(path, content.encode() if isinstance(content, str) else content)
+
+
+def _locations() -> dict[str, str]:
+    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    return {**FORMATS, **{name: place for name, place in others.items() if name not in FORMATS}}

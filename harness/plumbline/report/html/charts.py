@@ -1,0 +1,277 @@
+"""The charts of a page as positions in per cent, which the templates draw as SVG.
+
+They are drawn without a plotting library: a chart is a few kilobytes of SVG whose text can be read on a phone,
+selected and searched, and whose colours follow the page's light or dark scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from plumbline.report.html.axis import Axis, Tick, positions
+from plumbline.report.tables.measured import MeasuredCell, bounds, has_several_subjects
+from plumbline.report.text import in_words
+from plumbline.results.records import Measurement
+
+STYLES: Final = 8
+"""The number of curves that colour and sign distinguish; a chart shows no more."""
+
+MOST_BARS: Final = 40
+
+MEMORY_PARTS: Final = {
+    "tensors_parameters": "parameters",
+    "tensors_gradients": "gradients",
+    "tensors_optimizer": "optimizer state",
+    "tensors_activations": "activations",
+}
+STEP_SHARES: Final = {
+    "share_compute": "computing",
+    "share_exposed_communication": "exposed communication",
+    "share_data": "data",
+    "share_idle": "idle",
+}
+MEMORY_PEAK: Final = "memory_allocated_peak"
+_WHISKERS, _BODY = (0.05, 0.95), (0.25, 0.75)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One figure: its position, that of its bounds (``y`` downwards), and its tooltip."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One configuration over numbers of devices. ``style`` is its colour and sign, ``wrong`` why it does not count."""
+
+    label: str
+    style: int
+    wrong: str | None
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class CurveChart:
+    """Curves over the number of devices; ``ideal`` is the position of ideal scaling, None where it is not known."""
+
+    title: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    curves: tuple[Curve, ...]
+    left_out: int
+    ideal: float | None = None
+
+
+@dataclass(frozen=True)
+class BarPart:
+    """A segment of a bar. ``style`` is its colour."""
+
+    at: float
+    width: float
+    style: int
+    title: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One configuration's row. ``mark`` is a line across it (per cent, or None), ``text`` the label at its end."""
+
+    label: str
+    wrong: str | None
+    parts: tuple[BarPart, ...]
+    mark: float | None
+    text: str
+    beyond: str | None = None
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Rows on one axis."""
+
+    title: str
+    ticks: tuple[Tick, ...]
+    bars: tuple[Bar, ...]
+    left_out: int
+
+
+def curve_charts(
+    title: str, metric: str, cells: Iterable[MeasuredCell], *, ideal: float | None = None
+) -> Iterator[CurveChart]:
+    """Yield ``metric`` over the number of devices, a curve a configuration; nothing where only one number was measured.
+
+    A cell on one device is the first point of the curves of its subject and precision. Where there are more than
+    ``STYLES`` curves, each precision has a chart of its own.
+    """
+    cells = [cell for cell in cells if cell.value(metric) is not None]
+    groups = list(_curves(cells))
+    if len({cell.devices for cell in cells}) < 2 or not groups:
+        return
+    if len(groups) <= STYLES:
+        yield _curve_chart(title, metric, groups, ideal)
+        return
+    for precision in dict.fromkeys(group[-1].precision for group in groups):
+        own = [group for group in groups if group[-1].precision == precision]
+        yield _curve_chart(f"{title}, in {precision}", metric, own, ideal)
+
+
+def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
+    """Return what fills the memory of the rank that uses most, a row a configuration, and the allocator's peak."""
+    cells = [cell for cell in cells if any(cell.value(metric) is not None for metric in (*MEMORY_PARTS, MEMORY_PEAK))]
+    if not cells:
+        return None
+    axis = Axis.over([size for cell in cells for size in (_tensors(cell), cell.value(MEMORY_PEAK) or 0.0)], "bytes")
+    several = has_several_subjects(cells)
+    return _bar_chart("Memory of the rank that uses most", axis, [_memory_bar(cell, axis, several) for cell in cells])
+
+
+def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
+    """Return what the time of a step goes into, a row a configuration; the text is the share of computing."""
+    cells = [cell for cell in cells if all(cell.value(metric) is not None for metric in STEP_SHARES)]
+    if not cells:
+        return None
+    axis = Axis(1.0, "share")
+    several = has_several_subjects(cells)
+    return _bar_chart("What the time of a step goes into", axis, [_share_bar(cell, axis, several) for cell in cells])
+
+
+def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
+    """Return how long single steps took, a row a configuration.
+
+    The thin line spans the 5th to the 95th percentile, the thick one the middle half, the mark is the median. The axis
+    ends at the largest 95th percentile; a row names its slowest step if that lies beyond.
+    """
+    cells = [cell for cell in cells if cell.figures.get("step_p50") and len(cell.figures["step_p50"].quantiles) > 2]
+    if not cells:
+        return None
+    axis = Axis.over([_quantile(cell.figures["step_p50"], _WHISKERS[1]) for cell in cells], "s")
+    several = has_several_subjects(cells)
+    return _bar_chart("Time of a step", axis, [_step_bar(cell, axis, several) for cell in cells])
+
+
+def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell]], ideal: float | None) -> CurveChart:
+    cells = [cell for group in groups for cell in group]
+    places = positions([cell.devices for cell in cells])
+    figures = [bound for cell in cells for bound in bounds(cell.figures[metric])]
+    axis = Axis.over(figures if ideal is None else [*figures, ideal], cells[0].figures[metric].unit)
+    several = has_several_subjects(cells)
+    return CurveChart(
+        title,
+        tuple(Tick(place, str(devices)) for devices, place in places.items()),
+        tuple(Tick(100 - tick.at, tick.label) for tick in axis.ticks()),
+        tuple(
+            Curve(
+                _series(group[-1], several),
+                style,
+                next((cell.conformance.sentence for cell in group if cell.conformance.wrong), None),
+                tuple(_point(cell, metric, places, axis) for cell in group),
+            )
+            for style, group in enumerate(groups[:STYLES])
+        ),
+        len(groups[STYLES:]),
+        None if ideal is None else 100 - axis.at(ideal),
+    )
+
+
+def _bar_chart(title: str, axis: Axis, bars: Sequence[Bar]) -> BarChart:
+    return BarChart(title, tuple(axis.ticks()), tuple(bars[:MOST_BARS]), len(bars[MOST_BARS:]))
+
+
+def _curves(cells: Sequence[MeasuredCell]) -> Iterable[list[MeasuredCell]]:
+    alone = {(cell.subject, cell.precision): cell for cell in cells if cell.backend == "none"}
+    groups: dict[tuple[object, ...], list[MeasuredCell]] = {}
+    for cell in cells:
+        if cell.backend != "none":
+            key = (cell.subject, cell.precision, cell.backend, cell.topology[0] > 1 and cell.topology[0])
+            groups.setdefault(key, []).append(cell)
+    for group in groups.values():
+        first = alone.get((group[0].subject, group[0].precision))
+        yield [first, *group] if first and all(cell.devices > 1 for cell in group) else group
+
+
+def _series(cell: MeasuredCell, several_subjects: bool) -> str:
+    nodes = f" on {cell.topology[0]} nodes" if cell.topology[0] > 1 else ""
+    return f"{cell.series(several_subjects=several_subjects)}{nodes}"
+
+
+def _point(cell: MeasuredCell, metric: str, places: dict[int, float], axis: Axis) -> Point:
+    low, value, high = bounds(cell.figures[metric])
+    nodes, gpus = cell.topology
+    title = f"{nodes}×{gpus}: {in_words(value, axis.unit)}"
+    if low != high:
+        title += f" ({in_words(low, axis.unit)} to {in_words(high, axis.unit)})"
+    at = [round(100 - axis.at(bound), 2) for bound in (value, low, high)]
+    return Point(places[cell.devices], at[0], at[1], at[2], title)
+
+
+def _tensors(cell: MeasuredCell) -> float:
+    return sum(cell.value(metric) or 0.0 for metric in MEMORY_PARTS)
+
+
+def _memory_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
+    parts, end = [], 0.0
+    for style, (metric, name) in enumerate(MEMORY_PARTS.items()):
+        if size := cell.value(metric):
+            at = axis.at(end)
+            end += size
+            parts.append(BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(size, 'bytes')}"))
+    peak = cell.value(MEMORY_PEAK)
+    shown = end if peak is None else peak
+    return Bar(
+        cell.configuration(several_subjects=several_subjects),
+        cell.conformance.sentence if cell.conformance.wrong else None,
+        tuple(parts),
+        None if peak is None else axis.at(peak),
+        in_words(shown, "bytes"),
+    )
+
+
+def _share_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
+    parts, end = [], 0.0
+    for style, (metric, name) in enumerate(STEP_SHARES.items()):
+        share = cell.value(metric) or 0.0
+        at = axis.at(end)
+        end += share
+        parts.append(BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(share, 'share')}"))
+    return Bar(
+        cell.configuration(several_subjects=several_subjects),
+        cell.conformance.sentence if cell.conformance.wrong else None,
+        tuple(parts),
+        None,
+        f"{in_words(cell.value('share_compute') or 0.0, 'share')} computing",
+    )
+
+
+def _step_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
+    figure = cell.figures["step_p50"]
+    parts = []
+    for style, (low, high) in enumerate((_WHISKERS, _BODY)):
+        begin, end = _quantile(figure, low), _quantile(figure, high)
+        share = round(100 * (high - low))
+        title = f"{share} % of the steps: {in_words(begin, 's')} to {in_words(end, 's')}"
+        at = axis.at(begin)
+        parts.append(BarPart(at, round(axis.at(end) - at, 2), style, title))
+    median, slowest = _quantile(figure, 0.5), figure.quantiles[-1]
+    return Bar(
+        cell.configuration(several_subjects=several_subjects),
+        cell.conformance.sentence if cell.conformance.wrong else None,
+        tuple(parts),
+        axis.at(median),
+        in_words(median, "s"),
+        in_words(slowest, "s") if slowest > axis.top else None,
+    )
+
+
+def _quantile(figure: Measurement, share: float) -> float:
+    """Return a quantile of evenly spaced ones, by interpolation."""
+    place = share * (len(figure.quantiles) - 1)
+    below = int(place)
+    above = min(below + 1, len(figure.quantiles) - 1)
+    part = place - below
+    return (1 - part) * figure.quantiles[below] + part * figure.quantiles[above]

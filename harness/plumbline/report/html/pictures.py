@@ -1,0 +1,168 @@
+"""What went wrong as pictures: errors over steps and parameters, and the path of a gradient through the ranks.
+
+Sizes and positions are in CSS pixels; the templates draw them as SVG. Each picture writes its values as text and marks
+what is wrong by a frame, so that it can be read without colours, and has a sentence for those who do not see it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from plumbline.report.text import compact, counted, printable, shortened
+from plumbline.results.records import ErrorGrid, RankShares, Result
+
+SQUARE_WIDTH: Final = 40
+SQUARE_HEIGHT: Final = 20
+HEAD: Final = 18
+LETTER: Final = 6.6
+LONGEST_NAME: Final = 30
+DEGREES: Final = 4
+"""Shades of wrong: each is a thousand times worse than the one before."""
+
+NODE_DISTANCE: Final = 44
+RECEIVED_AT: Final = 146
+BOLD_LETTER: Final = 7.4
+LEAST_WIDTH: Final = 336
+
+
+@dataclass(frozen=True)
+class Square:
+    """One error: where it is drawn, as text, and its ``degree``: 0 within the limit, up to ``DEGREES``; -1 unknown."""
+
+    x: float
+    y: float
+    text: str
+    degree: int
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Errors over steps (columns) and parameters (rows). ``names`` and ``steps`` have a position and a text each."""
+
+    title: str
+    sentence: str
+    width: float
+    height: float
+    names: tuple[tuple[float, str], ...]
+    steps: tuple[tuple[float, str], ...]
+    squares: tuple[Square, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's own gradient on its way into what another rank receives; ``width`` is 0 where it is left out."""
+
+    y1: float
+    y2: float
+    width: float
+
+
+@dataclass(frozen=True)
+class RankPaths:
+    """Ranks' own gradients on the left, what each optimizer received on the right."""
+
+    title: str
+    sentence: str
+    width: float
+    height: float
+    nodes: tuple[tuple[float, str], ...]
+    links: tuple[Link, ...]
+    received: tuple[tuple[float, str, bool], ...]
+    right: str
+
+
+def heat_map(finding: Result, *, wrong: bool) -> HeatMap | None:
+    """Return the errors of a finding's parameters over steps, None where its run has not recorded them."""
+    grid, limit = finding.error_grid, finding.limit_x_noise
+    if grid is None or not grid.parameters or limit is None:
+        return None
+    labels = [shortened(printable(name), LONGEST_NAME) for name in grid.parameters]
+    begin = round(LETTER * max(map(len, labels))) + 10
+    squares = tuple(
+        Square(begin + column * SQUARE_WIDTH, HEAD + row * SQUARE_HEIGHT, _text(error), _degree(error, limit))
+        for row, errors in enumerate(grid.errors)
+        for column, error in enumerate(errors)
+    )
+    return HeatMap(
+        f"{'Wrong' if wrong else 'Right'}: {finding.cell}",
+        _in_a_sentence(grid, limit),
+        begin + len(grid.steps) * SQUARE_WIDTH + 2,
+        HEAD + len(labels) * SQUARE_HEIGHT + 2,
+        tuple((HEAD + (row + 0.5) * SQUARE_HEIGHT, name) for row, name in enumerate(labels)),
+        tuple((begin + (column + 0.5) * SQUARE_WIDTH, str(step)) for column, step in enumerate(grid.steps)),
+        squares,
+    )
+
+
+def rank_paths(shares: RankShares | None) -> RankPaths | None:
+    """Return how ranks' gradients came together, None where that is not known."""
+    if shares is None or not shares.received:
+        return None
+    ranks = max(len(shares.right), len(shares.received), *map(len, shares.received))
+    heights = [NODE_DISTANCE * (place + 0.5) for place in range(ranks)]
+    largest = max([abs(weight) for row in shares.received for weight in row], default=0.0) or 1.0
+    links = tuple(
+        Link(heights[own], heights[rank], round(7 * abs(weight) / largest, 1))
+        for rank, row in enumerate(shares.received)
+        for own, weight in enumerate(row)
+    )
+    received = tuple(
+        (heights[rank], _sum(row), not _alike(row, shares.right)) for rank, row in enumerate(shares.received)
+    )
+    wrong = [f"rank {rank} received {text}" for rank, (_, text, is_wrong) in enumerate(received) if is_wrong]
+    return RankPaths(
+        f"The gradient's path through the ranks at step {shares.step}",
+        f"Right is {_sum(shares.right)}; {'; '.join(wrong) or 'every rank received that'}.",
+        max(LEAST_WIDTH, RECEIVED_AT + BOLD_LETTER * max(len(text) + 2 for _, text, _ in received)),
+        NODE_DISTANCE * len(heights),
+        tuple((heights[rank], f"rank {rank}") for rank in range(len(shares.right))),
+        links,
+        received,
+        _sum(shares.right),
+    )
+
+
+def _degree(error: float | None, limit: float) -> int:
+    if error is None:
+        return -1
+    if error <= limit:
+        return 0
+    times = error / max(limit, 1.0)
+    return min(DEGREES, 1 + int(math.log10(max(times, 1.0)) / 3)) if math.isfinite(times) else DEGREES
+
+
+def _text(error: float | None) -> str:
+    return "∞" if error == math.inf else "" if error is None else compact(error)
+
+
+def _in_a_sentence(grid: ErrorGrid, limit: float) -> str:
+    places = [
+        (step, name, error)
+        for name, errors in zip(grid.parameters, grid.errors, strict=False)
+        for step, error in zip(grid.steps, errors, strict=False)
+        if error is not None
+    ]
+    wrong = [place for place in places if not place[2] <= limit]
+    parameters, steps = counted(len(grid.parameters), "parameter"), counted(len(grid.steps), "step")
+    of = f"{counted(len(places), 'error')} of {parameters} over {steps}"
+    if not wrong:
+        return f"None of {of} is above the limit of {compact(limit)} × noise."
+    first, worst = min(wrong), max(wrong, key=lambda place: place[2])
+    return (
+        f"{len(wrong)} of {of} are above the limit of {compact(limit)} × noise: first at step {first[0]} in "
+        f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in {printable(worst[1])}."
+    )
+
+
+def _alike(row: tuple[float, ...], right: tuple[float, ...]) -> bool:
+    return all(math.isclose(one, other, rel_tol=0.01, abs_tol=0.001) for one, other in zip(row, right, strict=False))
+
+
+def _sum(weights: tuple[float, ...]) -> str:
+    """Return for example ``0.5 × rank 0 + 0.5 × rank 1``, or ``0.125 × each of 8 ranks``."""
+    if len(weights) > 2 and _alike(weights, weights[:1] * len(weights)):
+        return f"{weights[0]:.3g} × each of {len(weights)} ranks"
+    parts = [f"{weight:.3g} × rank {rank}" for rank, weight in enumerate(weights) if abs(weight) > 1e-3]
+    return " + ".join(parts) or "nothing"

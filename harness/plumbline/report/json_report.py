@@ -1,0 +1,192 @@
+"""A run's report for programs: one JSON object with what the pages show, without markup.
+
+``report.schema.json`` is its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pandas as pd
+from pydantic import BaseModel
+
+from plumbline.core.outcome import Outcome
+from plumbline.report.formats import ReportFormat
+from plumbline.report.tables.cells import cell_table, outcome_counts
+from plumbline.report.tables.claims import claims
+from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
+from plumbline.report.tables.measured import metrics_table
+from plumbline.report.tables.run_summary import RunVerdict, comparability, facts, verdict_of
+from plumbline.report.tables.support import support_table
+from plumbline.results.fields import Count, Text, XNoise
+from plumbline.results.records import CellRecord
+from plumbline.results.run import Run
+from plumbline.results.schema import DIALECT
+
+VERSION: Final = 1
+"""Of the schema; a field may be added without a new one."""
+
+FILE: Final = Path(__file__).with_name("report.schema.json")
+
+Number = XNoise
+"""A number that may be infinite, which is the string ``inf``."""
+
+
+class ReportedCell(CellRecord):
+    """A cell and the worst of its findings; a check has no outcome ``known``, ``unexpected pass`` or ``missing``."""
+
+    outcome: Outcome | Literal["known", "unexpected pass", "missing"]
+    has_failed: bool
+    error_x_noise: Number | None
+    seconds: float | None
+
+
+class ReportedFigure(CellRecord):
+    """A figure of a cell: of its speed and memory, or a check's error; ``low`` and ``high`` are its 95 % interval."""
+
+    run: Text
+    check: Text | None
+    metric: Text
+    value: Number | None
+    unit: Text
+    rank: Count | None
+    low: Number | None
+    high: Number | None
+    better: Literal["higher", "lower"] | None
+    refusal: Text | None
+    conformance: Text | None
+
+
+class ReportedFailure(BaseModel):
+    """Cells of one subject that went wrong for one reason; the message and the command are those of the first."""
+
+    subject: Text
+    cause: Text
+    family: Text | None
+    cells: tuple[Text, ...]
+    message: Text
+    reproduce: Text
+
+    @classmethod
+    def of(cls, group: FailureGroup) -> ReportedFailure:
+        """Return the record of a group."""
+        first = group.findings[0]
+        return cls(
+            subject=group.subject,
+            cause=group.title,
+            family=group.family,
+            cells=tuple(finding.cell for finding in group.findings),
+            message=message_of(first),
+            reproduce=first.reproduce,
+        )
+
+
+class ReportedSubject(BaseModel):
+    """What a subject's wrong cells have in common; ``contradicting`` has the cause that each such cell names."""
+
+    subject: Text
+    wrong: Count
+    cause: Text | None
+    family: Text | None
+    explained: tuple[Text, ...]
+    not_explained: tuple[Text, ...]
+    contradicting: dict[Text, Text]
+    summary: Text
+
+    @classmethod
+    def of(cls, one: SubjectCauses) -> ReportedSubject:
+        """Return the record of a subject."""
+        cause, family = one.cause or (None, None)
+        return cls(
+            subject=one.subject,
+            wrong=one.wrong,
+            cause=cause,
+            family=family,
+            explained=one.explained,
+            not_explained=one.others,
+            contradicting=dict(one.contradicting),
+            summary=" ".join(one.sentences),
+        )
+
+
+class ReportedRatio(BaseModel):
+    """One measurement of a claim, with its 95 % interval; ``wrong`` says why it does not count."""
+
+    ratio: Number
+    low: Number
+    high: Number
+    conditions: Text
+    holds: bool | None
+    wrong: Text | None
+
+
+class ReportedClaim(BaseModel):
+    """A claim of the original documentation, and the run's answer."""
+
+    statement: Text
+    measure: Text
+    answer: Text
+    pairs: tuple[ReportedRatio, ...]
+
+
+class ReportDocument(BaseModel):
+    """What ``plumbline report --format json`` writes. ``support`` has the columns of the support table."""
+
+    version: Literal[1] = VERSION
+    run: dict[Text, Text]
+    simulated: bool
+    incomplete: bool
+    verdict: RunVerdict
+    outcomes: dict[Text, Count]
+    cells: tuple[ReportedCell, ...]
+    support: tuple[dict[Text, int | Number | Text | None], ...]
+    subjects: tuple[ReportedSubject, ...]
+    failures: tuple[ReportedFailure, ...]
+    metrics: tuple[ReportedFigure, ...]
+    claims: tuple[ReportedClaim, ...]
+    comparability: dict[Text, Text]
+
+
+def as_json(run: Run) -> str:
+    """Return the object in ASCII, with a final line break; NaN is null, an infinite number the string ``inf``."""
+    cells = cell_table(run)
+    document = ReportDocument(
+        run=facts(run),
+        simulated=run.header.simulated,
+        incomplete=run.incomplete,
+        verdict=verdict_of(run, cells),
+        outcomes=outcome_counts(cells["outcome"]),
+        cells=_rows(cells),
+        support=_rows(support_table(run)),
+        subjects=tuple(map(ReportedSubject.of, subject_causes(run))),
+        failures=tuple(map(ReportedFailure.of, failures(run))),
+        metrics=_rows(metrics_table(run)),
+        claims=tuple(ReportedClaim(**asdict(claim)) for claim in claims(run)),
+        comparability=comparability(run.header.fingerprint),
+    )
+    return f"{json.dumps(document.model_dump(mode='json'), allow_nan=False)}\n"
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the schema of the object."""
+    schema = ReportDocument.model_json_schema(mode="serialization")
+    return {"$schema": DIALECT, "$id": f"urn:plumbline:report:{VERSION}", **schema}
+
+
+def _rows(table: pd.DataFrame) -> Any:
+    """Return a table's rows by column; what is missing in it is None."""
+    return [
+        {str(name): None if _is_missing(value) else value for name, value in row.items()}
+        for row in table.astype(object).to_dict("records")
+    ]
+
+
+def _is_missing(value: object) -> bool:
+    return value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+FORMAT = ReportFormat("for programs, everything that the pages show", as_json)

@@ -1,0 +1,183 @@
+"""A run's results as one table with a row a cell, which the other tables are made from; and counts of cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Final, TypeVar, cast
+
+import pandas as pd
+
+from plumbline.core.outcome import Outcome
+from plumbline.report.text import counted, listed
+from plumbline.results.records import (
+    KNOWN,
+    PERFORMANCE,
+    UNEXPECTED_PASS,
+    CellRecord,
+    Coordinates,
+    Result,
+    by_cell,
+    ending,
+)
+from plumbline.results.run import Run
+
+T = TypeVar("T")
+
+MISSING: Final = "missing"
+"""The outcome of a planned cell without a result. Not one of ``Outcome``: no check ends so."""
+
+DECLINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
+"""The outcomes of cells that were not trained on purpose."""
+
+CELL_COLUMNS: Final = (
+    "cell",
+    "subject",
+    "workload",
+    "backend",
+    "num_nodes",
+    "gpus",
+    "precision",
+    "accelerator",
+    "mesh",
+    "outcome",
+    "has_failed",
+    "error_x_noise",
+    "seconds",
+)
+
+_MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
+_MOST_CAPABILITIES: Final = 3
+_KINDS: Final = {"backend ": "backend", "precision ": "precision"}
+
+
+def cached_per_run(make: Callable[[Run], T]) -> Callable[[Run], T]:
+    """Compute ``make`` once for each run. The result is shared between the parts of a report: do not change it."""
+    name = f"{make.__module__}.{make.__qualname__}"
+
+    @wraps(make)
+    def cached(run: Run) -> T:
+        # A run is not hashable; attributes beside its fields do not take part in comparisons.
+        attributes = vars(run)
+        if name not in attributes:
+            attributes[name] = make(run)
+        return cast("T", attributes[name])
+
+    return cached
+
+
+@cached_per_run
+def cell_table(run: Run) -> pd.DataFrame:
+    """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
+
+    ``outcome``: the worst of the cell's findings; ``known`` or ``unexpected pass`` where findings were expected to be
+    bad (see ``ending``); or ``missing``. The cell that was being written when the run broke off is missing too, unless
+    it is bad already: the findings it lacks might not have passed. Cells that were only measured have no row.
+    ``has_failed``: whether any finding failed unexpectedly, also where a worse outcome (a check that crashed, for
+    example) hides it.
+    ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measure nothing.
+    ``seconds``: the wall time of the cell's launch. The last two are NaN where there is no value.
+    """
+    measured = measured_only(run)
+    findings = by_cell(result for result in run.results if result.coordinates not in measured)
+    cells: dict[Coordinates, CellRecord] = {
+        planned.coordinates: planned for planned in run.header.planned if planned.coordinates not in measured
+    }
+    for key, found in findings.items():
+        cells.setdefault(key, found[0])
+    rows = [
+        (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
+        for key, cell in cells.items()
+    ]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    # Set explicitly, because pandas cannot infer types from an empty table or from rows without a value.
+    for name, kind in {"has_failed": bool, "error_x_noise": float, "seconds": float}.items():
+        table[name] = table[name].astype(kind)
+    return table
+
+
+def measured_only(run: Run) -> set[Coordinates]:
+    """Return the cells whose speed is measured and that are not examined, by the plan or by their records."""
+    planned = {cell.coordinates for cell in run.header.planned if cell.measured}
+    timed = {record.coordinates for record in run.measurements}
+    timed |= {result.coordinates for result in run.results if result.check == PERFORMANCE}
+    examined = {result.coordinates for result in run.results if result.check != PERFORMANCE}
+    return planned | (timed - examined)
+
+
+def outcome_counts(outcomes: Iterable[str]) -> dict[str, int]:
+    """Return how many cells have which outcome, good ones first; an outcome that no cell has is left out."""
+    found = Counter(outcomes)
+    good = (Outcome.PASSED.value, Outcome.DEVIATES.value)
+    bad = [outcome.value for outcome in Outcome if outcome.is_bad]
+    return {name: found[name] for name in (*good, KNOWN, UNEXPECTED_PASS, *bad, *DECLINED, MISSING) if name in found}
+
+
+def counts_in_words(outcomes: Iterable[str]) -> str:
+    """Return for example ``60 cells: 57 passed, 2 deviates, 1 failed``."""
+    counts = outcome_counts(outcomes)
+    words = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    return f"{counted(sum(counts.values()), 'cell')}: {words}" if words else "0 cells"
+
+
+def unsupported(run: Run, cells: pd.DataFrame) -> list[Result]:
+    """Return the records of those ``cells`` of the run's cell table that their subjects do not declare."""
+    names = set(cells["cell"][cells["outcome"] == Outcome.UNSUPPORTED.value])
+    return [result for result in run.results if result.cell in names and result.outcome is Outcome.UNSUPPORTED]
+
+
+def undeclared_in_words(results: Iterable[Result]) -> str:
+    """Return for example ``263 cells are not declared by mine (backends dp, none: 188; precision 16: 75)``.
+
+    ``results`` are records of unsupported cells. Of several subjects, each has its count.
+    """
+    records = list(results)
+    cells = f"{counted(len(records), 'cell')} {'is' if len(records) == 1 else 'are'} not declared by"
+    subjects = Counter(result.subject for result in records)
+    if len(subjects) > 1:
+        each = ", ".join(f"{name} {count}" for name, count in subjects.items())
+        return f"{cells} their subjects ({each})"
+    reasons = "; ".join(f"{kind}: {count}" for kind, count in _reasons(records))
+    return f"{cells} {next(iter(subjects), 'any subject')}" + (f" ({reasons})" if reasons else "")
+
+
+def undeclared_kinds(results: Iterable[Result]) -> str:
+    """Return what a subject does not declare, for example ``backends dp, none; precision 16``."""
+    return "; ".join(kind for kind, _ in _reasons(list(results)))
+
+
+def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:
+    if not findings:
+        return MISSING, False, None, None
+    end = ending(findings)
+    is_bad = isinstance(end, Outcome) and end.is_bad
+    errors = [one.error_x_noise for one in findings if one.outcome in _MEASURED and one.error_x_noise is not None]
+    return (
+        MISSING if cut_short and not is_bad else str(getattr(end, "value", end)),
+        any(finding.outcome is Outcome.FAILED and not finding.is_known for finding in findings),
+        max(errors, default=None),
+        max((finding.seconds for finding in findings if finding.seconds is not None), default=None),
+    )
+
+
+def _reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
+    """Return what is not declared, with the number of cells that need it; each cell is counted once."""
+    counts: dict[str, int] = {}
+    names: dict[str, list[str]] = {}
+    for result in results:
+        if not result.undeclared:
+            continue
+        first = result.undeclared[0]
+        kind = next((word for head, word in _KINDS.items() if first.startswith(head)), "capability")
+        counts[kind] = counts.get(kind, 0) + 1
+        names.setdefault(kind, []).extend(one.removeprefix(f"{kind} ") for one in result.undeclared)
+    reasons = [(_listed(kind, list(dict.fromkeys(names[kind]))), counts[kind]) for kind in counts]
+    others = len(results) - sum(counts.values())
+    return [*reasons, ("other reasons", others)] if reasons and others else reasons
+
+
+def _listed(kind: str, names: list[str]) -> str:
+    plural = {"capability": "capabilities"}.get(kind, f"{kind}s")
+    word = kind if len(names) == 1 else plural
+    return f"{word} {listed(names, _MOST_CAPABILITIES if kind == 'capability' else len(names))}"

@@ -1,0 +1,163 @@
+"""One root cause in plain words: what was observed, where, how large, how sure, what to look at, and what it hits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from plumbline.core.finding import UNEXPLAINED
+from plumbline.core.outcome import Outcome
+from plumbline.report.tables.cells import cached_per_run
+from plumbline.report.tables.failures import FailureGroup, failures, location, message_of, wrong_cells
+from plumbline.report.text import compact, counted, listed
+from plumbline.results.records import Result
+from plumbline.results.run import Run
+
+MOST_NAMES: Final = 4
+
+_ADVICE: Final = {
+    Outcome.FAILED: "No known mistake predicts this. The errors of single parameters and steps show where it begins.",
+    Outcome.ERRORED: "Read the message, then the log of the rank below the cell.",
+    Outcome.CRASHED: "Read the ends of the ranks' logs below the cell: the first rank that ended comes first.",
+    Outcome.TIMED_OUT: "Look for a collective that not every rank calls: the ranks' logs show where each one waits.",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A group of failures as a page shows it. ``finding`` is its example, whose command repeats it.
+
+    ``right`` is the same check in a cell of the same problem in which nothing is wrong, None where there is none.
+    """
+
+    group: FailureGroup
+    title: str
+    observed: str
+    where: tuple[str, ...]
+    size: str
+    certainty: str
+    advice: str
+    extent: str
+    right: Result | None
+
+    @property
+    def finding(self) -> Result:
+        """The finding of the first cell."""
+        return self.group.findings[0]
+
+
+@cached_per_run
+def diagnoses(run: Run) -> list[Diagnosis]:
+    """Return what went wrong, a diagnosis a group of ``failures``, in their order."""
+    right: dict[tuple[str, str], list[Result]] = {}
+    wrong = {findings[0].coordinates for findings in wrong_cells(run)}
+    for result in run.results:
+        is_right = result.outcome in (Outcome.PASSED, Outcome.DEVIATES) and result.coordinates not in wrong
+        if result.error_grid is not None and is_right:
+            right.setdefault((result.check, result.workload), []).append(result)
+    return [_diagnosis(group, right.get(_problem(group.findings[0]), ())) for group in failures(run)]
+
+
+def observed(finding: Result) -> str:
+    """Return a finding's message without the hint at its end."""
+    message = message_of(finding)
+    for sign in (": ", "; "):
+        head, found, tail = message.rpartition(f"{sign}{finding.hint}") if finding.hint else ("", "", "")
+        if found:
+            return head + tail
+    return message
+
+
+def size(finding: Result) -> str:
+    """Return how large an error is, with its limit; empty where nothing was measured."""
+    if finding.error_x_noise is None:
+        return ""
+    limit = finding.limit_x_noise
+    allowed = (
+        "" if limit is None else f"; a correct trainer stays below {compact(limit)}" if limit else "; it must be 0"
+    )
+    return f"{compact(finding.error_x_noise)} × rounding noise{allowed}"
+
+
+def certainty(finding: Result) -> str:
+    """Return by how much a verdict is clear, and how well its cause predicts what was recorded."""
+    if finding.is_unexpectedly_good:
+        return "Certain: the expectation names this check, and it did not fail."
+    sentences = []
+    error, limit = finding.error_x_noise, finding.limit_x_noise
+    if error is not None and limit:
+        sentences.append(f"The error is {compact(error / limit)} times the limit.")
+    elif error is not None and limit == 0:
+        sentences.append("The numbers are exact, so any difference is an error.")
+    elif finding.outcome is Outcome.FAILED:
+        sentences.append("Counted or compared bit for bit: rounding plays no part.")
+    else:
+        sentences.append("It ended before it could be judged; nothing is known about its numbers.")
+    if finding.cause_x_noise is not None:
+        sentences.append(f"The cause predicts the recorded numbers to {compact(finding.cause_x_noise)} × noise.")
+    elif finding.cause not in (None, UNEXPLAINED):
+        sentences.append("The cause explains all that was recorded.")
+    elif finding.outcome is Outcome.FAILED:
+        sentences.append("That it is wrong is certain; why is not.")
+    return " ".join(sentences)
+
+
+def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
+    finding = group.findings[0]
+    nearest = max(right, key=lambda one: _likeness(one, finding), default=None)
+    return Diagnosis(
+        group,
+        _in_words(group.title),
+        observed(finding),
+        tuple(_where(finding)),
+        size(finding),
+        certainty(finding),
+        _advice(finding),
+        _extent(group.findings),
+        nearest if finding.error_grid is not None else None,
+    )
+
+
+def _advice(finding: Result) -> str:
+    if finding.hint or finding.is_unexpectedly_good:
+        return finding.hint or "Remove the expectation."
+    named = finding.cause not in (None, UNEXPLAINED)
+    return "" if named and finding.outcome is Outcome.FAILED else _ADVICE.get(finding.outcome, "")
+
+
+def _in_words(title: str) -> str:
+    words = title if ":" in title else title.replace("-", " ")
+    return words[:1].upper() + words[1:]
+
+
+def _where(finding: Result) -> Iterable[str]:
+    yield from location(finding)
+    layer, _, _ = (finding.parameter or "").rpartition(".")
+    if layer:
+        yield f"layer {layer}"
+
+
+def _problem(finding: Result) -> tuple[str, str]:
+    return finding.check, finding.workload
+
+
+def _likeness(one: Result, other: Result) -> tuple[bool, ...]:
+    return (
+        one.precision == other.precision,
+        one.coordinates.topology == other.coordinates.topology,
+        one.backend == other.backend,
+        one.subject == other.subject,
+    )
+
+
+def _extent(findings: Iterable[Result]) -> str:
+    """Return for example ``12 cells: workloads mlp, cnn; ddp; 1×2, 1×4; 32, bf16``."""
+    found = list(findings)
+    kinds = (
+        [one.workload for one in found],
+        [one.backend for one in found],
+        [f"{one.num_nodes}×{one.gpus}" for one in found],
+        [one.precision for one in found],
+    )
+    return f"{counted(len(found), 'cell')}: {' · '.join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)}"

@@ -1,0 +1,244 @@
+"""What went wrong in a run: grouped by cause, summarised by subject, and one finding in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
+from plumbline.core.outcome import Outcome
+from plumbline.report.tables.cells import cached_per_run
+from plumbline.report.text import compact, counted, listed, printable, shortened
+from plumbline.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
+from plumbline.results.run import Run
+
+LONGEST_CONSEQUENCE: Final = 160
+LONGEST_EXAMPLE: Final = 1000
+"""Characters of the finding that a run's summary tells: every message of ours is shorter, an exception may not be."""
+LONGEST_MESSAGE: Final = 200
+LONGEST_PARAMETER: Final = 48
+MOST_CELLS: Final = 3
+MOST_ROWS: Final = 16
+
+Cause = tuple[str, str | None]
+"""A cause and its family."""
+
+
+@dataclass(frozen=True)
+class FailureGroup:
+    """Cells of one subject that went wrong for the same reason, and of each the finding that explains it best.
+
+    ``title`` is the cause's name, or the outcome and the check where no cause was found. ``family`` is the cause's,
+    None without one. ``mechanism`` is what a cause without a name showed: the first line of an exception, for example.
+    """
+
+    subject: str
+    title: str
+    family: str | None
+    mechanism: str
+    findings: tuple[Result, ...]
+
+
+def is_wrong(result: Result) -> bool:
+    """Return whether a finding needs action: it is bad and not known to be, or it passed although it should fail."""
+    return result.is_unexpectedly_good or (result.outcome.is_bad and not result.is_known)
+
+
+@cached_per_run
+def wrong_cells(run: Run) -> list[list[Result]]:
+    """Return the findings that need action, cell by cell, the one that explains the others first."""
+    return [in_reading_order(results) for results in by_cell(filter(is_wrong, run.results)).values()]
+
+
+@cached_per_run
+def failures(run: Run) -> list[FailureGroup]:
+    """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
+    groups: dict[tuple[str, str, str | None, str], list[Result]] = {}
+    for first, *_ in wrong_cells(run):
+        groups.setdefault((first.subject, _title(first), first.family, _mechanism(first)), []).append(first)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [FailureGroup(*key, tuple(findings)) for key, findings in ordered]
+
+
+def known_failures(run: Run) -> dict[Expected, dict[str, list[str]]]:
+    """Return what went wrong as expected: for each reason the cells, and for each cell the checks."""
+    reasons: dict[Expected, dict[str, list[str]]] = {}
+    for result in run.results:
+        if result.expected is not None and result.is_known:
+            reasons.setdefault(result.expected, {}).setdefault(result.cell, []).append(result.check)
+    return reasons
+
+
+def nothing_went_wrong(run: Run) -> str:
+    """Return the sentence for a run in which nothing went wrong; it says so if failures were expected."""
+    expected = ", except where a failure was expected" if any(result.is_known for result in run.results) else ""
+    return f"No recorded check failed, raised an error, crashed or timed out{expected}."
+
+
+def message_of(result: Result) -> str:
+    """Return a finding's message; of an unexpected pass, what was expected instead."""
+    if result.expected is not None and result.is_unexpectedly_good:
+        return f"{result.expected.entry} expects {result.expected.outcome.value}: {result.expected.reason}"
+    return result.message
+
+
+def in_one_line(result: Result, length: int = LONGEST_MESSAGE) -> str:
+    """Return the first line of a finding's message, in at most ``length`` characters."""
+    return shortened(message_of(result).partition("\n")[0], length)
+
+
+def as_consequence(result: Result) -> str:
+    """Return in one line a finding that another finding explains."""
+    return f"consequence of {result.consequence_of}: {result.check}: {in_one_line(result, LONGEST_CONSEQUENCE)}"
+
+
+def outcome_in_words(result: Result) -> str:
+    """Return a finding's outcome, for reading."""
+    return UNEXPECTED_PASS if result.is_unexpectedly_good else result.outcome.value.replace("_", " ")
+
+
+def location(result: Result) -> list[str]:
+    """Return where a finding was observed, for example ``["step 0", "rank 1", "parameter head.weight"]``."""
+    where = {"step": result.step, "rank": result.rank, "parameter": result.parameter}
+    return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
+
+
+def expectation_details(expected: Expected) -> list[str]:
+    """Return where an expected failure comes from: its library, what it was measured with, a program that shows it."""
+    library = expected.library and f"known of {expected.library}"
+    measured = expected.measured and f"measured with {expected.measured}"
+    return [part for part in (library, measured, expected.reproduction) if part]
+
+
+@dataclass(frozen=True)
+class SubjectCauses:
+    """The wrong cells of one subject. ``cause`` is the one that most of them name, None where there is none.
+
+    ``example`` is its finding in the first such cell, ``explained`` are the cells that name it, ``others`` those that
+    do not. ``contradicting`` are those of ``others`` in which the same mistake would have to show, and where the same
+    check names another cause: the same workload, backend and precision on another number of devices.
+    """
+
+    subject: str
+    wrong: int
+    cause: Cause | None
+    example: Result | None
+    explained: tuple[str, ...]
+    others: tuple[str, ...]
+    contradicting: tuple[tuple[str, str], ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The summary in words, its first sentence first."""
+        if self.cause is None or self.example is None:
+            return (f"{self.subject}: no cause explains most of its {self.wrong} wrong cells.",)
+        name, family = self.cause
+        named = f"{name} ({family})" if family else name
+        which = f"all {self.wrong}" if not self.others else f"{len(self.explained)} of {self.wrong}"
+        told = in_one_line(self.example, LONGEST_EXAMPLE)
+        told += "" if told.endswith((".", "?", "!")) else "."
+        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {told}"]
+        if self.others:
+            cells = listed(self.others, MOST_CELLS)
+            sentences.append(f"Not explained by it: {counted(len(self.others), 'cell')}: {cells}.")
+        if self.contradicting:
+            cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
+            sentences.append(
+                f"The same mistake would also show in {cells}, where another cause was named: "
+                "one of the two names may be wrong, or the trainer makes several mistakes."
+            )
+        return tuple(sentences)
+
+
+def subject_causes(run: Run) -> list[SubjectCauses]:
+    """Return the summary of each subject with several wrong cells, in the order of the run."""
+    subjects: dict[str, dict[str, list[Result]]] = {}
+    for findings in wrong_cells(run):
+        subjects.setdefault(findings[0].subject, {})[findings[0].cell] = findings
+    return [_summary(subject, cells) for subject, cells in subjects.items() if len(cells) > 1]
+
+
+def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[str]:
+    """Return the table of ``parameter_rows`` as lines of text, with a header; nothing where there are no parameters."""
+    rows = parameter_rows(parameters, limit)
+    if not rows:
+        return []
+    width = max(len(name) for name, _, _ in rows)
+    allowed = "" if limit is None else f" (at most {compact(limit)} allowed)"
+    lines = [f"  {'parameter':{width}}  × noise{allowed}"]
+    lines += [f"  {name:{width}}  {compact(error):>7}{'  wrong' if wrong else ''}" for name, error, wrong in rows]
+    return lines
+
+
+def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
+    """Return a row for each parameter, or for each module where there are many: name, error × noise, is it wrong.
+
+    ``limit`` is the error × noise that a correct trainer may show: what is above is wrong.
+    """
+    return [
+        (shortened(printable(name), LONGEST_PARAMETER), error, limit is not None and not error <= limit)
+        for name, error in _at_most(MOST_ROWS, parameters)
+    ]
+
+
+def _at_most(count: int, parameters: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return the largest error of each module, with names as long as ``count`` rows allow; NaN becomes infinite."""
+    modules: dict[str, float] = {}
+    deepest = max((name.count(".") for name, _ in parameters), default=0)
+    for depth in range(deepest + 1, 0, -1):
+        modules = {}
+        for name, error in parameters:
+            module = ".".join(name.split(".")[:depth])
+            modules[module] = max(modules.get(module, 0.0), math.inf if math.isnan(error) else error)
+        if len(modules) <= count:
+            return list(modules.items())
+    worst = sorted(modules, key=lambda module: -modules[module])[:count]
+    return [(module, error) for module, error in modules.items() if module in worst]
+
+
+def _title(finding: Result) -> str:
+    if finding.cause not in (None, UNEXPLAINED):
+        return str(finding.cause)
+    return f"{outcome_in_words(finding)}: {finding.check}"
+
+
+def _mechanism(finding: Result) -> str:
+    """Return what tells failures of one title apart: where nothing was compared, the message without its numbers."""
+    if not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good:
+        return ""
+    return re.sub(r"\d+", "#", in_one_line(finding))
+
+
+def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCauses:
+    first = {cell: findings[0] for cell, findings in cells.items()}
+    roots = {
+        cell: {_cause(one) for one in findings if one.consequence_of is None and not is_unexplained(one)}
+        for cell, findings in cells.items()
+    }
+    counts = Counter(_cause(result) for result in first.values() if not is_unexplained(result))
+    cause, count = counts.most_common(1)[0] if counts else (None, 0)
+    if cause is None or count < 2 or 2 * count < len(cells):
+        return SubjectCauses(subject, len(cells), None, None, (), tuple(cells), ())
+    explained = tuple(cell for cell in cells if cause in roots[cell])
+    others = tuple(cell for cell in cells if cause not in roots[cell])
+    example = next(result for result in first.values() if _cause(result) == cause)
+    shows = {_problem(first[cell]) for cell in explained if _cause(first[cell]) == cause}
+    contradicting = tuple(
+        (cell, str(first[cell].cause))
+        for cell in others
+        if _problem(first[cell]) in shows and not is_unexplained(first[cell])
+    )
+    return SubjectCauses(subject, len(cells), cause, example, explained, others, contradicting)
+
+
+def _cause(result: Result) -> Cause:
+    return str(result.cause), result.family
+
+
+def _problem(result: Result) -> tuple[str, ...]:
+    """Return what two cells share in which one mistake shows in the same way: all but the number of devices."""
+    return result.check, result.workload, result.backend, result.precision, result.accelerator

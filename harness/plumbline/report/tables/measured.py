@@ -1,0 +1,218 @@
+"""A run's measurements: the figures of each cell with its conformance, and every figure in long form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import pandas as pd
+
+from plumbline.core.outcome import Outcome
+from plumbline.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, cell_table
+from plumbline.report.tables.run_summary import backend_in_words
+from plumbline.report.tables.support import mark
+from plumbline.report.text import counted
+from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
+from plumbline.results.run import Run
+
+EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
+"""A workload has one of these: its batch is split over the devices, or each device has as much as one alone."""
+
+MEMORY: Final = ("memory_allocated_peak", "memory_private_peak")
+"""The peak of a GPU's allocator, or of a simulated device's process."""
+
+NOT_EXAMINED: Final = "not examined"
+
+_CELL: Final = list(CELL_COLUMNS[:9])
+_OF_A_MEASUREMENT: Final = ["metric", "value", "unit", "rank", "low", "high", "better", "refusal"]
+
+METRIC_COLUMNS: Final = ("run", *_CELL, "check", *_OF_A_MEASUREMENT, "conformance")
+
+_CONFIGURATION = ("subject", "backend", "num_nodes", "gpus", "precision", "accelerator", "mesh")
+_BAD = tuple(outcome.value for outcome in Outcome if outcome.is_bad)
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What the same run found about the correctness of a configuration.
+
+    ``mark`` is one of ``MARKS``, or ``not examined``. ``wrong``: one of its cells is bad, so its speed does not count.
+    """
+
+    mark: str
+    wrong: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """One cell that was measured, with its figures by the name of the metric.
+
+    Of a metric that is measured on each rank, the figure is that of the worst rank. ``not_applicable`` has reasons by
+    the names of metrics.
+    """
+
+    cell: str
+    coordinates: Coordinates
+    figures: Mapping[str, Measurement]
+    conformance: Conformance
+    profile: Profile | None = None
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def subject(self) -> str:
+        """The trainer under test."""
+        return self.coordinates.subject
+
+    @property
+    def workload(self) -> str:
+        """The training problem."""
+        return self.coordinates.workload
+
+    @property
+    def backend(self) -> str:
+        """The trainer's backend."""
+        return self.coordinates.backend
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """Nodes, and devices per node."""
+        return self.coordinates.topology
+
+    @property
+    def devices(self) -> int:
+        """Devices on all nodes together."""
+        return self.coordinates.devices
+
+    @property
+    def precision(self) -> str:
+        """The precision, for example ``bf16``."""
+        return self.coordinates.precision
+
+    @property
+    def accelerator(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.coordinates.accelerator
+
+    def first(self, metrics: Iterable[str]) -> Measurement | None:
+        """Return the first of these figures that there is."""
+        return next((self.figures[metric] for metric in metrics if metric in self.figures), None)
+
+    def value(self, metric: str) -> float | None:
+        """Return a figure, None where there is none."""
+        figure = self.figures.get(metric)
+        return None if figure is None else figure.value
+
+    def configuration(self, *, several_subjects: bool) -> str:
+        """Return what distinguishes the cell from others of its workload: ``ddp 16, 1×4``."""
+        nodes, gpus = self.topology
+        place = "" if self.backend == "none" else f", {nodes}×{gpus}"
+        return f"{self.series(several_subjects=several_subjects)}{place}"
+
+    def series(self, *, several_subjects: bool) -> str:
+        """Return what the cell shares with those on other numbers of devices: ``ddp 16``."""
+        subject = [f"{self.subject}:"] if several_subjects else []
+        return " ".join([*subject, backend_in_words(self.backend), self.precision])
+
+
+def bounds(figure: Measurement) -> tuple[float, float, float]:
+    """Return a figure between its bounds; without bounds, three times the figure; without a figure, 0."""
+    value = figure.value or 0.0
+    return value if figure.low is None else figure.low, value, value if figure.high is None else figure.high
+
+
+def has_several_subjects(cells: Iterable[MeasuredCell]) -> bool:
+    """Return whether a table of ``cells`` has to name their subjects."""
+    return len({cell.subject for cell in cells}) > 1
+
+
+def measured_cells(run: Run) -> list[MeasuredCell]:
+    """Return every measured cell, as planned: workloads in the order of the run, small topologies first."""
+    conformance = conformance_of(run)
+    cells = by_cell(run.measurements)
+    workloads = list(dict.fromkeys(key.workload for key in cells))
+    beside = {one.coordinates: (one.profile, one.not_applicable) for one in run.results if one.check == PERFORMANCE}
+    return [
+        MeasuredCell(cells[key][0].cell, key, _figures(cells[key]), conformance(key), *beside.get(key, ()))
+        for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes))
+    ]
+
+
+def _figures(records: Iterable[Measurement]) -> dict[str, Measurement]:
+    worst: dict[str, Measurement] = {}
+    for record in records:
+        if record.metric not in worst or _is_worse(record, worst[record.metric]):
+            worst[record.metric] = record
+    return worst
+
+
+def _is_worse(one: Measurement, other: Measurement) -> bool:
+    """Return whether ``one`` represents both: a figure of all ranks first, else the worse figure."""
+    if (one.rank is None) != (other.rank is None):
+        return one.rank is None
+    if one.value is None or other.value is None:
+        return other.value is None and one.value is not None
+    return one.value < other.value if one.better == "higher" else one.value > other.value
+
+
+@cached_per_run
+def conformance_of(run: Run) -> Callable[[Coordinates], Conformance]:
+    """Return a function from a cell to the conformance of its configuration, over all workloads of the run."""
+    table = cell_table(run)
+    tried = table[~table["outcome"].isin(DECLINED)]
+    found = {
+        key: _judged(list(behind["outcome"]), has_failed=bool(behind["has_failed"].any()))
+        for key, behind in tried.groupby(list(_CONFIGURATION), sort=False)
+    }
+    not_examined = Conformance(NOT_EXAMINED, False, "not examined in this run")
+    return lambda cell: found.get((cell[0], *cell[2:]), not_examined)
+
+
+def _judged(outcomes: list[str], *, has_failed: bool) -> Conformance:
+    bad = sum(outcome in _BAD for outcome in outcomes)
+    shown = mark(outcomes, has_failed=has_failed)
+    cells = f"{counted(len(outcomes), 'cell')} of this configuration"
+    if bad:
+        return Conformance(shown, True, f"{bad} of {cells} went wrong, so its speed does not count")
+    return Conformance(shown, False, f"{cells} examined, none went wrong")
+
+
+def metrics_table(run: Run) -> pd.DataFrame:
+    """Return one row a metric; columns are ``METRIC_COLUMNS``.
+
+    ``error_x_noise`` has one row a cell and check (the largest, whatever the outcome), ``seconds`` (wall time of the
+    launch) one row a cell, with an empty check. What was not measured has no row.
+    Measurements follow: ``low`` and ``high`` bound a figure with 95 % confidence, ``rank`` is the rank it belongs to,
+    ``conformance`` the mark of its configuration in the same run. A refused figure has no value, but a reason.
+    """
+    results: pd.DataFrame = pd.DataFrame(
+        [(result.cell, *result.coordinates, result.check, result.error_x_noise) for result in run.results],
+        columns=[*_CELL, "check", "value"],
+    )
+    results["value"] = results["value"].astype(float)
+    errors = results.dropna(subset="value").groupby([*_CELL, "check"], sort=False, as_index=False).max()
+    seconds = cell_table(run).dropna(subset="seconds").rename(columns={"seconds": "value"})
+    table: pd.DataFrame = pd.concat(
+        [
+            errors.assign(metric="error_x_noise", unit="× noise"),
+            seconds.assign(metric="seconds", unit="s", check=""),
+            _measurements(run),
+        ]
+    )
+    table.insert(0, "run", run.header.run_id)
+    ordered: pd.DataFrame = table.reindex(columns=list(METRIC_COLUMNS)).reset_index(drop=True)
+    return ordered
+
+
+def _measurements(run: Run) -> pd.DataFrame:
+    found = conformance_of(run)
+    rows = [
+        (one.cell, *one.coordinates, *(getattr(one, name) for name in _OF_A_MEASUREMENT), found(one.coordinates).mark)
+        for one in run.measurements
+    ]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=[*_CELL, *_OF_A_MEASUREMENT, "conformance"])
+    # A rank is an integer or missing: in a column of floats it would read 0.0.
+    whole: pd.DataFrame = table.astype({"rank": "Int64", "value": "float64", "low": "float64", "high": "float64"})
+    whole.insert(0, "check", "")
+    return whole

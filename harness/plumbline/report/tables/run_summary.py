@@ -1,0 +1,232 @@
+"""A whole run in words: the verdict, its notes and gaps, its devices, machine, software and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Literal
+
+import pandas as pd
+from pydantic import JsonValue
+
+from plumbline.core.backend import BACKENDS
+from plumbline.core.outcome import Outcome
+from plumbline.machine.fingerprint import Fingerprint
+from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
+from plumbline.report.tables.failures import FailureGroup, failures, in_one_line, is_wrong
+from plumbline.report.text import counted, printable
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, Result
+from plumbline.results.run import Run
+
+SIMULATED: Final = "simulated"
+NOT_ABOUT_GPUS: Final = "Devices are simulated: the figures are those of this CPU and say nothing about GPUs."
+
+_BAD = {
+    Outcome.FAILED.value: "failed",
+    Outcome.CRASHED.value: "crashed",
+    Outcome.TIMED_OUT.value: "timed out",
+    Outcome.ERRORED.value: "ended without a verdict",
+    UNEXPECTED_PASS: "should have failed and did not",
+}
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """The verdict on a run: ``sentence``, and ``detail``, a second sentence, which may be empty.
+
+    ``kind`` is ``unclear`` where nothing went wrong, but something has no answer.
+    """
+
+    kind: Literal["good", "bad", "unclear"]
+    sentence: str
+    detail: str = ""
+
+
+def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
+    """Return the verdict on a run, given its cell table. Cells that a subject does not declare do not count."""
+    counts = outcome_counts(cells["outcome"])
+    tried = len(cells) - sum(counts.get(name, 0) for name in DECLINED)
+    measured, unmeasured = _measuring(run)
+    bad = {words: counts[name] for name, words in _BAD.items() if name in counts}
+    if bad or unmeasured:
+        sentences = [_what_went_wrong(bad, tried)] if bad else []
+        sentences += [f"Measuring {unmeasured} of {counted(measured, 'cell')} went wrong."] if unmeasured else []
+        return RunVerdict("bad", " ".join(sentences), _commonest(failures(run), sum(bad.values()) + unmeasured))
+    if not tried:
+        sentence = f"{counted(measured, 'cell')} measured, none examined." if measured else "Nothing was examined."
+        return RunVerdict("unclear", sentence)
+    if missing := counts.get(MISSING, 0):
+        sentence = f"{missing} of {counted(tried, 'cell')} {'has' if missing == 1 else 'have'} no result."
+        return RunVerdict("unclear", sentence, "In the others nothing went wrong.")
+    if run.incomplete:
+        return RunVerdict("unclear", "The run did not finish.", _how_cells_ended(counts))
+    sentence = "Nothing unexpected happened in" if KNOWN in counts else "Nothing went wrong in"
+    return RunVerdict("good", f"{sentence} {counted(tried, 'cell')}.", _how_cells_ended(counts))
+
+
+def notes(run: Run) -> list[str]:
+    """Return what a reader should know beside the verdict, one sentence for all cells of a subject with the same note.
+
+    A launch that went well has no finding; one that passed with a finding carries a note.
+    """
+    found: dict[tuple[str, str], list[Result]] = {}
+    for result in run.results:
+        if result.check == "launch" and result.outcome is Outcome.PASSED:
+            first = result.message.partition(". ")[0].partition("\n")[0]
+            found.setdefault((result.subject, first), []).append(result)
+    return [
+        f"note on {counted(len(results), 'cell')} of {printable(subject)}, for example {results[0].cell}: "
+        f"{printable(results[0].message.partition(chr(10))[0])}"
+        for (subject, _), results in found.items()
+    ]
+
+
+def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
+    """Return why the run, with these cells, is incomplete, in a sentence; None for a complete run."""
+    if not run.incomplete:
+        return None
+    reasons = []
+    if run.footer is None:
+        reasons.append("the run has no footer (it stopped early, or is still running)")
+    if run.torn:
+        reasons.append("its last record was cut off")
+    if missing := outcome_counts(cells["outcome"]).get(MISSING):
+        reasons.append(f"{missing} of {len(cells)} cells have no complete result")
+    if unmeasured := sum(planned.measured for planned in run.missing):
+        reasons.append(f"{unmeasured} cells that were to be measured have no figures")
+    return f"INCOMPLETE: {'; '.join(reasons)}."
+
+
+def devices(run: Run, accelerator: str) -> str:
+    """Return what the cells of this accelerator ran on: ``simulated``, or the device's name."""
+    if run.header.simulated or accelerator == "cpu":
+        return SIMULATED
+    return printable(run.header.fingerprint.key.device or accelerator)
+
+
+def computed_by(run: Run) -> list[str]:
+    """Return what any of the run's cells ran on, each once."""
+    records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
+    return list(dict.fromkeys(devices(run, record.accelerator) for record in records))
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Return what a reader wants to know before the results."""
+    header = run.header
+    found = {
+        "run": header.run_id,
+        "started": f"{header.started:%Y-%m-%d %H:%M} UTC",
+        "took": _duration(run.footer.finished - header.started) if run.footer else "",
+        "machine": machine_in_words(header.fingerprint),
+        "software": software_in_words(run),
+        "command": " ".join(header.command),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def software_in_words(run: Run) -> str:
+    """Return the versions of plumbline, torch and Python."""
+    machine = run.header.fingerprint
+    versions = [f"plumbline {run.header.plumbline}"]
+    versions += [f"{name} {value}" for name in ("torch", "python") if (value := getattr(machine, name))]
+    return ", ".join(versions)
+
+
+def machine_in_words(machine: Fingerprint) -> str:
+    """Return the devices and the CPU, by number and model."""
+    hardware = [f"{machine.key.cpu_cores or '?'} cores of {machine.key.cpu or 'an unknown cpu'}"]
+    if machine.key.accelerator == "cuda":
+        hardware.insert(0, f"{machine.key.device_count or '?'} × {machine.key.device or 'an unknown device'}")
+    return ", ".join(hardware)
+
+
+def seed_in_words(run: Run) -> str:
+    """Return which seed the run's weights, data and order came from."""
+    seed = run.header.options.get("seed")
+    return "the workload's own" if seed is None else str(seed)
+
+
+def micro_batches_in_words(run: Run) -> list[str]:
+    """Return a sentence for each backend of the run's cells that divides batches: into how many micro-batches."""
+    names = dict.fromkeys(cell.backend for cell in (*run.header.planned, *run.results))
+    dividing = [BACKENDS[name] for name in names if name in BACKENDS and BACKENDS[name].micro_batches > 1]
+    return [f"{one.name}: each replica's batch passes in {one.micro_batches} micro-batches" for one in dividing]
+
+
+def backend_in_words(name: str) -> str:
+    """Return how a backend is called in a report."""
+    return "one device" if name == "none" else name
+
+
+def comparability(machine: Fingerprint) -> dict[str, str]:
+    """Return the comparability key; a missing value is shown as a dash."""
+    return {
+        name.replace("_", " "): "–" if value is None else str(value) for name, value in machine.key.model_dump().items()
+    }
+
+
+def other_facts(run: Run) -> dict[str, str]:
+    """Return the rest of the fingerprint except packages, the run's options, and the software of each subject."""
+    machine = run.header.fingerprint
+    found = {name: value for name in ("platform", "python", "torch", "pandas") if (value := getattr(machine, name))}
+    found |= {"plumbline's commit": machine.commit or ""}
+    found |= {"compute capability": machine.compute_capability or "", "cpu governor": machine.cpu_governor or ""}
+    found |= {name: f"{value:,.10g}" for name, value in machine.clocks_and_load.items()}
+    found |= machine.environment
+    found |= {f"subject {name}": str(software) for name, software in run.header.subjects.items()}
+    for name, code in run.header.code.items():
+        found |= {f"source of subject {name}": (code.sha256 or "")[:12], f"commit of subject {name}": code.commit or ""}
+    found |= {f"workload {name}": f"{one.locator} {one.sha256[:12]}" for name, one in run.header.workloads.items()}
+    options = {name: value for name, value in run.header.options.items() if value not in (None, False)}
+    found |= {f"--{name.replace('_', '-')}": _option(value) for name, value in options.items()}
+    return {name: value for name, value in found.items() if value}
+
+
+def _measuring(run: Run) -> tuple[int, int]:
+    """Return how many declared cells were to be measured, and in how many of them measuring went wrong."""
+    cells = measured_only(run)
+    wrong = {result.coordinates for result in run.results if result.coordinates in cells and is_wrong(result)}
+    declined = {one.coordinates for one in run.results if one.outcome is Outcome.UNSUPPORTED}
+    return len(cells - declined), len(wrong)
+
+
+def _what_went_wrong(bad: Mapping[str, int], tried: int) -> str:
+    if len(bad) == 1:
+        (words, count), *_ = bad.items()
+        return f"{count} of {counted(tried, 'cell')} {words}."
+    each = ", ".join(f"{count} {words}" for words, count in bad.items())
+    return f"{sum(bad.values())} of {counted(tried, 'cell')} went wrong: {each}."
+
+
+def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
+    """Describe the cause of most wrong cells, if it has a name and more than one cell shows it."""
+    if not groups or groups[0].family is None or len(groups[0].findings) < 2:
+        return ""
+    count = len(groups[0].findings)
+    which = f"All {count} cells" if count == bad else f"{count} cells"
+    message = in_one_line(groups[0].findings[0]).rstrip(".")
+    return f"{which} share one cause, {groups[0].title}{f': {message}' if message else ''}."
+
+
+def _how_cells_ended(counts: Mapping[str, int]) -> str:
+    ways = {
+        Outcome.PASSED.value: "match one device",
+        Outcome.DEVIATES.value: "match what their backend specifies, which differs from one device",
+        KNOWN: "failed as expected",
+    }
+    found = [f"{counts[name]} {words}" for name, words in ways.items() if name in counts]
+    return f"{', '.join(found)}." if found else ""
+
+
+def _option(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "yes" if value is True else str(value)
+
+
+def _duration(length: timedelta) -> str:
+    seconds = max(0, round(length.total_seconds()))
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -1,0 +1,159 @@
+"""What pytest's last lines show of a run: the support table and the speed table."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Final
+
+import pandas as pd
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
+from plumbline.report.tables.failures import subject_causes
+from plumbline.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
+from plumbline.report.tables.run_summary import (
+    NOT_ABOUT_GPUS,
+    SIMULATED,
+    computed_by,
+    micro_batches_in_words,
+    notes,
+    what_is_missing,
+)
+from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
+from plumbline.report.terminal.console import rendered
+from plumbline.report.text import compact, in_words, printable
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Measurement
+from plumbline.results.run import Run
+
+MOST_ROWS: Final = 40
+_RATE = "samples/s"
+_SPEED_COLUMNS: Final = {_RATE: ("throughput",), "Scaling": EFFICIENCY, "Step": ("step_p50",), "Memory": MEMORY}
+_SPEED_LEGEND = "~~struck through~~: the same run found the configuration to be wrong: its speed does not count"
+# Headings on two lines, so that a column is little wider than its mark.
+_HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
+_COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}
+_LEGEND = "  ".join(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-")
+_LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
+
+
+def support_for_terminal(
+    run: Run, width: int = 100, *, colour: bool = False, every: bool = False, counted: bool = True
+) -> str:
+    """Return the support table, its legend, and the numbers of outcomes, in lines of at most ``width``.
+
+    Several subjects have a column each. Rows of which no cell is declared are left out, unless ``every``. With
+    ``counted``, a line says how many cells are not declared.
+    """
+    together = side_by_side(run, every=every)
+    table = _support(run, every=every) if together is None else _columns(together)
+    closing = _closing_lines(run, several=together is not None, counted=counted)
+    return rendered(table, *closing, width=width, colour=colour)
+
+
+def _columns(together: pd.DataFrame) -> Table:
+    """Return the table of ``side_by_side`` with one column for a row's name: nine trainers fit into 100 characters."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in together.columns[len(ROW_COLUMNS) :]:
+        table.add_column(printable(name).replace("-", "-\n"), overflow="fold")
+    for row in together.itertuples(index=False):
+        named, squares = map(str, row[: len(ROW_COLUMNS)]), map(str, row[len(ROW_COLUMNS) :])
+        table.add_row(printable(" ".join(named)), *(Text(text, style=_COLOURS.get(text[:1], "")) for text in squares))
+    return table
+
+
+def _support(run: Run, *, every: bool) -> Table:
+    """Return one subject's table.
+
+    100 characters hold all commands of the reference trainer; below that, commands are cut at the end. A call is
+    shortened to its arguments; cells that were not trained are only counted below the table and in support.md.
+    """
+    support = support_table(run, every=True)
+    marks = [name for name in mark_columns() if name in support]
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
+    for name in marks:
+        table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
+    table.add_column("Command", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("Cells\npassed", justify="right", no_wrap=True)
+    table.add_column("Devi-\nates", justify="right", no_wrap=True)
+    table.add_column("Worst\n× noise", justify="right", no_wrap=True)
+    for row in support.to_dict("records"):
+        if not every and _is_undeclared(row):
+            continue
+        table.add_row(
+            *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in marks),
+            Text(_arguments(printable(row["Command"]))),
+            Text(row["Cells passed"].partition(" ")[0]),
+            Text(str(row["Deviates"] or "")),
+            Text(compact(row["Worst × noise"])),
+        )
+    return table
+
+
+def _is_undeclared(row: Mapping[Hashable, Any]) -> bool:
+    return any(row[name] == "-" for name in mark_columns() if name in row)
+
+
+def _arguments(command: str) -> str:
+    """Return the arguments of a ``Trainer(…)`` call, with the longest keyword abbreviated."""
+    if command.startswith("Trainer(") and command.endswith(")"):
+        command = command.removeprefix("Trainer(").removesuffix(")")
+    return command.replace("distributed_backend=", "…=")
+
+
+def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:
+    cells = cell_table(run)
+    lines = [
+        Text(_LEGEND if several else f"{_LEGEND}  … distributed_backend"),
+        Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(computed_by(run)) or 'none'}."),
+    ]
+    if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
+        lines.insert(1, Text(_LEGEND_OF_EXPECTED))
+    lines += [Text(f"{sentence}.") for sentence in micro_batches_in_words(run)]
+    lines += [Text(note, style="yellow") for note in notes(run)]
+    for summary in subject_causes(run):
+        lines += [Text(printable(sentence)) for sentence in summary.sentences]
+    if counted and (undeclared := unsupported(run, cells)):
+        lines.append(Text(printable(f"{undeclared_in_words(undeclared)}.")))
+    if missing := what_is_missing(run, cells):
+        lines.append(Text(missing, style="bold red"))
+    return lines
+
+
+def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
+    """Return one line of main figures for each measured cell, at most ``width`` wide; nothing without measurements."""
+    cells = measured_cells(run)
+    if not cells:
+        return ""
+    several = has_several_subjects(cells)
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("Workload", no_wrap=True, overflow="ellipsis")
+    table.add_column("Configuration", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name in _SPEED_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Conformance", no_wrap=True, overflow="ellipsis")
+    for cell in cells[:MOST_ROWS]:
+        wrong = cell.conformance.wrong
+        table.add_row(
+            Text(printable(cell.workload)),
+            Text(printable(cell.configuration(several_subjects=several))),
+            *(_figure(cell.first(metrics), wrong) for metrics in _SPEED_COLUMNS.values()),
+            Text(IN_A_WORD.get(cell.conformance.mark, cell.conformance.mark), style="bold red" if wrong else ""),
+        )
+    lines = [Text(_SPEED_LEGEND)] if any(cell.conformance.wrong for cell in cells) else []
+    if len(cells) > MOST_ROWS:
+        lines.append(Text(f"… and {len(cells) - MOST_ROWS} more, in report.html"))
+    if SIMULATED in computed_by(run):
+        lines.append(Text(NOT_ABOUT_GPUS))
+    return rendered(table, *lines, width=width, colour=colour)
+
+
+def _figure(figure: Measurement | None, wrong: bool) -> Text:
+    if figure is None:
+        return Text("")
+    if figure.value is None:
+        return Text("no figure", style="dim")
+    shown = in_words(figure.value, figure.unit).removesuffix(f" {_RATE}")
+    return Text(printable(f"~~{shown}~~" if wrong else shown), style="strike dim" if wrong else "")

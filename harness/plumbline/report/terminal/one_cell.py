@@ -1,0 +1,261 @@
+"""``plumbline show``: finding one cell of a run by a few words, and everything that the run knows about it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from plumbline.core.errors import PlumblineError
+from plumbline.core.finding import in_reading_order
+from plumbline.core.outcome import Outcome
+from plumbline.report.tables.cells import DECLINED, MISSING, cell_table
+from plumbline.report.tables.failures import expectation_details, is_wrong, location, outcome_in_words, parameter_table
+from plumbline.report.tables.measured import conformance_of
+from plumbline.report.tables.profiles import HOW_TO_OPEN, profile_files
+from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
+from plumbline.report.terminal.console import rendered
+from plumbline.report.text import between, compact, in_words, printable, printable_lines
+from plumbline.results.logs import log_tails, trace_folder
+from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Expected, Measurement, Result, ending
+from plumbline.results.run import Run
+
+MOST_CANDIDATES: Final = 30
+MEASURED: Final = "measured"
+
+_AFTER_WRONG: Final = (MISSING, KNOWN, Outcome.DEVIATES.value, Outcome.PASSED.value, MEASURED, *DECLINED)
+"""Outcomes of cells that did not go wrong, in the order of the list of candidates."""
+
+_STYLES = {Outcome.PASSED: "green", Outcome.DEVIATES: "cyan", Outcome.UNSUPPORTED: "dim", Outcome.SKIPPED: "dim"}
+
+
+class NoSuchCell(PlumblineError):  # noqa: N818 - named after what is wrong
+    """No cell of the run matches, or several do."""
+
+
+def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
+    """Return the id that is ``name``, or the only one that has all of its words, or of several the only wrong one.
+
+    ``outcomes`` has the outcome of each cell of the run.
+
+    Raises:
+        NoSuchCell: no cell matches, or several do; the message lists them, those that went wrong first.
+    """
+    if name in outcomes:
+        return name
+    found = matching(name, outcomes)
+    wrong = [cell for cell in found if _rank(outcomes[cell]) == 0]
+    for only in (found, wrong):
+        if len(only) == 1:
+            return only[0]
+    if not found:
+        raise NoSuchCell(
+            f"no cell of this run has all words of {printable(name)!r} in its id, which is "
+            "SUBJECT-WORKLOAD-BACKEND-NODESxGPUS-PRECISION, for example reference-mlp-ddp-1x2-32"
+        )
+    raise NoSuchCell(
+        "\n".join([f"{len(found)} cells of this run match {printable(name)!r}:", *_listed(found, outcomes)])
+    )
+
+
+def matching(name: str, outcomes: Mapping[str, str]) -> list[str]:
+    """Return the ids that have all words of ``name``."""
+    return [cell for cell in outcomes if all(word in cell for word in name.split())]
+
+
+def cell_outcomes(run: Run) -> dict[str, str]:
+    """Return the outcome of each cell of a run by its id: examined cells, then measured ones."""
+    cells = cell_table(run)
+    outcomes = dict(zip(cells["cell"], cells["outcome"], strict=True))
+    results: dict[str, list[Result]] = {}
+    for result in run.results:
+        if result.cell not in outcomes:
+            results.setdefault(result.cell, []).append(result)
+    measured = {record.cell: MEASURED for record in run.measurements if record.cell not in outcomes}
+    for cell, found in results.items():
+        end = ending(found)
+        if end is not Outcome.PASSED:
+            measured[cell] = str(getattr(end, "value", end))
+    missing = {one.cell: MISSING for one in run.header.planned if one.cell not in outcomes | measured}
+    return {**outcomes, **measured, **missing}
+
+
+def _listed(found: list[str], outcomes: Mapping[str, str]) -> list[str]:
+    declared = [cell for cell in found if outcomes[cell] != Outcome.UNSUPPORTED.value]
+    listed = sorted(declared or found, key=lambda cell: _rank(outcomes[cell]))
+    shown = {printable(cell): outcomes[cell].replace("_", " ") for cell in listed[:MOST_CANDIDATES]}
+    width = max(map(len, shown))
+    lines = [f"  {cell:{width}}  {outcome}" for cell, outcome in shown.items()]
+    if len(listed) > len(shown):
+        lines.append(f"  … and {len(listed) - len(shown)} more")
+    if len(listed) < len(found):
+        lines.append(f"  and {len(found) - len(listed)} that the subject does not declare")
+    return lines
+
+
+def _rank(outcome: str) -> int:
+    """Return 0 for a cell that went wrong, and a larger number for one of less interest."""
+    return 1 + _AFTER_WRONG.index(outcome) if outcome in _AFTER_WRONG else 0
+
+
+def one_cell(run: Run, cell: str, *, width: int = 100, colour: bool = False) -> str:
+    """Return everything that ``run`` has on the cell with this id, in lines of at most ``width``.
+
+    Only its command may be longer, because a wrapped line cannot be copied.
+    """
+    planned = [record for record in run.header.planned if record.cell == cell]
+    results = [record for record in run.results if record.cell == cell]
+    measurements = [record for record in run.measurements if record.cell == cell]
+    record: CellRecord = [*planned, *results, *measurements][0]
+    parts = [
+        *_head(run, record, results),
+        *_findings(results),
+        *_figures(run, measurements),
+        *_beside_figures(run, results, measurements),
+        *_place(run, cell, [one.reproduce for one in results] + [one.reproduce for one in measurements]),
+        *_logs(run, cell),
+    ]
+    return rendered(*parts, width=width, colour=colour)
+
+
+def _head(run: Run, cell: CellRecord, results: Sequence[Result]) -> Iterator[RenderableType]:
+    word = "no result in this run"
+    if results:
+        end = ending(results)
+        timed = end is Outcome.PASSED and all(one.check == PERFORMANCE for one in results)
+        word = "measured" if timed else (end.value if isinstance(end, Outcome) else end).replace("_", " ")
+    elif any(one.cell == cell.cell for one in run.measurements):
+        word = "measured"
+    yield Text.assemble(
+        (printable(cell.cell), "bold"), "  ", (word, "bold red" if any(map(is_wrong, results)) else "bold")
+    )
+    by = devices(run, cell.accelerator)
+    on = "simulated devices" if by == SIMULATED else by
+    seconds = next((one.seconds for one in results if one.seconds is not None), None)
+    lines = [
+        f"{cell.subject}, workload {cell.workload}, backend {cell.backend}, precision {cell.precision}",
+        f"nodes × gpus: {cell.num_nodes} × {cell.gpus}, {on}",
+        f"seed: {seed_in_words(run)}" + ("" if seconds is None else f"; launch: {in_words(seconds, 's')}"),
+    ]
+    yield from (Text(printable(line), style="dim") for line in lines)
+
+
+def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
+    if not results:
+        return
+    yield _title("Findings")
+    for result in sorted(in_reading_order(results), key=lambda one: not is_wrong(one)):
+        style = "bold red" if is_wrong(result) else _STYLES.get(result.outcome, "yellow")
+        head = Text.assemble((outcome_in_words(result), style), "  ", (printable(result.check), "bold"))
+        if result.cause:
+            head.append(f"  {printable(result.cause)}", style="bold")
+            head.append(f" ({printable(result.family)})" if result.family else "")
+        if result.consequence_of:
+            head.append(f"  consequence of {printable(result.consequence_of)}")
+        details = location(result)
+        if result.error_x_noise is not None:
+            limit = "" if result.limit_x_noise is None else f" (at most {compact(result.limit_x_noise)} allowed)"
+            details.append(f"{compact(result.error_x_noise)} × noise{limit}")
+        yield head
+        lines = [", ".join(details)] if details else []
+        lines += [printable_lines(result.message)] if result.message else []
+        if is_wrong(result) and result.consequence_of is None:
+            lines += parameter_table(list(result.parameters.items()), result.limit_x_noise)
+        yield Padding(Group(*(Text(line, overflow="fold") for line in lines)), (0, 0, 0, 4))
+        if result.expected is not None:
+            yield Padding(_expectation(result.expected), (0, 0, 0, 4))
+
+
+def _expectation(expected: Expected) -> Text:
+    details = "; ".join([expected.entry, *([expected.link] if expected.link else []), *expectation_details(expected)])
+    text = f"expected: {expected.outcome.value}, because {expected.reason} ({details})"
+    return Text(printable(text), style="yellow", overflow="fold")
+
+
+def _figures(run: Run, measurements: Sequence[Measurement]) -> Iterator[RenderableType]:
+    if not measurements:
+        return
+    conformance = conformance_of(run)(measurements[0].coordinates)
+    yield _title("Figures")
+    yield Text(f"conformance: {conformance.sentence}", style="bold red" if conformance.wrong else "")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("metric", overflow="fold")
+    table.add_column("rank", justify="right")
+    table.add_column("figure", justify="right", overflow="fold")
+    table.add_column("95 % interval", justify="right", overflow="fold")
+    table.add_column("launches", justify="right")
+    for one in measurements:
+        bounds = "" if one.low is None or one.high is None else between(one.low, one.high, one.unit)
+        figure = "no figure" if one.value is None else in_words(one.value, one.unit)
+        table.add_row(
+            Text(printable(one.metric)),
+            "" if one.rank is None else str(one.rank),
+            Text(printable(figure), style="strike" if conformance.wrong and one.value is not None else ""),
+            Text(printable(bounds)),
+            str(len(one.samples) or ""),
+        )
+    yield table
+    for one in measurements:
+        if one.value is None:
+            yield Text(printable(f"{one.metric}: {one.refusal or 'no figure'}"), overflow="fold")
+
+
+def _beside_figures(
+    run: Run, results: Sequence[Result], measurements: Sequence[Measurement]
+) -> Iterator[RenderableType]:
+    """Yield formulas, what does not apply, and the files of a profiled launch."""
+    for one in measurements:
+        if one.formula:
+            yield Text(printable(f"{one.metric} = {one.formula}"), overflow="fold")
+    for result in results:
+        for metric, reason in result.not_applicable.items():
+            yield Text(printable(f"{metric}: not applicable, since {reason}"), overflow="fold")
+        if result.profile is None:
+            continue
+        yield _title("Profile")
+        yield Text(HOW_TO_OPEN, style="dim")
+        for file in profile_files(result.profile):
+            yield Text(printable(f"{file.name}: {run.path / file.path}"), overflow="fold")
+        for problem in result.profile.problems:
+            yield Text(printable(problem), style="yellow", overflow="fold")
+
+
+def _place(run: Run, cell: str, commands: Iterable[str]) -> Iterator[RenderableType]:
+    for place, command in enumerate(dict.fromkeys(filter(None, commands))):
+        if place == 0:
+            yield _title("Reproduce")
+        yield Text(_continued(printable(command)), no_wrap=True, overflow="ignore")
+    if folder := trace_folder(run.path, cell):
+        yield _title("Traces")
+        yield Text(printable(str(folder)), overflow="fold")
+
+
+def _continued(command: str, width: int = 96) -> str:
+    """Return the command on several lines that a shell reads as one."""
+    try:
+        words = list(map(shlex.quote, shlex.split(command)))
+    except ValueError:  # unbalanced quotation marks: not written by Plumbline
+        return command
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n  ".join(lines)
+
+
+def _logs(run: Run, cell: str) -> Iterator[RenderableType]:
+    for ranks, tail in log_tails(run.path, cell):
+        yield _title(f"Log of {printable(ranks)}, last lines")
+        yield Text(printable_lines(tail), overflow="fold")
+
+
+def _title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold underline")

@@ -1,0 +1,38 @@
+"""Errors in reading and writing runs. Each message says what to do."""
+# ruff: noqa: N818 - these are named after what is wrong, and all of them are ResultsErrors.
+
+from __future__ import annotations
+
+from plumbline.core.errors import PlumblineError
+
+
+class ResultsError(PlumblineError):
+    """The run's files cannot be written or read."""
+
+
+class ReportDirUnusable(ResultsError):
+    """The report directory is missing, not a directory, or not ours to write in."""
+
+
+class RunNotFound(ResultsError):
+    """There is no run at this path."""
+
+
+class RunTooLarge(ResultsError):
+    """The file is larger than any run of this program writes."""
+
+
+class NothingToResume(ResultsError):
+    """The run came to its end, another process is writing it, or it is not the run that was asked for."""
+
+
+class MissingHeader(ResultsError):
+    """The file does not begin with a whole header: it is empty, cut off, or something else altogether."""
+
+
+class CorruptRecord(ResultsError):
+    """A line inside the file is not a record; the message names file and line (counted from 1)."""
+
+
+class NewerSchema(ResultsError):
+    """The file was written by a newer plumbline than this one."""

@@ -1,0 +1,342 @@
+"""The lines of ``results.jsonl`` about one cell: one result a finding, one measurement a figure.
+
+Strict JSON, one object a line; the first and the last line are in ``header_footer``.
+
+Unknown fields are ignored, so that fields may be added within a schema version. JSON has no infinity: an infinite
+``error_x_noise`` is the string ``"inf"``; NaN is stored as ``"inf"`` too, because no multiple of noise explains it; a
+missing one is null.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome, worst
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.results.fields import AtLeastOne, Count, Figure, Text, XNoise
+
+_LONGEST_MESSAGE = 10_000
+
+KNOWN: Final = "known"
+"""How a cell ends whose bad findings were all expected. Not one of ``Outcome``: its checks did fail."""
+
+UNEXPECTED_PASS: Final = "unexpected pass"
+"""How a cell ends that should have failed, and in which nothing did but what was expected to."""
+
+PERFORMANCE: Final = "performance"
+"""The check of a measured cell: its outcome is that of the measurement, and says nothing about correctness."""
+
+
+class Coordinates(NamedTuple):
+    """A cell as a key; ``gpus`` are those of a node, ``mesh`` is the mesh that the user chose for them, as ``4x2``."""
+
+    subject: str
+    workload: str
+    backend: str
+    num_nodes: int
+    gpus: int
+    precision: str
+    accelerator: str
+    mesh: str = ""
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """Nodes, and devices per node."""
+        return self.num_nodes, self.gpus
+
+    @property
+    def devices(self) -> int:
+        """Devices on all nodes together."""
+        return self.num_nodes * self.gpus
+
+
+class Record(BaseModel):
+    """The base of every line and of its parts."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class CellRecord(Record):
+    """A record about a cell, with its coordinates, and its id for people and file names."""
+
+    cell: Text
+    subject: Text
+    workload: Text
+    backend: Text
+    num_nodes: AtLeastOne
+    gpus: AtLeastOne
+    precision: Text
+    accelerator: Text
+    mesh: Text = ""
+
+    @property
+    def place(self) -> str:
+        """The topology as text."""
+        return f"{self.num_nodes}x{self.gpus}@{self.mesh}" if self.mesh else f"{self.num_nodes}x{self.gpus}"
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """The key of the cell in its run."""
+        return Coordinates(
+            self.subject, self.workload, self.backend, self.num_nodes, self.gpus, self.precision, self.accelerator,
+            self.mesh,
+        )  # fmt: skip
+
+
+class PlannedCell(CellRecord):
+    """A cell of the run's plan; ``measured``: its speed is measured, and it is not examined.
+
+    ``conduct`` has the subject's declarations of its way of training that differ from the default.
+    """
+
+    measured: bool = False
+    conduct: dict[Text, Text | AtLeastOne] = {}
+
+    @classmethod
+    def of(cls, cell: Cell, *, measured: bool = False, behavior: TrainingBehavior = ORDINARY) -> PlannedCell:
+        """Return the record of a cell."""
+        return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
+
+
+class SourceLine(Record):
+    """A line of a file, which is relative to the folder that the run was started in."""
+
+    file: Text
+    line: AtLeastOne
+
+    @classmethod
+    def of(cls, file: str | Path, line: int) -> SourceLine | None:
+        """Return the place; None where the file belongs to an installed package, or does not lie below this folder."""
+        below = Path(os.path.relpath(file))
+        if below.parts[0] == os.pardir or "site-packages" in below.parts:
+            return None
+        return cls(file=below.as_posix(), line=line)
+
+
+class Expected(Record):
+    """An expectation about a finding, written beforehand: how this trainer ends here, and why.
+
+    ``outcome`` is the expected outcome of the check, ``entry`` the place of the expectation, ``reproduction`` a program
+    that shows the failure without Plumbline, ``measured`` the versions it was measured with. ``library``, with its
+    version, is set if the expectation is about a library that the subject uses. ``source`` is where the entry begins.
+    """
+
+    outcome: Outcome
+    reason: Text
+    link: Text | None = None
+    reproduction: Text | None = None
+    measured: Text | None = None
+    entry: Text
+    library: Text | None = None
+    source: SourceLine | None = None
+
+
+class ErrorGrid(Record):
+    """Errors × noise, the largest over ranks: a row a parameter or module, a column a step."""
+
+    parameters: tuple[Text, ...]
+    steps: tuple[Count, ...]
+    errors: tuple[tuple[XNoise | None, ...], ...]
+
+
+class RankShares(Record):
+    """The weights with which ranks' own gradients add up to what each rank's optimizer got, and the right ones."""
+
+    step: Count
+    right: tuple[Figure, ...]
+    received: tuple[tuple[Figure, ...], ...]
+
+
+def fields_of(finding: Finding) -> dict[str, Any]:
+    """Return a finding's fields, as records take them."""
+    return vars(finding) | {
+        "parameters": dict(finding.parameters),
+        "error_grid": finding.error_grid and vars(finding.error_grid),
+        "rank_shares": finding.rank_shares and vars(finding.rank_shares),
+    }
+
+
+class Profile(Record):
+    """What the launch of a measured cell left that was profiled apart from the timed ones.
+
+    ``files`` are relative to the run's folder, ``problems`` say what could not be written.
+    """
+
+    files: tuple[Text, ...] = ()
+    problems: tuple[Text, ...] = ()
+
+
+class Result(CellRecord):
+    """One finding about one cell.
+
+    ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
+    optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
+    ``limit_x_noise`` is the largest error of a right trainer; ``parameters`` has each parameter's error at that step
+    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is the
+    expectation about it. ``findings`` is how many of them its cell has. ``consequence_of`` is the check whose
+    finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
+    unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
+    names. ``hint`` is what to look at, as in the message; ``cause_x_noise`` how far the evidence is from what the cause
+    predicts. ``error_grid`` and ``rank_shares`` are drawn on the page. ``profile`` is that of a measured cell, if it
+    was asked for; ``not_applicable`` says of metrics, by their names, why a measured cell has none. What does not apply
+    is None.
+    """
+
+    type: Literal["result"] = "result"
+    check: Text
+    outcome: Outcome
+    cause: Text | None = None
+    family: Text | None = None
+    error_x_noise: XNoise | None = None
+    step: Count | None = None
+    parameter: Text | None = None
+    rank: Count | None = None
+    limit_x_noise: XNoise | None = None
+    parameters: dict[Text, XNoise] = {}
+    message: Text = ""
+    reproduce: Text = ""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    expected: Expected | None = None
+    findings: AtLeastOne | None = None
+    consequence_of: Text | None = None
+    undeclared: tuple[Text, ...] = ()
+    hint: Text | None = None
+    cause_x_noise: XNoise | None = None
+    error_grid: ErrorGrid | None = None
+    rank_shares: RankShares | None = None
+    profile: Profile | None = None
+    not_applicable: dict[Text, Text] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is bad, with the outcome that was expected."""
+        return self.expected is not None and self.outcome.is_bad and self.outcome is self.expected.outcome
+
+    @property
+    def is_unexpectedly_good(self) -> bool:
+        """Whether it was expected to be bad, and is not."""
+        return self.expected is not None and not self.outcome.is_bad
+
+    @classmethod
+    def of(
+        cls,
+        cell: Cell,
+        finding: Finding,
+        reproduce: str,
+        seconds: float | None,
+        expected: Expected | None = None,
+        findings: int | None = None,
+    ) -> Result:
+        """Return the record of a finding. The middle of a very long message is left out."""
+        fields = fields_of(finding) | {
+            "message": _without_its_middle(finding.message),
+            "reproduce": reproduce,
+            "seconds": seconds,
+            "expected": expected,
+            "findings": findings,
+        }
+        return cls(**_fields_of(cell), **fields)
+
+
+class TimelineChunk(Record):
+    """What a rank computed for one stage and micro-batch, from ``begin`` to ``end`` in seconds of the step.
+
+    ``kind`` is ``forward``, ``backward``, or ``weights``: gradients of weights that are computed apart.
+    """
+
+    rank: Count
+    stage: Count
+    micro_batch: Count
+    kind: Literal["forward", "backward", "weights"]
+    begin: Figure
+    end: Figure
+
+
+class Measurement(CellRecord):
+    """One figure of one cell, from timed launches.
+
+    ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` has
+    the value of each launch, in order; ``low`` and ``high`` bound the figure with 95 % confidence. A figure that is too
+    uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the rank it is about, None if it is about all.
+    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``timeline`` is that of a
+    pipeline's step, beside its bubble. ``formula`` says how a figure is made that depends on the machine or on the
+    cell. ``workload_key`` changes whenever the workload's definition does.
+    """
+
+    type: Literal["measurement"] = "measurement"
+    metric: Text
+    unit: Text
+    better: Literal["higher", "lower"] | None = None
+    value: Figure | None = None
+    low: Figure | None = None
+    high: Figure | None = None
+    samples: tuple[Figure, ...] = ()
+    quantiles: tuple[Figure, ...] = ()
+    timeline: tuple[TimelineChunk, ...] = ()
+    formula: Text | None = None
+    refusal: Text | None = None
+    rank: Count | None = None
+    workload_key: Text = ""
+    reproduce: Text = ""
+
+    @classmethod
+    def of(
+        cls, cell: Cell, metric: str, unit: str, better: Literal["higher", "lower"] | None, **others: Any
+    ) -> Measurement:
+        """Return the record of a figure; ``others`` are fields by their names."""
+        return cls(**_fields_of(cell), metric=metric, unit=unit, better=better, **others)
+
+
+R = TypeVar("R", bound=CellRecord)
+
+
+def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
+    """Return the records of each cell; cells and their records in the order in which they come."""
+    cells: dict[Coordinates, list[R]] = {}
+    for record in records:
+        cells.setdefault(record.coordinates, []).append(record)
+    return cells
+
+
+def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
+    """Return the outcome of a cell with these findings: the worst outcome that was not expected.
+
+    It is ``known`` if all bad findings were expected, and an ``unexpected pass`` if a finding is better than expected.
+
+    Raises:
+        ValueError: there is no finding.
+    """
+    unknown = [result.outcome for result in results if not result.is_known]
+    if unknown and worst(unknown).is_bad:
+        return worst(unknown)
+    if any(result.is_unexpectedly_good for result in results):
+        return UNEXPECTED_PASS
+    return KNOWN if len(unknown) < len(results) else worst(unknown)
+
+
+def _fields_of(cell: Cell) -> dict[str, Any]:
+    return {
+        "cell": cell.id,
+        "subject": cell.subject,
+        "workload": cell.workload,
+        "backend": cell.backend,
+        "num_nodes": cell.topology.num_nodes,
+        "gpus": cell.topology.gpus,
+        "precision": cell.precision,
+        "accelerator": cell.accelerator,
+        "mesh": cell.topology.mesh_sizes,
+    }
+
+
+def _without_its_middle(message: str) -> str:
+    if len(message) <= _LONGEST_MESSAGE:
+        return message
+    half = _LONGEST_MESSAGE // 2
+    return f"{message[:half]} … {message[-half:]}"

@@ -1,0 +1,192 @@
+"""A run as one frozen value, read from its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from plumbline.results.errors import (
+    CorruptRecord,
+    MissingHeader,
+    NewerSchema,
+    ResultsError,
+    RunNotFound,
+    RunTooLarge,
+)
+from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
+from plumbline.results.json_lines import ChecksumError, Line, record_of
+from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, by_cell
+
+RESULTS = "results.jsonl"
+LATEST = "latest"
+PROFILES = "profiles"
+"""The folder in a run's for what profiled launches leave, a folder a cell."""
+
+# In bytes: far above what a run writes, and low enough that a hostile file cannot exhaust the memory.
+LARGEST_FILE = 1 << 29
+LARGEST_LINE = 1 << 25
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run. ``path`` is its folder; ``torn``: the last line was cut off and is left out."""
+
+    header: Header
+    results: tuple[Result, ...]
+    footer: Footer | None
+    path: Path
+    torn: bool = False
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def missing(self) -> tuple[PlannedCell, ...]:
+        """The planned cells without a record."""
+        seen = {record.coordinates for record in (*self.results, *self.measurements)}
+        return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
+
+    @property
+    def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
+        """The findings of each cell whose findings are all there."""
+        return {
+            coordinates: tuple(found)
+            for coordinates, found in by_cell(self.results).items()
+            if (len(found) >= found[0].findings if found[0].findings else coordinates != self.cut_short)
+        }
+
+    @property
+    def cut_short(self) -> Coordinates | None:
+        """The last cell of a run without a footer: it may lack findings."""
+        return self.results[-1].coordinates if self.footer is None and self.results else None
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the run ended early: no footer, a torn line, or cells without a record."""
+        return self.footer is None or self.torn or bool(self.missing)
+
+
+def read_run(path: Path) -> Run:
+    """Read a run from its folder, from ``latest``, or from its ``results.jsonl``.
+
+    A last line that was cut off is left out, and the run is then ``incomplete``.
+
+    Raises:
+        RunNotFound: there is no ``results.jsonl``.
+        RunTooLarge: it is larger than ``LARGEST_FILE`` bytes.
+        MissingHeader: it does not begin with a header.
+        NewerSchema: it was written by a newer plumbline.
+        CorruptRecord: a line in it is not a record, or not where it may stand.
+        ResultsError: it cannot be read.
+
+    """
+    # os.path returns False for a name that is too long; Path would raise.
+    file = path / RESULTS if os.path.isdir(path) else path
+    if os.path.islink(file):  # pages would be written to where it leads
+        raise RunNotFound(f"{file} is a link: name the folder that holds the run itself.")
+    if not os.path.isfile(file):  # also refuses a pipe or a device, which might never end
+        raise RunNotFound(
+            f"There is no run at {path}: name a folder that holds a {RESULTS}, "
+            f"for example the {LATEST} folder of a report directory."
+        )
+    try:
+        # One byte more than allowed tells whether there is more, even if the file grows meanwhile.
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ResultsError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
+    if len(content) > LARGEST_FILE:
+        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs.")
+    return _assemble(content, file.resolve())
+
+
+def _assemble(content: bytes, file: Path) -> Run:
+    lines = content.split(b"\n")
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise MissingHeader(f"{file} is empty: the run ended before it began. Delete its folder.")
+    last = numbered[-1][0]
+
+    header = _read_header(file, *numbered[0])
+    results: list[Result] = []
+    measurements: list[Measurement] = []
+    footer: Footer | None = None
+    torn = False
+    for number, record in _read_records(file, numbered[1:], last):
+        if record is None:
+            torn = True
+        elif isinstance(record, Header) or footer is not None:
+            kind = record.type
+            raise CorruptRecord(f"{file}, line {number}: a {kind} has no place here. {_WAY_OUT}")
+        elif isinstance(record, Footer):
+            footer = record
+        elif isinstance(record, Measurement):
+            measurements.append(record)
+        else:
+            results.append(record)
+    return Run(header, tuple(results), footer, file.parent, torn, tuple(measurements))
+
+
+_WAY_OUT = "The file was changed after it was written: take it from its source again, or run again."
+
+
+def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
+    """Yield each line's record, or None for a last line that was cut off."""
+    for number, line in numbered:
+        if len(line) > LARGEST_LINE:
+            raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
+        yield number, _record(file, number, line, may_be_torn=number == last)
+
+
+def _record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
+    try:
+        return record_of(line)
+    except ValidationError as error:
+        if may_be_torn and _is_no_json(error):
+            return None
+        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+    except ChecksumError as error:
+        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+
+
+class _Envelope(BaseModel):
+    """The fields of a header in any schema version."""
+
+    type: str
+    schema_version: int | None = None
+
+
+def _read_header(file: Path, number: int, line: bytes) -> Header:
+    if len(line) > LARGEST_LINE:
+        raise MissingHeader(f"{file} does not begin with a header: it is not one of plumbline's runs.")
+    try:
+        envelope = _Envelope.model_validate_json(line, strict=True)
+    except ValidationError as error:
+        raise MissingHeader(
+            f"{file} does not begin with a whole header: the run ended before it began, or it is not one of "
+            "plumbline's. Delete its folder, or name another run."
+        ) from error
+    if envelope.type != "header" or envelope.schema_version is None:
+        raise MissingHeader(f"{file} does not begin with a header: name another run.")
+    if envelope.schema_version > SCHEMA_VERSION:
+        raise NewerSchema(
+            f"{file} was written in schema {envelope.schema_version} and this plumbline reads up to "
+            f"{SCHEMA_VERSION}: upgrade plumbline."
+        )
+    record = _record(file, number, line, may_be_torn=False)
+    if not isinstance(record, Header):
+        raise MissingHeader(f"{file} does not begin with a header: name another run.")
+    return record
+
+
+def _is_no_json(error: ValidationError) -> bool:
+    return any(part["type"] == "json_invalid" for part in error.errors(include_input=False, include_url=False))
+
+
+def _first_complaint(error: ValidationError) -> str:
+    """Return which field is wrong and why, without the file's content: it may be long or hostile."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:80]
+    return f"{where}: {first['msg'][:200]}" if where else first["msg"][:200]

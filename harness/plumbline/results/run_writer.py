@@ -1,0 +1,157 @@
+"""Writes a run's folder, record by record while the run goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from plumbline.core.invocation import command
+from plumbline.results.atomic import point_symlink
+from plumbline.results.errors import NothingToResume, ReportDirUnusable, ResultsError
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.json_lines import ChecksumError, Line, line_of, record_of
+from plumbline.results.records import Measurement, Result
+from plumbline.results.run import LATEST, RESULTS, Run, read_run
+
+
+class RunWriter:
+    """Appends the records of a run to its file. ``write`` returns when the operating system has them.
+
+    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer.
+
+    Raises:
+        ReportDirUnusable: the report directory cannot be created or written to.
+        ResultsError: a record cannot be written, for instance because the disk is full.
+
+    """
+
+    def __init__(self, report_dir: Path, header: Header) -> None:
+        self.path = report_dir / header.run_id
+        try:
+            self.path.mkdir(parents=True)
+            self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
+            _claim(self._file)
+            self._write(header)
+            point_symlink(report_dir / LATEST, header.run_id)
+        except OSError as error:
+            where = error.filename2 or error.filename
+            raise ReportDirUnusable(
+                f"Cannot begin a run in the report directory {report_dir} ({error.strerror}: {where}): "
+                "make it writable or name another with --report-dir."
+            ) from error
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[RunWriter, Run]:
+        """Reopen the run at ``path`` after its last whole cell; return the writer, and the run up to there.
+
+        Records of a cell that is not whole were never reported, and are cut off.
+
+        Raises:
+            NothingToResume: the run is complete, or another process is writing it.
+            ResultsError: it cannot be read (see ``read_run``) or written to.
+        """
+        file = read_run(path).path / RESULTS
+        writer = object.__new__(cls)
+        writer.path = file.parent
+        try:
+            writer._file = file.open("r+b", buffering=0)
+            _claim(writer._file)
+            run = read_run(file)
+            if not run.incomplete:
+                raise NothingToResume(
+                    f"The run {file.parent} came to its end: there is nothing to resume. Begin a new one; if a page is "
+                    f"missing, `{command('plumbline', 'report', str(file.parent))}` writes it."
+                )
+            content = file.read_bytes()
+            end = _end_of_whole_cells(content, run)
+            writer._file.seek(writer._file.truncate(end))
+            if not content[:end].endswith(b"\n"):
+                writer._file.write(b"\n")  # only the newline was missing
+        except OSError as error:
+            raise ResultsError(f"Cannot resume {file} ({error.strerror}): make it writable.") from error
+        return writer, read_run(file)
+
+    def write(self, *records: Result | Measurement) -> None:
+        """Append records: all of them, or none if that fails."""
+        self._write(*records)
+
+    def close(self, footer: Footer) -> None:
+        """Append the footer: the run is complete."""
+        self._write(footer)
+        self._file.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _write(self, *records: Line) -> None:
+        end = self._file.seek(0, os.SEEK_CUR)
+        data = memoryview(b"".join(map(line_of, records)))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.seek(self._file.truncate(end))  # all of them or none
+            raise ResultsError(
+                f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
+                "make room on the disk or name another with --report-dir."
+            ) from error
+
+
+def check_report_dir(report_dir: Path) -> None:
+    """Check that a run could be written below ``report_dir``, which need not exist yet; nothing is created.
+
+    Raises:
+        ReportDirUnusable: a file is in the way, or a folder is not writable.
+    """
+    nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        raise ReportDirUnusable(
+            f"The report directory {report_dir} cannot be made: {nearest} is no folder. "
+            "Move it away or name another directory with --report-dir."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+        reason = "is on a read-only file system" if read_only else "is not writable"
+        raise ReportDirUnusable(
+            f"Nothing can be written to the report directory {report_dir}: {nearest} {reason}. "
+            "Make it writable or name another with --report-dir."
+        )
+
+
+def _claim(file: FileIO) -> None:
+    """Lock the run's file against other writers, for as long as it is open here.
+
+    Raises:
+        NothingToResume: another process is writing the run.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise NothingToResume(f"The run {Path(file.name).parent} is being written by another process.") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _end_of_whole_cells(content: bytes, run: Run) -> int:
+    """Return the offset of the first record of an unfinished cell, in bytes."""
+    whole, end = run.whole, 0
+    for number, line in enumerate(content.splitlines(keepends=True)):
+        if number and line.strip():
+            try:
+                record = record_of(line)
+            except (ValidationError, ChecksumError):
+                return end
+            if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
+                return end
+        end += len(line)
+    return end

@@ -1,0 +1,118 @@
+"""Where the level of a figure changed from one run to another, among many figures that were measured run by run.
+
+**The noise has two parts**: launches of one run differ, and runs on different days differ by more than their launches
+do, because the machine drifts. The second shows only between runs: where at least ``FEWEST_RUNS`` are there, a run is
+one sample, and the spread of the runs on either side of a change is the noise, unless that of the launches is larger.
+With fewer runs the noise of launches is all there is; the minimum effect leaves room for drift, as it does where two
+runs are compared (``report.comparison.significance``).
+
+**One change**: of all places where a series may be cut in two, the one whose difference is least likely by chance. Its
+chance is multiplied by the number of places (Bonferroni): the maximum over many places is large without any change too.
+
+**Many series**: Benjamini and Hochberg's procedure over all of them limits false alarms. **Many changes**: a series
+with a change is cut there, and its parts are looked at in the same way (binary segmentation: Scott and Knott, 1974).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+from scipy.stats import false_discovery_control  # type: ignore[import-untyped]
+
+from plumbline.statistics.intervals import CONFIDENCE, Estimate, variance
+
+FEWEST_RUNS: Final = 4
+"""With three, one side has one run and the other two: a spread with one degree of freedom tells nothing."""
+
+Samples = Sequence[float]
+"""What the launches of one run measured, on the scale on which figures are subtracted."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A figure in one run after another, and the ``least`` difference that counts as a change."""
+
+    runs: Sequence[Samples]
+    least: float
+
+
+@dataclass(frozen=True)
+class ChangePoint:
+    """The level changed between run ``place`` - 1 and run ``place``, by ``difference``."""
+
+    place: int
+    difference: Estimate
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The most likely change within the runs ``begin`` to ``end`` of a series; ``chance`` allows for all places."""
+
+    series: int
+    begin: int
+    end: int
+    point: ChangePoint
+    chance: float
+
+
+def change_points(every: Sequence[Series]) -> list[list[ChangePoint]]:
+    """Return the changes of each series, in order. Among all that are found, one in twenty is a false alarm at most."""
+    found: list[list[ChangePoint]] = [[] for _ in every]
+    parts = [(number, 0, len(series.runs)) for number, series in enumerate(every)]
+    while parts:
+        cuts = [cut for number, begin, end in parts if (cut := _best_cut(every[number], number, begin, end))]
+        adjusted = false_discovery_control([cut.chance for cut in cuts]) if cuts else []
+        parts = []
+        for cut, chance in zip(cuts, adjusted, strict=True):
+            if chance <= 1 - CONFIDENCE:
+                found[cut.series].append(cut.point)
+                parts += [(cut.series, cut.begin, cut.point.place), (cut.series, cut.point.place, cut.end)]
+    return [sorted(points, key=lambda point: point.place) for points in found]
+
+
+def _best_cut(series: Series, number: int, begin: int, end: int) -> _Cut | None:
+    """Return the cut whose difference is least likely by chance, None where there are no two runs to compare."""
+    cuts = list(_differences(series.runs[begin:end]))
+    if not cuts:
+        return None
+    place, estimate = min(cuts, key=lambda cut: (cut[1].chance(series.least), -abs(cut[1].mean)))
+    chance = min(1.0, estimate.chance(series.least) * len(cuts))
+    return _Cut(number, begin, end, ChangePoint(begin + place, estimate), chance)
+
+
+def _differences(runs: Sequence[Samples]) -> Iterator[tuple[int, Estimate]]:
+    for place in range(1, len(runs)):
+        before, after = runs[:place], runs[place:]
+        noise = [one for one in (_noise_of_launches(before, after), _noise_of_runs(before, after)) if one]
+        if noise:
+            error, freedom = max(noise)
+            yield place, Estimate(fmean(map(fmean, after)) - fmean(map(fmean, before)), error, freedom)
+
+
+def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:
+    """Return the standard error that launches alone explain, with its degrees of freedom; None without any repeated."""
+    parts = []
+    for side in (before, after):
+        repeated = [samples for samples in side if len(samples) > 1]
+        if not repeated:
+            return None
+        error = fmean(variance(samples) / len(samples) for samples in repeated) / len(side)
+        parts.append((error, sum(len(samples) - 1 for samples in repeated)))
+    squared = sum(error for error, _ in parts)
+    # Welch-Satterthwaite, as in two_samples.
+    freedom = 1 / sum((error / squared) ** 2 / degrees for error, degrees in parts) if squared else math.inf
+    return math.sqrt(squared), freedom
+
+
+def _noise_of_runs(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:
+    """Return the standard error that the spread of runs explains, which is taken as equal on both sides."""
+    freedom = len(before) + len(after) - 2
+    if freedom < FEWEST_RUNS - 2:
+        return None
+    levels = [[fmean(samples) for samples in side] for side in (before, after)]
+    squares = sum(variance(side) * (len(side) - 1) for side in levels if len(side) > 1)
+    return math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after))), freedom

@@ -1,0 +1,155 @@
+"""Lightning Fabric under test: a loop of one's own around its strategies, samplers, precision and clipping."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader
+
+from plumbline.subjects.declare import subject
+from plumbline.subjects.released import installed_by
+from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, shard
+from plumbline.subjects.torch_fsdp import REFUSED as FSDP_LACKS
+
+with installed_by("pip install lightning"):
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+    from lightning.fabric.strategies import DDPStrategy
+
+    try:
+        from lightning.fabric.strategies import ModelParallelStrategy
+    except ImportError:  # before lightning 2.3
+        ModelParallelStrategy = None
+
+CAPABILITIES = [
+    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
+    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
+]  # fmt: skip
+
+PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@subject(
+    name="fabric",
+    backends=["none", "ddp"],
+    precisions=list(PRECISIONS),
+    capabilities=CAPABILITIES,
+    library="lightning",
+)
+def train(job):
+    """Train ``job`` with ``lightning.fabric.Fabric``, which finds the ranks by torchrun's variables."""
+    ddp = DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
+    fabric = launched(job, "auto" if job.backend == "none" else ddp)
+    bare = job.model()
+    model, *optimizers = fabric.setup(bare, *job.optimizers(bare.parameters()))  # mostly it is one
+    fit(job, fabric, model, optimizers)
+
+
+@subject(
+    name="fabric",
+    backends=["fsdp"] if ModelParallelStrategy else [],
+    precisions={"cuda": ["32", "bf16"], "cpu": ["32", "bf16"] if COMPUTES_ON_A_CPU else []},  # others are refused
+    capabilities=[name for name in CAPABILITIES if name not in FSDP_LACKS],
+    library="lightning",
+)
+def train_sharded(job):
+    """Train ``job`` with Fabric's way to FSDP2; its flag ``fsdp`` is for the former one, and refuses a cpu."""
+    options = {"data_parallel_size": job.world_size, "tensor_parallel_size": 1, "process_group_backend": job.comm}
+    fabric = launched(job, ModelParallelStrategy(lambda model, mesh: shard(model, mesh["data_parallel"]), **options))
+    model = fabric.setup_module(job.model())
+    optimizers = fabric.setup_optimizers(*job.optimizers(model.parameters()))
+    fit(job, fabric, model, optimizers if isinstance(optimizers, tuple) else [optimizers])
+
+
+def launched(job, strategy):
+    """Return a Fabric that has met the other ranks."""
+    fabric = Fabric(
+        accelerator="gpu" if job.accelerator == "cuda" else "cpu",
+        devices=job.gpus,
+        num_nodes=job.num_nodes,
+        strategy=strategy,
+        **_precision(job),
+    )
+    fabric.launch()
+    fabric.seed_everything(job.seed, workers=True, verbose=False)
+    return fabric
+
+
+def fit(job, fabric, model, optimizers):
+    """Train with a loop of one's own, as Fabric's documentation has it."""
+    schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
+    loader, val_loader = fabric.setup_dataloaders(
+        DataLoader(job.dataset, batch_size=job.batch_size, shuffle=job.shuffle),
+        DataLoader(job.val_dataset, batch_size=job.batch_size),
+    )
+    state = {"model": model, "epoch": 0, "batches": 0, "steps": 0}
+    state |= {f"optimizer {number}": optimizer for number, optimizer in enumerate(optimizers)}
+    state |= {f"scheduler {number}": scheduler for number, scheduler in enumerate(schedulers)}
+    if job.resume:
+        fabric.load(f"{job.checkpoint_dir}/checkpoint.ckpt", state)
+    for epoch in range(state["epoch"], job.epochs):
+        sums = torch.zeros(2, device=fabric.device)  # of the losses, and of the samples
+        for number, batch in enumerate(loader):
+            if epoch == state["epoch"] and number < state["batches"]:
+                continue  # trained on before the interruption
+            place = number % job.accumulate
+            window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
+            last = place == window - 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = job.loss(model(batch), batch)
+                fabric.backward(loss / window)
+            if last:
+                if job.clip_norm is not None:
+                    _clip(job, fabric, model, optimizers)
+                for optimizer in optimizers:
+                    optimizer.step()
+                for scheduler in schedulers:
+                    scheduler.step()  # Fabric does not tell whether its scaler skipped the step
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                state["steps"] += 1
+                if state["steps"] == job.stop_after_step:
+                    state |= {"epoch": epoch, "batches": number + 1}
+                    fabric.save(f"{job.checkpoint_dir}/checkpoint.ckpt", state)
+                    return
+            sums += _weighed(loss, batch)
+            if job.validate_every and (number + 1) % job.validate_every == 0:
+                job.log("val_loss", evaluate(job, fabric, model, val_loader))
+        if sums.any():  # nothing is left of an epoch at whose end training was interrupted
+            job.log("loss", _mean_over_ranks(fabric, sums))
+
+
+@torch.no_grad()
+def evaluate(job, fabric, model, loader):
+    """Return the mean loss of the held-out samples, a share a rank."""
+    model.eval()
+    sums = sum(_weighed(job.loss(model(batch), batch), batch) for batch in loader)
+    model.train()
+    return _mean_over_ranks(fabric, sums)
+
+
+def _clip(job, fabric, model, optimizers):
+    """Clip by the norm of all gradients; where that is infinite in float16, the step is skipped."""
+    if len(optimizers) == 1:
+        fabric.clip_gradients(model, optimizers[0], max_norm=job.clip_norm, error_if_nonfinite=False)
+        return
+    # Fabric knows the norm of one optimizer's gradients, and those of several are unscaled one by one, as they step.
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm * scale)
+
+
+def _weighed(loss, batch):
+    count = len(batch["index"])
+    return torch.stack([loss.detach() * count, torch.tensor(count, device=loss.device)])
+
+
+def _mean_over_ranks(fabric, sums):
+    total, count = fabric.all_reduce(sums, reduce_op="sum")
+    return total / count
+
+
+def _precision(job):
+    """Return the flag; for float16 on a cpu its plugin, as the flag would be taken for bfloat16 there."""
+    if job.precision == "16" and job.accelerator == "cpu":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+    return {"precision": PRECISIONS[job.precision]}

@@ -1,0 +1,128 @@
+"""The reference trainer under test: used as its documentation says, with nothing quietly replaced."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from plumbline.subjects.declare import subject
+from plumbline.trainer import Module, Trainer
+from plumbline.trainer.balanced import stage_training  # noqa: F401 - here once, and not in each rank that is forked
+
+CAPABILITIES = [
+    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
+    "metrics",
+    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
+]  # fmt: skip
+
+
+class _Adapter(Module):
+    """The job as a module: the loss is taken where the outputs of all devices of the process are gathered."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__()
+        self.job = job
+        # Stages and their replicas all see the whole batch, which the trainer divides.
+        self.batch_size = job.global_batch_size if job.backend == "balanced" else job.batch_size
+        self.model: nn.Module = job.model()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(batch)
+
+    def training_step_end(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        return self.job.loss(outputs, batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"val_loss": self.job.loss(self.model(batch), batch)}
+
+    def on_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.job.log(name, value)
+
+    def configure_optimizers(self) -> Any:
+        # Several take turns: each has a training step of its own for the same batch.
+        optimizers = self.job.optimizers(self.parameters())
+        schedulers = filter(None, map(self.job.scheduler, optimizers))
+        return optimizers, [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
+
+    def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
+        if not self.job.unused_parameters:
+            return super().configure_ddp(model, device_ids)
+        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
+
+    def configure_blocks(self) -> list[nn.Module] | None:
+        # A model that not every batch goes through as a whole says where it may be cut.
+        declare = getattr(self.model, "configure_blocks", super().configure_blocks)
+        blocks: list[nn.Module] | None = declare()
+        return blocks
+
+    def while_planning(self) -> AbstractContextManager[None]:
+        return self.job.trial()
+
+    def while_staged(self, held: frozenset[str]) -> AbstractContextManager[None]:
+        return self.job.holding({name.removeprefix("model.") for name in held})
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.job.dataset, batch_size=self.batch_size, shuffle=self.job.shuffle)
+
+    def val_dataloader(self) -> DataLoader[Any] | None:
+        if self.job.validate_every is None:
+            return None
+        return DataLoader(self.job.val_dataset, batch_size=self.batch_size)
+
+
+@subject(
+    name="reference",
+    backends=["none", "auto", "dp", "ddp", "ddp2"],
+    precisions=["64", "32", "16", "bf16"],
+    capabilities=CAPABILITIES,
+)
+def train(job: Any) -> None:
+    """Train ``job`` with ``plumbline.Trainer``."""
+    fit(job)
+
+
+@subject(
+    name="reference",
+    backends=["balanced"],
+    precisions=["64", "32", "16", "bf16"],
+    capabilities=CAPABILITIES,
+)
+def train_balanced(job: Any) -> None:
+    """Train ``job`` with its model's layers distributed over the devices."""
+    fit_stages(job)
+
+
+def fit_stages(job: Any) -> None:
+    """Fit with the numbers of stages and micro-batches that the backend's contract has."""
+    # Given, so that the contract does not depend on measured times.
+    pipelines = job.global_batch_size // job.batch_size
+    fit(job, micro_batches=job.micro_batches * pipelines, stages=job.world_size // pipelines)
+
+
+def fit(job: Any, **options: Any) -> None:
+    """Train ``job`` with a Trainer that is given these options too."""
+    backend = None if job.backend in ("none", "auto") else job.backend
+    checkpoint = f"{job.checkpoint_dir}/checkpoint.ckpt"
+    trainer = Trainer(
+        gpus=job.gpus,
+        num_nodes=job.num_nodes,
+        distributed_backend=backend,
+        accelerator=job.accelerator,
+        oversubscribe=job.accelerator == "cuda" and job.comm == "gloo",
+        precision=job.precision,
+        accumulate_grad_batches=job.accumulate,
+        gradient_clip_val=job.clip_norm,
+        val_check_interval=job.validate_every,
+        max_epochs=job.epochs,
+        max_steps=job.stop_after_step,
+        seed=job.seed,
+        **options,
+    )
+    trainer.fit(_Adapter(job), ckpt_path=checkpoint if job.resume else None)
+    if job.stop_after_step is not None:
+        trainer.save_checkpoint(checkpoint)

@@ -1,0 +1,126 @@
+"""Sentence Transformers' trainer under test: a model of one module, losses that embed a batch, and one that gathers.
+
+A dataset has one column of texts: ``train 7`` is sample 7. The model's preprocessing looks the samples up, as it would
+tokenize texts, and what it returns is the batch of the job. Where the job has pairs in each sample, the loss is the
+library's own MultipleNegativesRankingLoss, elsewhere the job's.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+from torch import nn
+
+from plumbline.subjects.declare import subject
+from plumbline.subjects.released import installed_by
+from plumbline.workloads.coupling import TEMPERATURE
+from plumbline.workloads.dataset import Sample
+
+with installed_by("pip install 'sentence-transformers[train]'"):
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.base.modules import InputModule
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from torch.utils.data import SequentialSampler
+
+    from plumbline.subjects.transformers_trainer import CAPABILITIES, arguments, fit
+
+PRECISIONS = {"cuda": ["64", "32", "16", "bf16"], "cpu": ["64", "32", "bf16"]}  # float16 on a cpu is refused
+
+
+class JobEncoder(InputModule):
+    """The job's model as the module that a SentenceTransformer begins with."""
+
+    modalities = ("text",)
+    latest = None
+
+    def __init__(self, job):
+        super().__init__()
+        self.model = job.model()
+        self.data = {"train": job.dataset, "val": job.val_dataset}
+        JobEncoder.latest = self
+
+    def preprocess(self, inputs, prompt=None, **kwargs):
+        """Return the batch of the samples that the texts name, under names that the trainer takes for features."""
+        part = inputs[0].split()[0]
+        batch = self.data[part].batch([int(text.split()[1]) for text in inputs])
+        return {"input_ids": batch["index"], **batch}
+
+    def forward(self, features):
+        """Put the outputs of the job's model beside the batch."""
+        batch = Sample({name: column for name, column in features.items() if name != "input_ids"})
+        return {**features, "outputs": self.model(batch), "batch": batch}
+
+    def save(self, output_path, *args, safe_serialization=True, **kwargs):
+        """Save the weights."""
+        self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+
+    @classmethod
+    def load(cls, model_name_or_path, subfolder="", **kwargs):
+        """Return the encoder of this process with the weights that were saved."""
+        return cls.load_torch_weights(model_name_or_path, subfolder, model=copy.deepcopy(cls.latest))
+
+
+class JobLoss(nn.Module):
+    """The job's loss as one of the library: it embeds the batch with the model, and calls the job."""
+
+    def __init__(self, model, job, gather):
+        super().__init__()
+        self.model, self.job = model, job
+        self.pairs = MultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, gather_across_devices=gather)
+
+    def forward(self, sentence_features, labels):
+        """Return the loss of a batch, which has one column."""
+        features = self.model(sentence_features[0])
+        if "views" in features:
+            return self.pairs.compute_loss_from_embeddings(list(features["outputs"].unbind(1)), labels)
+        return self.job.loss(features["outputs"], features["batch"])
+
+
+def _forget_launcher():
+    """Make this process one that a user starts without torchrun: a group of one would drop what fills no batch."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def in_order(dataset, batch_size, drop_last, **kwargs):
+    """Return a sampler of batches that does not shuffle, which the trainer does by itself."""
+    return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+
+
+@subject(
+    name="sentence-transformers",
+    backends=["none", "ddp"],
+    precisions=PRECISIONS,
+    capabilities=CAPABILITIES,
+    library="sentence-transformers",
+    buffers="per-rank",
+)
+def train(job):
+    """Train ``job`` with ``SentenceTransformerTrainer``."""
+    embed(job)
+
+
+def embed(job, gather=False):
+    """Train ``job`` as an embedding model."""
+    if job.world_size == 1:
+        _forget_launcher()
+    model = SentenceTransformer(modules=[JobEncoder(job)], device=job.device.type)
+    optimizer = job.optimizer(model.parameters())
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(
+            **arguments(job), **({} if job.shuffle else {"batch_sampler": in_order})
+        ),
+        train_dataset=Dataset.from_dict({"text": [f"train {number}" for number in range(len(job.dataset))]}),
+        eval_dataset=Dataset.from_dict({"text": [f"val {number}" for number in range(len(job.val_dataset))]}),
+        loss=JobLoss(model, job, gather),
+        optimizers=(optimizer, job.scheduler(optimizer)),
+    )
+    fit(job, trainer)

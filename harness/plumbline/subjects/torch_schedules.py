@@ -1,0 +1,53 @@
+"""Training with each schedule of torch.distributed.pipelining: a subject for each, and they differ in nothing else.
+
+Of schedules with several stages a rank two are tried, which is all that those in the shape of a V know.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import pipelining
+
+from plumbline.subjects.declare import subject
+from plumbline.subjects.handwritten import PRECISIONS
+from plumbline.subjects.torch_pp import CAPABILITIES, Schedule, train_with
+
+SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", 1),
+    "1f1b": ("Schedule1F1B", 1),
+    "interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
+    "looped-bfs": ("ScheduleLoopedBFS", 2),
+    "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", 2),
+    "zbv-zero-bubble": ("ScheduleZBVZeroBubble", 2),
+    "dualpipev": ("ScheduleDualPipeV", 2),
+}
+"""torch's classes, some of which only later versions have, and the stages of each rank."""
+
+TURNING = ("zbv-zero-bubble", "dualpipev")
+"""Stages go from the first rank to the last and back."""
+
+MAX_STAGES = {"dualpipev": 4}
+"""It asks for as many micro-batches as there are stages."""
+
+
+def trainer_with(name):
+    """Return the subject that trains with a schedule."""
+    make, stages_per_rank = SCHEDULES[name]
+    schedule = Schedule(getattr(pipelining, make), stages_per_rank, name in TURNING)
+
+    @subject(
+        name=f"torch-{name}",
+        backends=["pp"],
+        precisions=PRECISIONS,
+        capabilities=CAPABILITIES,
+        library="torch",
+        stages_per_rank=stages_per_rank,
+        max_stages=MAX_STAGES.get(name),
+    )
+    def train(job):
+        """Train ``job`` with the schedule."""
+        train_with(schedule, job)
+
+    return train
+
+
+globals().update({name: trainer_with(name) for name, (make, _) in SCHEDULES.items() if hasattr(pipelining, make)})

@@ -1,0 +1,96 @@
+"""Training with torch's sequence parallelism: each rank has all weights, and a part of the sequence of each activation.
+
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. SequenceParallel is for layers that take each
+token for itself. For a layer in which tokens meet, PrepareModuleInput gathers the sequence, and PrepareModuleOutput
+divides what all ranks have then computed alike.
+"""
+
+from __future__ import annotations
+
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from plumbline.subjects.declare import subject
+from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from plumbline.subjects.torch_fsdp import REFUSED
+from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
+
+
+@subject(
+    name="torch",
+    backends=["sp"],
+    precisions=PRECISIONS,
+    capabilities=[name for name in CAPABILITIES if name not in REFUSED],
+    library="torch",
+)
+def train(job):
+    """Train ``job`` with parts of its sequences on each rank."""
+    fit(job, Sp(job))
+
+
+class Sp(OneDevice):
+    """The model with activations that are divided along the sequence."""
+
+    def __init__(self, job):
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)
+        torch.distributed.init_process_group(job.comm)
+        mesh = init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
+        self.model = self.bare = divided(job.model().to(job.device), mesh["sp"])
+        self.optimizers = job.optimizers(self.model.parameters())
+
+    def backward_of(self, last):
+        """Take tensors that the model makes by itself, such as positions, for the same on all ranks."""
+        return implicit_replication()
+
+    def before_step(self):
+        """Add what each rank's tokens have left in the gradients of the layers that take each for itself."""
+        for parameter in self.model.parameters():
+            if isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+
+    def clip(self, max_norm):
+        """Scale the gradients to at most this norm."""
+        clip([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None], max_norm)
+
+
+def divided(model, mesh):
+    """Return the model with layers that take parts of a sequence, and outputs for all of it; ties remain."""
+    with ties_kept(model):
+        for layer in layers(model):
+            for style in styles(layer):
+                parallelize_module(layer, mesh, style)
+    return parallelize_module(
+        model, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
+
+
+def layers(module):
+    """Yield the layers that a model calls one by one."""
+    for layer in module.children():
+        if isinstance(layer, nn.Sequential):
+            yield from layers(layer)
+        else:
+            yield layer
+
+
+def styles(layer):
+    """Return what makes a layer one of parts of a sequence."""
+    if isinstance(layer, nn.Embedding):  # it takes the tokens or positions that the model has, which are all
+        given = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(-1), use_local_output=False)
+        return [given, SequenceParallel(sequence_dim=-1)]
+    if not list(layer.children()):
+        return [SequenceParallel()]
+    return [
+        PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=False),
+    ]

@@ -1,0 +1,51 @@
+"""The reference trainer's other face under test: ``plumbline.TrainLoop``, used as its documentation says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from plumbline.subjects.declare import subject
+from plumbline.trainer import TrainLoop
+
+# Besides those, TrainLoop has no place for what a job may ask for.
+CAPABILITIES = ["frozen-parameters", "sparse-gradients", "nested-outputs"]
+
+GPU_MODES = {"none": "single", "dp": "dp", "ddp": "ddp"}
+
+
+class _Adapter(nn.Module):
+    """The job's model as one that takes its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(batch)
+
+    def get_loss(self, batch: dict[str, Tensor], criterion: Any, device: torch.device) -> Tensor:
+        batch = {name: column.to(device) for name, column in batch.items()}
+        return criterion(self(batch), batch)
+
+
+@subject(name="train-loop", backends=list(GPU_MODES), precisions=["64", "32", "16"], capabilities=CAPABILITIES)
+def train(job: Any) -> None:
+    """Train ``job`` with ``plumbline.TrainLoop``."""
+    model = _Adapter(job.model())
+    loop = TrainLoop(
+        model,
+        DataLoader(job.dataset, batch_size=job.batch_size, shuffle=job.shuffle),
+        None,
+        None,
+        job.optimizer(model.parameters()),
+        job.loss,
+        gpu_mode=GPU_MODES[job.backend],
+        use_amp=job.precision == "16",
+        accelerator=job.accelerator,
+        seed=job.seed,
+    )
+    loop.fit(job.epochs, num_nodes=job.num_nodes, node_rank=job.node_rank, num_gpus=job.gpus)

@@ -1,0 +1,32 @@
+"""The engines by the names that ``--engine`` takes: one file an engine, one line in ``ENGINES``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+
+from plumbline.core.errors import PlanError
+from plumbline.submit.engine import Engine
+from plumbline.submit.engines.kubernetes import KubernetesEngine
+from plumbline.submit.engines.ray import RayEngine
+from plumbline.submit.engines.slurm import SlurmEngine
+
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (SlurmEngine, KubernetesEngine, RayEngine)}
+
+
+def find_engine(options: argparse.Namespace) -> Engine:
+    """Return the engine that the options of ``plumbline submit`` name, with its settings.
+
+    Raises:
+        PlanError: there is none of that name, or an option is missing, invalid, or another engine's.
+    """
+    name = options.engine
+    if name not in ENGINES:
+        close = difflib.get_close_matches(name, ENGINES, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(ENGINES)}"
+        raise PlanError(f"there is no engine {name!r}: {hint}")
+    for other, engine in ENGINES.items():
+        for option in sorted(engine.own_options - ENGINES[name].own_options):
+            if getattr(options, option):
+                raise PlanError(f"--{option} is for --engine {other}, not for {name}")
+    return ENGINES[name].of(options)

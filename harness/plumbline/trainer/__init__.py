@@ -1,0 +1,32 @@
+"""A small trainer: one device, dp, ddp and ddp2, in 64, 32 and 16 bits, on CUDA or on simulated devices.
+
+    from plumbline.trainer import Module, Trainer
+    Trainer(gpus=2, distributed_backend="ddp", max_epochs=3).fit(MyModule())
+
+``TrainLoop`` is another face of the same. Read ``loop.py`` first; ``connector.py`` says what the arguments mean.
+"""
+
+from __future__ import annotations
+
+from plumbline.trainer.environments import (
+    ClusterEnvironment,
+    PlainEnvironment,
+    SlurmEnvironment,
+    TorchrunEnvironment,
+)
+from plumbline.trainer.errors import MisconfigurationError, RankError
+from plumbline.trainer.module import Module
+from plumbline.trainer.train_loop import TrainLoop
+from plumbline.trainer.trainer import Trainer
+
+__all__ = [
+    "ClusterEnvironment",
+    "MisconfigurationError",
+    "Module",
+    "PlainEnvironment",
+    "RankError",
+    "SlurmEnvironment",
+    "TorchrunEnvironment",
+    "TrainLoop",
+    "Trainer",
+]

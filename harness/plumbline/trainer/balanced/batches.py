@@ -1,0 +1,127 @@
+"""One stage's rank draws the batches, and all stages see them: data order and augmentation as on one device."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from plumbline.trainer.balanced.patience import Patience
+from plumbline.trainer.data_sharding import known_length, set_epoch
+from plumbline.trainer.errors import MisconfigurationError
+
+
+class SameBatches:
+    """Yields the batches of rank 0's loader on all ranks. On other ranks ``loader`` is not iterated."""
+
+    def __init__(self, loader: Any, rank: int, control: Any, patience: Patience) -> None:
+        self.loader, self.rank, self.control, self.patience = loader, rank, control, patience
+        self.sampler = self  # that is what is told the epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader) if self.rank == 0 else iter(())
+        while True:
+            box: list[Any] = [(next(batches, END),) if self.rank == 0 else None]
+            with self.patience.waiting("the next batch"):
+                dist.broadcast_object_list(box, 0, self.control)
+            if isinstance(box[0][0], End):
+                return
+            yield box[0][0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to what orders the samples."""
+        set_epoch(self.loader, epoch)
+
+
+class End:
+    """What follows the last batch."""
+
+
+END = End()
+
+
+def first_batch(loader: Any, epoch: int) -> Any:
+    """Return a batch as training will see it, and leave all that draws batches as it was."""
+    set_epoch(loader, epoch)
+    with unchanged_random_numbers():
+        return next(iter(_copied(loader)))
+
+
+def _copied(loader: Any) -> Any:
+    """Return a loader that draws in this process, from samplers of its own; the dataset is the same."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    clone, memo = copy.copy(loader), {id(loader.dataset): loader.dataset}
+    changes: dict[str, Any] = {
+        name: copy.deepcopy(loader.__dict__[name], memo)
+        for name in ("sampler", "batch_sampler", "generator")
+        if name in loader.__dict__
+    }
+    clone.__dict__.update(changes, num_workers=0, prefetch_factor=None, persistent_workers=False, _iterator=None)
+    return clone
+
+
+@contextmanager
+def unchanged_random_numbers() -> Iterator[None]:
+    """Run something and leave Python's and torch's random numbers as they were."""
+    state = random.getstate()
+    with torch.random.fork_rng([]):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def sizes_of_batches(loader: Any) -> set[int]:
+    """Return how many samples batches have, as far as that is known ahead: the usual number, and the last one's."""
+    batch_size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "dataset", ()))
+    if batch_size is None:
+        return set()
+    if samples is None or loader.drop_last:
+        return {batch_size}
+    samples = known_length(loader.sampler) or samples
+    return {size for size in (min(batch_size, samples), samples % batch_size) if size}
+
+
+def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
+    """Return into how many micro-batches all batches of the loader divide; ``wanted`` alone if that is given.
+
+    Raises:
+        MisconfigurationError: They do not divide into ``wanted``.
+
+    """
+    sizes = sizes_of_batches(loader)
+    if wanted is not None:
+        for size in sizes:
+            if size % wanted:
+                raise MisconfigurationError(indivisible(size, wanted))
+        return [wanted]
+    common = math.gcd(*sizes) if sizes else 1
+    if common == 1 < max(sizes, default=1):
+        warnings.warn(
+            f"Batches of {' and '.join(map(str, sorted(sizes)))} samples divide into no number of micro-batches, so "
+            "each device waits while another computes: use drop_last=True, or another batch_size.",
+            stacklevel=2,
+        )
+    return divisors(common)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def indivisible(samples: int, micro_batches: int) -> str:
+    """Return the message for a batch that does not fall into so many micro-batches."""
+    return (
+        f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use a batch_size that is a "
+        "multiple of micro_batches, and drop_last=True where the last batch is shorter."
+    )

@@ -1,0 +1,162 @@
+"""The blocks of a user's module, found by running a step: where it can be cut, and what each block needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from plumbline.trainer.balanced.blocks import Block, held_tensors
+from plumbline.trainer.balanced.calls import ModuleCall, calls_of, open_up, record_calls
+from plumbline.trainer.balanced.data_flow import DataFlow
+from plumbline.trainer.balanced.flow_recorder import record_data_flow
+from plumbline.trainer.balanced.hidden_flow import find_obstacles
+from plumbline.trainer.balanced.interception import Interception
+from plumbline.trainer.balanced.labels import Carried, Label, Part
+from plumbline.trainer.balanced.undisturbed import undisturbed
+from plumbline.trainer.errors import MisconfigurationError
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class CallRange:
+    """Consecutive calls, with the code that follows them: places from ``first`` on, up to the next block's first.
+
+    ``arriving`` are the tensors that it or a block after it uses, and that blocks before it have computed; ``holds``
+    names the parameters and buffers that it uses.
+    """
+
+    name: str
+    first: int
+    arriving: tuple[Carried, ...]
+    holds: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks of a step; ``calls`` names the modules of the calls that they are made of."""
+
+    calls: tuple[str, ...]
+    blocks: tuple[CallRange, ...]
+    drawn: frozenset[Label] = frozenset()
+
+    def part(self, first: int, last: int) -> Part:
+        """Return the part of a step that is blocks ``first`` to ``last - 1``."""
+        begin = self.blocks[first]
+        if last == len(self.blocks):
+            return Part(begin.first, 2 * len(self.calls), begin.arriving, ())
+        return Part(begin.first, self.blocks[last].first, begin.arriving, self.blocks[last].arriving)
+
+    def holds(self, first: int, last: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers that blocks ``first`` to ``last - 1`` use."""
+        return frozenset().union(*(block.holds for block in self.blocks[first:last]))
+
+    def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[Block]:
+        """Return the blocks one by one as functions of what arrives and of the inputs of ``step``."""
+
+        def run(number: int, value: Any, inputs: Any) -> Any:
+            arrived = [] if number == 0 else value
+            return interception.run(self.part(number, number + 1), arrived, lambda: step(inputs))
+
+        return [
+            Block(block.name, partial(run, number), tuple(sorted(block.holds)))
+            for number, block in enumerate(self.blocks)
+        ]
+
+    def interception(self, module: nn.Module, device: torch.device) -> Interception:
+        """Return what runs parts of the steps of ``module``."""
+        modules = dict(module.named_modules())
+        return Interception([(name, modules[name]) for name in self.calls], device, self.drawn)
+
+
+def find_chain(
+    module: nn.Module,
+    step: Step,
+    devices: int,
+    device: torch.device,
+    declared: Sequence[nn.Module] | None = None,
+    least: int | None = None,
+    validation: Step | None = None,
+) -> Chain:
+    """Run ``step``, and ``validation`` where there is one, and return their blocks.
+
+    Blocks are calls of modules: those ``declared``, or else the largest ones of which none has more than a device's
+    share of the weights. Calls between which a step cannot be cut become one, see ``flow_recorder.py``. The module is
+    not changed, and random numbers are drawn as if nothing had run.
+
+    Raises:
+        MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
+
+    """
+    tried = partial(_undisturbed, module, device)
+    calls = tried(record_calls, module, step)
+    if declared is not None:
+        calls = calls_of(calls, declared)
+    else:
+        calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
+    flow = tried(record_data_flow, module, calls, step) if calls else DataFlow(())
+    tried(find_obstacles, flow, _trial(calls, flow, device), step)
+    if validation is not None and calls:
+        evaluated = tried(record_data_flow, module, calls, validation, all_calls=False)
+        tried(find_obstacles, evaluated, _trial(calls, evaluated, device), validation)
+        flow.agree_with(evaluated)
+    flow.keep_changed_together()
+    _keep_buffers_together(flow, calls)
+    starts = flow.cuts() if calls else []
+    if len(starts) < (devices if least is None else least):
+        reasons = "; ".join(flow.reasons())
+        raise MisconfigurationError(
+            f"{type(module).__name__} can be cut into {len(starts)} blocks ({_names(starts, calls)}), too few for "
+            f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
+            "modules that every step calls one after the other."
+        )
+    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), frozenset(flow.drawn))
+
+
+def _undisturbed(module: nn.Module, device: torch.device, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with undisturbed(module, device), torch.no_grad():
+        return run(*args, **kwargs)
+
+
+def _trial(calls: Sequence[ModuleCall], flow: DataFlow, device: torch.device) -> Interception:
+    return Interception([(call.name, call.module) for call in calls], device, frozenset(flow.drawn), trial=True)
+
+
+def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
+    """Forbid cuts between two calls of one module with buffers: one stage has them."""
+    first: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        if next(call.module.buffers(), None) is not None:
+            begin = first.setdefault(id(call.module), number)
+            flow.forbid(2 * begin, 2 * number, f"{call.name} has buffers and is called more than once")
+
+
+def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow: DataFlow) -> Iterator[CallRange]:
+    tensors = held_tensors(module)
+    placed = {id(tensor) for call in calls for tensor in held_tensors(call.module).values()}
+    placed |= {id(tensors[name]) for name in flow.changes}
+    for first, last in pairwise((*starts, flow.end)):
+        own = _calls_at(calls, first, last)
+        needed = {id(tensor) for call in own for tensor in held_tensors(call.module).values()}
+        names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in placed}
+        names = names.union(*flow.weights[first:last])
+        yield CallRange(" + ".join(call.name for call in own), first, flow.live(first), frozenset(names))
+
+
+def _calls_at(calls: list[ModuleCall], first: int, last: int) -> list[ModuleCall]:
+    """Return the calls at places ``first`` to ``last - 1``."""
+    return calls[(first + 1) // 2 : (last + 1) // 2]
+
+
+def _names(starts: list[int], calls: list[ModuleCall]) -> str:
+    groups = [_calls_at(calls, first, last) for first, last in pairwise((*starts, 2 * len(calls)))]
+    return (
+        ", ".join(" + ".join(call.name or "the module itself" for call in group) for group in groups)
+        or "it calls no module"
+    )

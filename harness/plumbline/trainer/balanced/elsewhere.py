@@ -1,0 +1,108 @@
+"""A tensor whose values are on another stage: it has shape and dtype, and becomes the real one when that arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.trainer.balanced.blocks import tensors_in
+from plumbline.trainer.precision_plugins import map_tensors
+
+DEVICE = torch.Tensor.device.__get__
+MOVES = (Tensor.cpu, Tensor.cuda)
+
+
+class NoValuesError(RuntimeError):
+    """An operation needs the values of a tensor that are on another stage."""
+
+
+class Elsewhere(Tensor):
+    """Stands for the output of a block of another stage, and for all that is computed from it.
+
+    Its operations run on the meta device and return tensors of this class: shapes and dtypes are known, values are not.
+    So the code of the user around the blocks runs unchanged on every stage, and a loss that needs what is not there is
+    known as such. ``hidden_in`` is the number of the call inside which it was made, where nobody returned it.
+    """
+
+    meta: Tensor
+    at: torch.device
+    hidden_in: int | None
+
+    @classmethod
+    def like(cls, tensor: Tensor, at: torch.device) -> Elsewhere:
+        """Return one with the shape and dtype of ``tensor``; user code is told that it is on the device ``at``."""
+        hidden_in = tensor.hidden_in if isinstance(tensor, Elsewhere) else None
+        meta = tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
+        made = meta.as_subclass(Elsewhere)
+        made.meta, made.at, made.hidden_in = meta, at, hidden_in
+        return made
+
+    def become(self, value: Tensor) -> None:
+        """Turn into ``value``, wherever this tensor is referred to; ``value`` must not be used any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, value)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on the meta device; what it changes in place and returns stays the same object."""
+        given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, Elsewhere)]
+        at = given[0].at
+        if func == DEVICE:
+            return at
+        if func in MOVES:
+            return given[0]
+        same = {id(tensor.meta): tensor for tensor in given}
+        try:
+            with torch.no_grad():
+                outputs = func(
+                    *map_tensors(_shape_only, _on_meta(func, args)), **map_tensors(_shape_only, _named(kwargs))
+                )
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower():
+                raise  # it is wrong with values too
+            raise NoValuesError(takes_values_by(func)) from error
+        return map_tensors(lambda tensor: same[id(tensor)] if id(tensor) in same else cls.like(tensor, at), outputs)
+
+
+def is_missing(tensor: Tensor) -> bool:
+    """Return whether the tensor's values are on another stage."""
+    return isinstance(tensor, Elsewhere)
+
+
+def takes_values(func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
+    """Return whether ``outputs`` of an operation are no tensors, and follow from more than shapes and dtypes."""
+    return outputs is not None and not tensors_in(outputs) and not runs_without_values(func, args, kwargs)
+
+
+def takes_values_by(func: Any) -> str:
+    """Return what a message says of such an operation."""
+    return f"takes values out of a tensor ({getattr(func, '__name__', 'a function')})"
+
+
+def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation needs the shapes and dtypes of its tensors only."""
+    try:
+        with torch.no_grad():
+            func(*map_tensors(_shape_only, args), **map_tensors(_shape_only, kwargs))
+    except Exception:
+        return False
+    return True
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    return tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
+
+
+def _on_meta(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return positional arguments without another device, as ``tensor.to(device)`` has one."""
+    named = (torch.device, str) if func is Tensor.to else torch.device
+    return tuple(torch.device("meta") if isinstance(value, named) else value for value in args)
+
+
+def _named(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (kwargs or {}).items() if name != "device"}

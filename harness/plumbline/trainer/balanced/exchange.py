@@ -1,0 +1,118 @@
+"""What travels between neighboring stages: activations forward, their gradients backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plumbline.trainer.balanced.patience import Patience, patient_group
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tensors on the way to a stage: they are kept until they have gone."""
+
+    stage: int
+    works: list[Any]
+    tensors: list[Tensor]
+
+
+class Exchange:
+    """Sends to and receives from neighboring stages, in order; sending does not wait.
+
+    Activations and gradients have a process group each: under NCCL the two directions between a pair of ranks would
+    otherwise wait for one another; shapes have one too. Stages are given by number; that of number 0 is on rank
+    ``patience.first``, the others on those after it.
+    """
+
+    def __init__(self, device: torch.device, patience: Patience) -> None:
+        self.device = device
+        self.first = patience.first
+        self.patience = patience
+        self.control = control = patient_group(patience.limit)
+        nccl = dist.get_backend() == "nccl"
+        self.wire = device if nccl else torch.device("cpu")
+        self.groups = {True: dist.new_group() if nccl else control, False: dist.new_group() if nccl else control}
+        self.pending: dict[bool, deque[Sent]] = {True: deque(), False: deque()}
+
+    def send(self, tensors: Sequence[Tensor], stage: int, *, forward: bool) -> None:
+        """Send tensors to a stage; they are kept until ``settle`` or ``finish``."""
+        sent = [tensor.detach().to(self.wire).contiguous() for tensor in tensors]
+        rank, group = self.first + stage, self.groups[forward]
+        works = [dist.isend(tensor, rank, group) for tensor in sent]
+        self.pending[forward].append(Sent(stage, works, sent))
+
+    def send_gradients(self, gradients: Sequence[Tensor | None], shapes: Sequence[Shape], stage: int) -> None:
+        """Send those gradients that there are, and which these are; a single one as zeros where there is none."""
+        if len(gradients) == 1:
+            (shape, dtype), gradient = shapes[0], gradients[0]
+            one = torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
+            self.send([one], stage, forward=False)
+            return
+        present = torch.tensor([gradient is not None for gradient in gradients])
+        known: Any = dist.isend(present, self.first + stage, self.control) if gradients else None
+        self.send([gradient for gradient in gradients if gradient is not None], stage, forward=False)
+        if known is not None:
+            self.pending[False][-1].works.append(known)
+            self.pending[False][-1].tensors.append(present)
+
+    def receive_gradients(self, shapes: Sequence[Shape], stage: int) -> list[Tensor | None]:
+        """Wait for the gradients of tensors of these shapes; None where a stage has none."""
+        present = torch.ones(len(shapes), dtype=torch.bool)
+        if len(shapes) > 1:
+            work: Any = dist.irecv(present, self.first + stage, self.control)
+            with self.patience.waiting(stage):
+                work.wait()
+        there = present.tolist()
+        received = iter(self.receive([s for s, one in zip(shapes, there, strict=True) if one], stage, forward=False))
+        return [next(received) if one else None for one in there]
+
+    def receive(self, shapes: Sequence[Shape], stage: int, *, forward: bool) -> list[Tensor]:
+        """Wait for tensors of these shapes and dtypes from a stage."""
+        received = []
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.wire)
+            work: Any = dist.irecv(tensor, self.first + stage, self.groups[forward])
+            with self.patience.waiting(stage):
+                work.wait()
+            received.append(tensor.to(self.device))
+        return received
+
+    def announce(self, tensors: Sequence[Tensor], stage: int) -> None:
+        """Tell a stage the shapes and dtypes of what it will be sent."""
+        with self.patience.waiting(stage):
+            dist.send_object_list([shapes_of(tensors)], self.first + stage, self.control)
+
+    def hear(self, stage: int) -> list[Shape]:
+        """Wait for what a stage announces."""
+        box: list[Any] = [None]
+        with self.patience.waiting(stage):
+            dist.recv_object_list(box, self.first + stage, self.control)
+        return list(box[0])
+
+    def settle(self, *, forward: bool, but: int = 0) -> None:
+        """Wait until what was sent in a direction has gone, ``but`` for the last ones, and free it."""
+        pending = self.pending[forward]
+        while len(pending) > but:
+            sent = pending.popleft()
+            with self.patience.waiting(sent.stage):
+                for work in sent.works:
+                    work.wait()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        self.settle(forward=True)
+        self.settle(forward=False)
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> list[Shape]:
+    """Return shape and dtype of each tensor."""
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

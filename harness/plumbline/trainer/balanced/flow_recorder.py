@@ -1,0 +1,273 @@
+"""Finds the data flow of a step by running it, and noting each of its operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, tensors_in
+from plumbline.trainer.balanced.calls import ModuleCall, replaced_forwards
+from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow
+from plumbline.trainer.balanced.elsewhere import takes_values, takes_values_by
+from plumbline.trainer.balanced.interception import ADVICE
+from plumbline.trainer.balanced.labels import Label, Position
+from plumbline.trainer.errors import MisconfigurationError
+
+
+def record_data_flow(
+    module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any], *, all_calls: bool = True
+) -> DataFlow:
+    """Run ``step`` and return how its tensors go from call to call.
+
+    Raises:
+        MisconfigurationError: It makes other calls than ``calls``, or leaves some out; unless ``all_calls`` it may.
+
+    """
+    flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
+    recorder = FlowRecorder(flow, module, calls, all_calls=all_calls)
+    with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
+        outputs = step()
+    recorder.leave(outputs)
+    return flow
+
+
+@dataclass(frozen=True)
+class Change:
+    """The tensor of an id was changed in place at a place."""
+
+    tensor: int
+    place: int
+
+
+class FlowRecorder(TorchFunctionMode):
+    """Notes each operation of a step, within blocks and between them.
+
+    Tensors that depend on a block's output, or are drawn, have labels: one stage computes them. Others, as those that
+    are computed from the batch alone, are computed by each stage.
+    """
+
+    def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall], *, all_calls: bool) -> None:
+        super().__init__()
+        self.flow, self.calls, self.all_calls = flow, calls, all_calls
+        self.held = {id(tensor): name for name, tensor in held_tensors(module).items()}
+        self.buffers = registered_buffers(module)
+        self.kept: list[Tensor] = []
+        self.position = Position()
+        self.labels: Any = WeakTensorKeyDictionary()
+        self.from_weights: Any = WeakTensorKeyDictionary()
+        self.made_at: Any = WeakTensorKeyDictionary()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.changes: dict[int, list[Change]] = {}
+        self.since: dict[int, int] = {}
+        self.spoiled: dict[int, int] = {}
+
+    def standing_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that notes the call, unless another block makes it."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if self.position.inside:
+                return forward(*args, **kwargs)
+            number = self._count(module)
+            with torch._C.DisableTorchFunction():
+                self._note_assigned()
+                self.position.enter(number)
+                self.flow.called.add(number)
+                given = tensors_in((args, kwargs))
+                before = versions(given)
+                self._use(given)
+                buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if id(buffer) in self.held]
+            outputs = forward(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                self._note_changes(given, before, returning=True)
+                self._note_assigned()
+                for buffer, previous in buffers:  # operations as batch_norm change some without telling
+                    if buffer.layout is torch.strided and not torch.equal(buffer, previous):
+                        self._note_change(self.held[id(buffer)])
+                trains = next(module.parameters(), None) is not None
+                self._label(tensors_in(outputs), trains or any(map(self._differentiable, given)))
+            self.position.leave()
+            return outputs
+
+        return stand_in
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note what it uses, makes and changes."""
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        before, random_before = versions(given), [] if self.position.inside else random_state()
+        outputs = func(*args, **kwargs)
+        made = tensors_in(outputs)
+        takes = takes_values(func, args, kwargs, outputs)
+        if takes or made or outputs is None:
+            self._use(given)
+        if self.position.inside:
+            self._note_changes(given, before)
+            return outputs
+        self.position.pass_operation(func)
+        labelled = any(tensor in self.labels for tensor in given)
+        drawn = not labelled and not all(map(torch.equal, random_before, random_state()))
+        if takes and labelled:
+            reason = f"{self.flow.after(self.position.call)} {takes_values_by(func)}"
+            self.flow.forbid(self.position.place, self.flow.end, reason)
+        differentiable = any(map(self._differentiable, given))
+        if labelled or drawn:
+            self._note_changes(given, before)
+            self._label(made, differentiable)
+            self.flow.drawn.update(self.labels[tensor] for tensor in made if drawn)
+        else:
+            spoiled = [self.spoiled[key] for key in map(self._memory, given) if key in self.spoiled]
+            changed = [tensor for tensor, version in zip(given, before, strict=True) if version != version_of(tensor)]
+            for tensor in changed:
+                if id(tensor) in self.held:
+                    self._note_change(self.held[id(tensor)], everywhere=True)
+            for tensor in (*made, *changed):
+                if spoiled:
+                    self.spoiled[self._memory(tensor)] = min(spoiled)
+                if differentiable:
+                    self.from_weights[tensor] = True
+        return outputs
+
+    def leave(self, outputs: Any) -> None:
+        """Note that the step returns ``outputs``."""
+        self._note_assigned()
+        self._use(tensors_in(outputs))
+
+    def _count(self, module: nn.Module) -> int:
+        """Return the number of this call."""
+        following = range(self.position.call + 1, len(self.calls))
+        number = next((number for number in following if self.calls[number].module is module), None)
+        if number is None or (self.all_calls and number != following[0]):
+            raise MisconfigurationError(
+                "The step calls other modules when it runs once more, or in validation: balanced needs the same calls "
+                f"each time. {ADVICE}"
+            )
+        return number
+
+    def _differentiable(self, tensor: Tensor) -> bool:
+        label = self.labels.get(tensor)
+        if label is not None:
+            return self.flow.tensors[label].differentiable
+        return isinstance(tensor, nn.Parameter) or tensor in self.from_weights or self._memory(tensor) in self.spoiled
+
+    def _label(self, made: list[Tensor], differentiable: bool) -> None:
+        for number, tensor in enumerate(made):
+            label = self.labels[tensor] = self.position.label(number)
+            self.made_at.setdefault(tensor, label.place)
+            self.since.setdefault(self._memory(tensor), label.place)
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            self.flow.tensors[label] = CarriedTensor(label.place, differentiable and floating, bytes_of(tensor))
+
+    def _use(self, given: list[Tensor]) -> None:
+        place = max(self.position.place, 0)
+        here_only = self.position.inside or any(tensor in self.labels for tensor in given)
+        for tensor in given:
+            label = self.labels.get(tensor)
+            if label is not None:
+                self.flow.tensors[label].last_use = place
+            if id(tensor) in self.held:
+                self.flow.use(self.held[id(tensor)], here_only=here_only, place=place)
+            self._use_changed(tensor, label)
+
+    def _use_changed(self, tensor: Tensor, label: Label | None) -> None:
+        """Forbid cuts that would part the tensor from one that shares its memory and was changed in place."""
+        key = self._memory(tensor)
+        if key in self.spoiled:
+            place = self.spoiled[key]
+            reason = f"{self.flow.after(place // 2)} changes a tensor in place that no block has computed"
+            self.flow.forbid(place, self.position.place, reason)
+        for change in self.changes.get(key, ()):
+            if change.tensor != id(tensor):
+                first = self.since[key] if label is None else self.made_at[tensor]
+                last = self.position.place if label is None else change.place
+                reason = (
+                    f"{self.flow.after(change.place // 2)} changes a tensor in place that is used again by another name"
+                )
+                self.flow.forbid(first, last, reason)
+
+    def _note_changes(self, given: list[Tensor], before: list[int], *, returning: bool = False) -> None:
+        place, differentiable = self.position.place, any(map(self._differentiable, given))
+        for tensor, version in zip(given, before, strict=True):
+            if version == version_of(tensor):
+                continue
+            memory = self._memory(tensor)
+            if tensor in self.labels:
+                self.changes.setdefault(memory, []).append(Change(id(tensor), place))
+                sharing = [one for one in self.labels if differentiable and self._memory(one) == memory]
+                for label in map(self.labels.__getitem__, sharing):
+                    self.flow.tensors[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
+            elif id(tensor) in self.held:
+                self._note_change(self.held[id(tensor)])
+            elif self.position.inside and not returning:
+                pass  # nothing but what a block has made itself: its arguments are compared when it returns
+            else:
+                self.spoiled.setdefault(memory, place)
+
+    def _note_change(self, name: str, *, everywhere: bool = False) -> None:
+        """Note that a parameter or buffer is changed here, ``everywhere``: by each stage that runs this code."""
+        place = self.position.place
+        if everywhere:
+            until: int | None = place
+        else:
+            until = None if self.position.inside else self.flow.end
+        self.flow.use(name, here_only=not everywhere, place=max(place, 0))
+        self.flow.changes.setdefault(name, []).append((place, until))
+
+    def _note_assigned(self) -> None:
+        """Note which buffers have been replaced by other tensors, by an assignment to the module's attribute."""
+        for slot, (buffers, key, previous) in enumerate(self.buffers):
+            tensor = buffers.get(key)
+            if tensor is not None and tensor is not previous:
+                name = self.held[id(tensor)] = self.held[id(previous)]
+                self.buffers[slot] = (buffers, key, tensor)
+                self.kept.append(previous)  # so that no other tensor gets its id
+                self._note_change(name, everywhere=not self.position.inside and tensor not in self.labels)
+
+    def _memory(self, tensor: Tensor) -> int:
+        """Return what is equal for tensors that share memory."""
+        if tensor.is_sparse:
+            return -1
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        known = self.storages.get(key)
+        if known is None or known() is None:  # another tensor had it before
+            self.storages[key] = weakref.ref(storage)
+            for known_of in (self.changes, self.since, self.spoiled):
+                known_of.pop(key, None)
+        return key
+
+
+def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Return where each buffer of a module is registered: the dict, its name in it, and itself."""
+    return [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place."""
+    return [version_of(tensor) for tensor in tensors]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor, or one with its memory, was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def random_state() -> list[Tensor]:
+    """Return the state of the generators of cpu and current device."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states

@@ -1,0 +1,59 @@
+"""Finds what of a step does not run without values, and what its blocks keep to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from plumbline.trainer.balanced.blocks import tensors_in
+from plumbline.trainer.balanced.data_flow import DataFlow
+from plumbline.trainer.balanced.elsewhere import Elsewhere, NoValuesError
+from plumbline.trainer.balanced.interception import Interception
+from plumbline.trainer.balanced.labels import Part
+
+
+def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[], Any]) -> None:
+    """Run ``step`` as a stage behind all its blocks would, and note in ``flow`` where it cannot be cut."""
+    with interception.installed():
+        try:
+            with HiddenFlow(flow, interception) as hidden:
+                outputs = interception.run(Part(flow.end, flow.end), [], step)
+            hidden.use(tensors_in(outputs))
+        except Exception as error:
+            position, why = interception.position, f"does not run without values: {type(error).__name__}: {error}"
+            if isinstance(error.__cause__, NoValuesError):
+                why = str(error.__cause__)
+            reason = f"{flow.after(position.call)} {why}"
+            flow.forbid(position.place, flow.end, reason)
+
+
+class HiddenFlow(TorchFunctionMode):
+    """Notes where a step, run without values, uses what a block has kept to itself, in an attribute for example."""
+
+    def __init__(self, flow: DataFlow, interception: Interception) -> None:
+        super().__init__()
+        self.flow, self.interception = flow, interception
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; what is made while a call is skipped is hidden in it, unless the call returns it."""
+        self.use(tensors_in((args, kwargs or {})))
+        outputs = func(*args, **(kwargs or {}))
+        if self.interception.skipping:
+            for tensor in tensors_in(outputs):
+                if isinstance(tensor, Elsewhere) and tensor.hidden_in is None:
+                    tensor.hidden_in = self.interception.position.call
+        return outputs
+
+    def use(self, given: list[Tensor]) -> None:
+        """Forbid the cuts between where tensors are hidden and where they are used."""
+        position = self.interception.position
+        for tensor in given:
+            hidden_in = tensor.hidden_in if isinstance(tensor, Elsewhere) else None
+            if hidden_in is not None and not (self.interception.skipping and hidden_in == position.call):
+                reason = f"{self.flow.calls[hidden_in]} makes a tensor that is used later and that it does not return"
+                self.flow.forbid(2 * hidden_in, position.place, reason)

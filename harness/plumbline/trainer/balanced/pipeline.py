@@ -1,0 +1,240 @@
+"""One stage of the pipeline: one forward, one backward, over the micro-batches of a batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.trainer.balanced.batches import indivisible
+from plumbline.trainer.balanced.blocks import tensors_in
+from plumbline.trainer.balanced.elsewhere import is_missing
+from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
+from plumbline.trainer.balanced.interception import Interception
+from plumbline.trainer.balanced.labels import Part
+from plumbline.trainer.balanced.measured import StageClock
+from plumbline.trainer.data_sharding import batch_length
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.precision_plugins import PrecisionPlugin
+from plumbline.trainer.replicas import scatter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: stage ``number`` of ``count`` in pipeline ``replica`` of ``replicas``.
+
+    The ranks of a pipeline are consecutive.
+    """
+
+    number: int
+    count: int
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this pipeline's first stage."""
+        return self.replica * self.count
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is taken here."""
+        return self.number == self.count - 1
+
+
+@dataclass
+class Passed:
+    """A micro-batch between its forward and its backward on this stage.
+
+    ``gradients`` are those of what arrived, ``arrived`` its shapes, and ``departed`` is what gradients come back for.
+    """
+
+    gradients: list[Tensor | None]
+    arrived: list[Shape]
+    departed: list[Tensor]
+
+
+class Pipeline:
+    """Runs this rank's stage of each batch.
+
+    Stages after each other exchange what crosses the cut between them: what later stages use, whichever has computed
+    it. A stage passes on what it does not use itself, and the gradients of a tensor that several use are summed on the
+    way back. The order is 1F1B (Narayanan et al. 2019,
+    PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward and backward as
+    there are stages from it to the end. The loss of a batch is the mean over its micro-batches, ``micro_batches`` of
+    which each replica of the pipeline takes an equal share.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        part: Part,
+        micro_batches: int,
+        interception: Interception,
+        exchange: Exchange,
+        precision: PrecisionPlugin,
+    ) -> None:
+        self.place, self.part, self.micro_batches = place, part, micro_batches
+        self.interception, self.exchange, self.precision = interception, exchange, precision
+        self.shapes: dict[Any, list[Any]] = {}
+        self.clock = StageClock(exchange.device)
+
+    def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
+        """Add the gradients of the batch's mean loss, divided by ``share``: those of this replica's micro-batches.
+
+        Returns the mean loss of these on the last stage, else 0.
+
+        Args:
+            step: Returns the loss of a micro-batch.
+            batch: A whole batch; dim 0 of its tensors is split.
+            share: How many batches the optimizer's step has.
+            key: What distinguishes this step from others with batches of the same shapes.
+
+        """
+        mine = self.micro_batches // self.place.replicas
+        micro_batches = split(batch, self.micro_batches)[self.place.replica * mine : (self.place.replica + 1) * mine]
+        early = min(self.place.count - self.place.number - 1, len(micro_batches))
+        between: deque[tuple[Passed, Tensor | None]] = deque()
+        losses: list[Tensor] = []
+
+        def forward(number: int) -> None:
+            passed, loss = self._forward(step, micro_batches[number], key, train=True)
+            if loss is not None:
+                losses.append(loss.detach())
+            between.append((passed, loss))
+
+        def backward() -> None:
+            passed, loss = between.popleft()
+            self._backward(passed, None if loss is None else loss / (share * self.micro_batches), len(between))
+
+        with self.clock.measure("batch"):
+            for number in range(early):
+                forward(number)
+            for number in range(early, len(micro_batches)):
+                forward(number)
+                backward()
+            while between:
+                backward()
+            self.exchange.finish()
+        return torch.stack(losses).double().mean() if losses else torch.zeros((), device=self.exchange.device)
+
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
+        """Return the outputs of ``step`` for a whole batch on the last stage, else None."""
+        outputs = self._forward(step, batch, key, train=False)[1]
+        self.exchange.settle(forward=True, but=MOST_PENDING)
+        return outputs
+
+    def _forward(self, step: Callable[[Any], Any], batch: Any, key: Any, *, train: bool) -> tuple[Passed, Any]:
+        number, key = self.place.number, (key, *shapes_of(tensors_in(batch)))
+        known = key in self.shapes
+        arriving: list[Tensor] = []
+        if number:
+            if not known:
+                self.shapes[key] = [self.exchange.hear(number - 1), None]
+            # In 1F1B the stage before takes all gradients that were sent to it, but for the last, before it sends.
+            self.exchange.settle(forward=False, but=1)
+            arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
+        gradients: list[Tensor | None] = [None] * len(arriving)
+        shapes = shapes_of(arriving)
+        inputs = [
+            note_gradient(tensor, gradients, place) if train and carried.differentiable else tensor
+            for place, (tensor, carried) in enumerate(zip(arriving, self.part.arriving, strict=True))
+        ]
+        with self.clock.measure("forward" if train else "evaluation"):
+            outputs = self.interception.run(self.part, inputs, lambda: step(batch))
+        if self.place.is_last:
+            self.shapes.setdefault(key, [None, None])
+            insist_on_value(outputs)
+            return Passed(gradients, shapes, []), outputs
+        if not known:
+            self.exchange.announce(outputs, number + 1)
+            self.shapes.setdefault(key, [None, None])[1] = shapes_of(outputs)
+        elif shapes_of(outputs) != self.shapes[key][1]:
+            raise MisconfigurationError(
+                f"What stage {number} sends has the shapes {shapes_of(outputs)}, and {self.shapes[key][1]} for another "
+                "batch of the same shape: balanced needs shapes that follow from those of the batch."
+            )
+        self.exchange.send(outputs, number + 1, forward=True)
+        departed = [
+            tensor for tensor, one in zip(outputs, self.part.departing, strict=True) if train and one.differentiable
+        ]
+        return Passed(gradients, shapes, departed), None
+
+    def _backward(self, passed: Passed, loss: Tensor | None, in_flight: int) -> None:
+        if loss is not None:
+            with self.clock.measure("backward"):
+                self.precision.backward(loss)
+        else:
+            received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
+            # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
+            self.exchange.settle(forward=True, but=in_flight)
+            pairs = [
+                (tensor, gradient)
+                for tensor, gradient in zip(passed.departed, received, strict=True)
+                if tensor.requires_grad and gradient is not None
+            ]
+            if pairs:
+                tensors, gradients = zip(*pairs, strict=True)
+                with self.clock.measure("backward"):
+                    torch.autograd.backward(tensors, gradients)
+        if self.place.number:
+            sent = [place for place, carried in enumerate(self.part.arriving) if carried.differentiable]
+            self.exchange.send_gradients(
+                [passed.gradients[place] for place in sent],
+                [passed.arrived[place] for place in sent],
+                self.place.number - 1,
+            )
+
+
+MOST_PENDING = 16
+"""Of how many batches of validation what was sent may wait to be received."""
+
+
+class Arrival(torch.autograd.Function):
+    """Makes a received tensor part of a graph, and notes its gradient; the block may change the tensor in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
+        """Return ``tensor`` itself."""
+        ctx.gradients, ctx.place = gradients, place
+        ctx.mark_dirty(tensor)  # else autograd returns a view, which must not be changed in place
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        """Note the gradient."""
+        ctx.gradients[ctx.place] = gradients[0]
+        return None, None, None, None
+
+
+def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
+    """Return ``tensor`` such that a backward writes its gradient to ``gradients[place]``."""
+    anchor = torch.empty(0, requires_grad=True)
+    noted: Tensor = Arrival.apply(anchor, tensor, gradients, place)  # type: ignore[no-untyped-call]
+    return noted
+
+
+def split(batch: Any, micro_batches: int) -> Sequence[Any]:
+    """Return the batch's micro-batches, of equal sizes.
+
+    Raises:
+        MisconfigurationError: It has no whole number of samples for each.
+
+    """
+    samples = batch_length(batch)
+    if samples % micro_batches or not samples:
+        raise MisconfigurationError(indivisible(samples, micro_batches))
+    return [batch] if micro_batches == 1 else scatter(batch, micro_batches)
+
+
+def insist_on_value(outputs: Any) -> None:
+    """Raise if the outputs of the last stage need values of another."""
+    if any(is_missing(tensor) for tensor in tensors_in(outputs)):
+        raise MisconfigurationError(
+            "The step's outputs need what another stage than the last has computed: balanced needs the same data flow "
+            "for every batch, in training and validation."
+        )

@@ -1,0 +1,247 @@
+"""The plan for a module and a batch: profile, partition and schedule for each number of micro-batches, and the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from plumbline.trainer.balanced.batches import divisors
+from plumbline.trainer.balanced.blocks import in_mode
+from plumbline.trainer.balanced.chain import Chain, find_chain
+from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
+from plumbline.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
+from plumbline.trainer.balanced.pipeline import split
+from plumbline.trainer.balanced.profile import profile
+from plumbline.trainer.balanced.stages import Prediction, Profile, Stage, StagePlan
+from plumbline.trainer.balanced.undisturbed import undisturbed
+from plumbline.trainer.data_sharding import batch_length
+from plumbline.trainer.errors import MisconfigurationError
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    devices: int,
+    memory: int | Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    *,
+    step: Callable[[Any], Any] | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    device: torch.device | None = None,
+) -> StagePlan:
+    """Return which blocks each device holds, and in how many micro-batches a batch passes, for the shortest step.
+
+    Each number of micro-batches that divides the batch is profiled with micro-batches of its own size, since a small
+    one takes longer a sample: nothing is interpolated. The step is the one that is simulated; of equally short ones
+    that with the lower peak memory is chosen.
+
+    Args:
+        module: In it nothing changes.
+        batch: A real one.
+        devices: As many stages.
+        memory: Bytes that each device may hold, or one number for all. None: no limit.
+        micro_batches: How many; None: the best of all that divide the batch.
+        step: What the module does with a micro-batch, such as its loss. None: its forward. The blocks are found in it,
+            or they are what the module's ``configure_blocks()`` returns; see ``chain.py``.
+        optimizers: Of the module's parameters; their state and steps count. None given: they do not.
+        device: Where to measure. None: where the module's first parameter is.
+
+    Raises:
+        MisconfigurationError: The module has no such blocks, the batch does not divide, or the memory does not suffice.
+
+    """
+    samples = batch_length(batch)
+    counts = divisors(samples) if micro_batches is None else [micro_batches]
+    if micro_batches is not None and (not samples or samples % micro_batches):
+        raise MisconfigurationError(
+            f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use one of "
+            f"{', '.join(map(str, divisors(samples)))}."
+        )
+    if not samples:
+        raise MisconfigurationError("The batch has no tensor with samples in dim 0: balanced divides it there.")
+    limits = limits_of(memory, devices)
+    if device is None:
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    run = step or module
+    declare = getattr(module, "configure_blocks", None)
+    with in_mode(module, training=True):
+        first = split(batch, counts[0])[0]
+        chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
+    return best_plan(
+        measure_chain(module, chain, run, batch, counts, device=device, optimizers=optimizers), devices, limits
+    )
+
+
+def measure_chain(
+    module: nn.Module,
+    chain: Chain,
+    step: Callable[[Any], Any],
+    batch: Any,
+    counts: Iterable[int],
+    *,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, Profile]:
+    """Return a profile of a chain's blocks for each number of micro-batches in ``counts``.
+
+    A number whose micro-batches the step cannot take, as BatchNorm cannot take one sample, is left out.
+    """
+    state = optimizer_state_bytes(module, optimizers)
+    profiles: dict[int, Profile] = {}
+    refusal: Exception | None = None
+    interception = chain.interception(module, device)
+    with interception.installed(), undisturbed(module, device):
+        blocks = chain.runnable(interception, step)
+        for count in sorted(counts, reverse=True):
+            try:
+                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state, optimizers)
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+    if not profiles:
+        assert refusal is not None
+        raise refusal
+    return profiles
+
+
+def best_plan(
+    profiles: dict[int, Profile],
+    devices: int,
+    memory: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
+) -> StagePlan:
+    """Return the plan with the shortest simulated step, that of the optimizers included.
+
+    Args:
+        profiles: One for each number of micro-batches.
+        devices: How many.
+        memory: Bytes that each device may hold; device ``d`` has stage ``d`` modulo their number.
+        stages: The numbers of stages to choose from, divisors of ``devices``: replicas of the stages are on the rest,
+            and share the micro-batches. None: as many as devices.
+
+    Raises:
+        MisconfigurationError: None of them fits; the message is that for the most stages and micro-batches.
+
+    """
+    found: list[tuple[StagePlan, Profile]] = []
+    refusals: dict[tuple[bool, int, int], MisconfigurationError] = {}
+    for number in stages or [devices]:
+        replicas = devices // number
+        limits = None if memory is None else [min(memory[stage::number]) for stage in range(number)]
+        for count, measured in profiles.items():
+            try:
+                if count % replicas:
+                    raise MisconfigurationError(
+                        f"{count} micro-batches cannot be shared by {replicas} replicas of {number} stages: use a "
+                        "multiple, other batches, or another number of stages."
+                    )
+                chosen = partition(measured, number, count // replicas, limits)
+                found.append((plan_stages(measured, chosen, count, limits, replicas), measured))
+            except MisconfigurationError as refusal:
+                refusals[isinstance(refusal, DoesNotFitError), number, count] = refusal
+    if not found:
+        raise refusals[max(refusals)]
+    most = WORTH_IMPROVING * min(planned.predicted.period_seconds for planned, _ in found)
+    return min((improved(*one) for one in found if one[0].predicted.period_seconds <= most), key=cost)
+
+
+LEAST_GAIN = 1e-9
+"""The least part of a step that is worth another plan: below it is rounding."""
+
+WORTH_IMPROVING = 2.0
+"""Plans that take up to so many times the best one's step are improved block by block; simulations take a while."""
+
+
+def cost(planned: StagePlan) -> tuple[float, int]:
+    """Return what a plan is chosen by: the seconds from one step to the next, then the largest peak memory."""
+    return planned.predicted.period_seconds, max(planned.predicted.stage_peak_bytes)
+
+
+def improved(best: StagePlan, measured: Profile) -> StagePlan:
+    """Return the plan to which moving one block at a time from stage to stage leads, as long as that makes it faster.
+
+    In a partition the slowest stage is as fast as can be, and it is what many micro-batches wait for. With few of them
+    the beginning and the end of a step count as well, and the optimizers' steps there, which the simulation knows.
+    """
+    while True:
+        others = (
+            plan_stages(measured, moved, best.micro_batches, best.memory, best.replicas)
+            for moved in moved_by_one(best.stages)
+        )
+        better = min(filter(_fits, others), key=cost, default=best)
+        if better.predicted.period_seconds >= best.predicted.period_seconds * (1 - LEAST_GAIN):
+            return best
+        best = better
+
+
+def moved_by_one(stages: Sequence[Stage]) -> Iterator[tuple[Stage, ...]]:
+    """Yield the stages with one boundary moved by one block; each stage keeps a block."""
+    bounds = [0, *(stage.last for stage in stages)]
+    for place in range(1, len(stages)):
+        for bound in (bounds[place] - 1, bounds[place] + 1):
+            if bounds[place - 1] < bound < bounds[place + 1]:
+                moved = [*bounds[:place], bound, *bounds[place + 1 :]]
+                yield tuple(Stage(first, last) for first, last in pairwise(moved))
+
+
+def _fits(planned: StagePlan) -> bool:
+    limits = planned.memory
+    return limits is None or all(
+        peak <= limit for peak, limit in zip(planned.predicted.stage_peak_bytes, limits, strict=True)
+    )
+
+
+def plan_stages(
+    measured: Profile,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    memory: Sequence[int] | None = None,
+    replicas: int = 1,
+) -> StagePlan:
+    """Return the plan for stages that are given, with what it is expected to take."""
+    costs = StageCosts(measured, len(stages), micro_batches // replicas)
+    unknown = Prediction(
+        step_seconds=0.0,
+        optimizer_seconds=tuple(costs.optimizer_seconds(stage.first, stage.last) for stage in stages),
+        stage_seconds=tuple(costs.seconds(stage.first, stage.last) for stage in stages),
+        stage_peak_bytes=tuple(costs.peak_bytes(one.first, one.last, number) for number, one in enumerate(stages)),
+        bubble_share=0.0,
+    )
+    planned = StagePlan(
+        measured.blocks,
+        tuple(stages),
+        micro_batches,
+        unknown,
+        None if memory is None else tuple(memory),
+        measured.ties,
+        replicas,
+    )
+    schedule = planned.schedule()
+    predicted = replace(
+        unknown,
+        step_seconds=schedule.makespan,
+        bubble_share=schedule.bubble_share,
+        period_seconds=schedule.period(unknown.optimizer_seconds),
+    )
+    return replace(planned, predicted=predicted)
+
+
+def limits_of(memory: int | Sequence[int] | None, devices: int) -> tuple[int, ...] | None:
+    """Return a limit for each device.
+
+    Raises:
+        MisconfigurationError: There are not as many as devices.
+
+    """
+    if memory is None:
+        return None
+    limits = (memory,) * devices if isinstance(memory, int) else tuple(memory)
+    if len(limits) != devices:
+        raise MisconfigurationError(
+            f"memory has {len(limits)} limits for {devices} devices: give one for each, or one number for all."
+        )
+    return limits

@@ -1,0 +1,125 @@
+"""Weights that several stages hold, and what all stages must agree on before a step: gradients, norms, infinities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plumbline.trainer.balanced.pipeline import Place
+
+SMALL = 1 << 18
+"""Bytes up to which gradients are summed in one message: a message of its own costs more than a copy."""
+
+
+class SharedWeights:
+    """Adds the gradients of weights that several stages hold, as tied ones, over these stages.
+
+    Args:
+        holders: For each weight of the module that more than one stage holds, these stages, by name; the same on all
+            ranks.
+        weights: The module's weights by name.
+        place: This rank's.
+        limit: Seconds that nobody waits longer than.
+
+    """
+
+    def __init__(
+        self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place, limit: float
+    ) -> None:
+        self.groups: list[tuple[Any, list[nn.Parameter]]] = []
+        for stages in sorted(set(holders.values())):
+            pipelines = range(0, dist.get_world_size(), place.count)
+            group = own_group([[first + stage for stage in stages] for first in pipelines], limit)
+            if place.number in stages:
+                self.groups.append((group, [weights[name] for name in sorted(holders) if holders[name] == stages]))
+
+    def add_gradients(self, own: Sequence[Tensor]) -> None:
+        """Replace the gradients of those of these weights that are shared by their sum."""
+        mine = {id(weight) for weight in own}
+        for group, weights in self.groups:
+            sum_gradients([weight for weight in weights if id(weight) in mine], group)
+
+
+def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
+    """Replace the gradients of weights by their sum over a group; None counts as zero, and stays where all are None."""
+    if not weights:
+        return
+    found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
+    found = found.to(weights[0].device)
+    dist.all_reduce(found, group=group)
+    gradients: list[Tensor] = []
+    for weight, count in zip(weights, found.tolist(), strict=True):
+        if count:
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+            gradients.append(weight.grad)
+    buckets = [[gradient] for gradient in gradients if gradient.nbytes > SMALL]
+    small = [gradient for gradient in gradients if gradient.nbytes <= SMALL]
+    buckets += [[one for one in small if one.dtype is dtype] for dtype in {one.dtype: None for one in small}]
+    flat = [bucket[0] if len(bucket) == 1 else torch.cat([one.view(-1) for one in bucket]) for bucket in buckets]
+    for sums in [dist.all_reduce(one, group=group, async_op=True) for one in flat]:
+        sums.wait()
+    for bucket, total in zip(buckets, flat, strict=True):
+        if len(bucket) > 1:
+            for gradient, part in zip(bucket, torch.split(total, [one.numel() for one in bucket]), strict=True):
+                gradient.view(-1).copy_(part)
+
+
+def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:
+    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this.
+
+    Nobody waits longer than ``limit`` seconds on it.
+    """
+    groups = [dist.new_group(list(ranks), timedelta(seconds=limit), backend) for ranks in members]
+    return next((group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], largest: float, group: Any = None) -> None:
+    """Scale gradients so that their 2-norm over all stages is ``largest`` at most, as ``clip_grad_norm_`` does.
+
+    ``counted`` says which parameters' norms this stage adds: a weight on several stages counts once. ``group`` has a
+    rank of each stage; None: all ranks.
+    """
+    gradients = [(p.grad, count) for p, count in zip(parameters, counted, strict=True) if p.grad is not None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    squares = [torch.linalg.vector_norm(dense(grad)).double() ** 2 for grad, count in gradients if count]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    factor = torch.clamp(largest / (total.sqrt() + 1e-6), max=1.0)  # 1e-6 is that of clip_grad_norm_
+    for gradient, _ in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient that may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class Beacon:
+    """Tells each stage's GradScaler of infinities on other stages, by a parameter that has no other purpose.
+
+    The scaler looks at the gradients of this process only. The beacon, in each optimizer, gets an infinite gradient
+    where any stage has found one, and else zero.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parameters: dict[Optimizer, nn.Parameter] = {}
+
+    def add_to(self, optimizer: Optimizer) -> None:
+        """Put a beacon at the end of the optimizer's last group."""
+        beacon = self.parameters[optimizer] = nn.Parameter(torch.zeros((), device=self.device))
+        optimizer.param_groups[-1]["params"].append(beacon)
+
+    def light(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
+        """Find whether the gradients of these weights are finite on all stages, and set the beacon's accordingly."""
+        finite = [torch.isfinite(dense(weight.grad)).all() for weight in weights if weight.grad is not None]
+        found = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.parameters[optimizer].grad = torch.where(found > 0, torch.inf, 0.0).to(self.device)

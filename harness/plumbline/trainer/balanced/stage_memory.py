@@ -1,0 +1,110 @@
+"""What a stage really holds, in bytes: measured in its first steps, and compared with what its device may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plumbline.trainer.balanced.blocks import held_tensors, tensors_in
+from plumbline.trainer.balanced.live_bytes import LiveBytes
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.optimizers import parameters_of
+
+
+@dataclass
+class StageMemory:
+    """Measures the batches up to the first that begins with the optimizers' state; those after it cost nothing.
+
+    On CUDA the allocator counts. On the cpu these are the storages of parameters, buffers, gradients and optimizer
+    state, and what is alive of all that a batch allocates. The batch itself does not count there, nor what an optimizer
+    allocates and frees within its step.
+
+    Args:
+        name: What a message calls the stage.
+        module: Its weights on other stages are empty.
+        optimizers: All of the stage.
+        device: The stage's.
+        allowed: Bytes. None: any number.
+
+    """
+
+    name: str
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    device: torch.device
+    allowed: int | None
+    peak: int = 0
+    measuring: bool = True
+    _stepped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # planning has measured all blocks there
+        for number, optimizer in enumerate(self.optimizers):
+            self._note_first_step(number, optimizer)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure a batch: forward and backward.
+
+        Raises:
+            MisconfigurationError: It needed more than is allowed.
+
+        """
+        self.measuring = len(self._stepped) < len(self.optimizers)
+        if self.device.type == "cuda":
+            yield
+            self._note(torch.cuda.max_memory_allocated(self.device))
+        else:
+            before = self._held_bytes()
+            with LiveBytes() as live:
+                yield
+            self._note(before + live.peak)
+
+    def peak_bytes(self) -> int:
+        """Return the most that was held at a time."""
+        if self.device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
+        return self.peak
+
+    def _note_first_step(self, number: int, optimizer: Optimizer) -> None:
+        def note(*_: Any) -> None:
+            handle.remove()
+            self._stepped.add(number)
+            if self.device.type != "cuda":  # there the next batch notes it
+                self._note(self._held_bytes())
+
+        handle = optimizer.register_step_post_hook(note)
+
+    def _note(self, held: int) -> None:
+        self.peak = max(self.peak, held)
+        if self.allowed is not None and self.peak > self.allowed:
+            raise MisconfigurationError(
+                f"{self.name} needs {self.peak:,} bytes, as measured, and its device may hold {self.allowed:,}: allow "
+                "more device_memory, or use more gpus, a smaller batch_size or more micro_batches."
+            )
+
+    def _held_bytes(self) -> int:
+        weights: list[Any] = list(held_tensors(self.module).values())
+        for optimizer in self.optimizers:
+            weights += parameters_of(optimizer)
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return storage_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None),
+                              *tensors_in(states)])  # fmt: skip
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each once."""
+    storages = [storage for tensor in tensors for storage in _storages(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return [part.untyped_storage() for part in parts]

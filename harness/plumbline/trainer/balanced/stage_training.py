@@ -1,0 +1,233 @@
+"""The training of a rank that holds one stage: plan, keep what the stage needs, train, make the module whole again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.optim import Optimizer
+
+from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer.balanced.batches import SameBatches
+from plumbline.trainer.balanced.blocks import held_tensors
+from plumbline.trainer.balanced.exchange import Exchange
+from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.patience import Patience, limit_group_of_all, patient_group
+from plumbline.trainer.balanced.pipeline import Pipeline, Place
+from plumbline.trainer.balanced.planning import make_plan
+from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
+from plumbline.trainer.balanced.stage_memory import StageMemory
+from plumbline.trainer.balanced.stage_replicas import StageReplicas
+from plumbline.trainer.balanced.stage_state import StageState, keep_own
+from plumbline.trainer.data_sharding import rank_loader
+from plumbline.trainer.loop import Work, train
+from plumbline.trainer.module import Module
+from plumbline.trainer.optimizers import parameters_of, parse_optimizers
+from plumbline.trainer.step import StepModule, loss_function
+
+
+def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: Any) -> None:
+    """Train this rank's stage of ``module``; in the end the module has all its weights again, on the cpu.
+
+    Raises:
+        MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
+
+    """
+    plan, rank = trainer.plan, trainer.rank
+    control: Any = dist.new_group(backend="gloo")
+    precision = plan.precision(plan.dtype, plan.accelerator)
+    precision.convert(module)
+    checkpoint = None if ckpt_path is None else checkpoints.read(ckpt_path)
+    if checkpoint is not None:
+        module.load_state_dict(checkpoint["module"])
+    train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
+    val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
+    state = StageState(module, precision)
+    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
+    trainer.optimizers = state.optimizers
+    trainer.checkpoint = partial(checkpoints.capture, trainer, state)
+    state.samples_per_batch = getattr(train_loader, "batch_size", None)
+    box: list[Any] = [None]
+    if rank == 0:
+        with module.while_planning():
+            box = [make_plan(trainer, state, train_loader, val_loader, device)]
+    dist.broadcast_object_list(box, 0, control)
+    chain, balance = box[0]
+    trainer.balance = Balance(balance)
+    share_weights(module, control)
+
+    replica, number = divmod(rank, len(balance.stages))
+    place = Place(number, len(balance.stages), replica, balance.replicas)
+    if trainer.stage_file is not None:
+        name = balance.stage_name(number)
+        Path(trainer.stage_file).write_text(name[0].lower() + name[1:], "utf-8")
+    # From here on the user's code runs on all ranks, and each of them may wait for another.
+    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store(), place.count)
+    limit_group_of_all(patience.limit)
+    control = patient_group(patience.limit)
+    replicas = StageReplicas.meet(place, control, patience.limit)
+    held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
+    state.held, state.owned = held[number], held[number].difference(*held[:number])
+    state.control, state.replica, state.waiting = replicas.control, replica, patience.waiting
+    keep_stage(module, held[number], device)
+    interception = chain.interception(module, device)
+
+    scaler = getattr(precision, "scaler", None)
+    beacon = None
+    if scaler is not None and scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=device))  # it begins with its first loss, and that may be elsewhere
+        beacon = Beacon(device)
+    names = {id(tensor): name for name, tensor in held_tensors(module).items()}
+    state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
+    weights = [[slot.weight for slot in part.slots] for part in state.parts]
+    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place, patience.limit)
+    precision.prepare(state.optimizers)
+    if checkpoint is not None:
+        checkpoints.restore(checkpoint, trainer, state)
+
+    stage = balance.stages[number]
+    pipeline = Pipeline(
+        place, chain.part(stage.first, stage.last), balance.micro_batches, interception,
+        Exchange(device, patience), precision,
+    )  # fmt: skip
+    step = StepModule(module, precision)
+    allowed = None if balance.memory is None else balance.memory[number]
+    memory = StageMemory(balance.stage_name(number), module, state.optimizers, device, allowed)
+    running = RunningStage(pipeline, step, module, state, shared, beacon, memory, replicas)
+    work = Work(
+        forward=step,
+        evaluate=StageEvaluation(running),
+        devices=[device],
+        train_loader=SameBatches(train_loader, rank, control, patience),
+        val_loader=None if val_loader is None else SameBatches(val_loader, rank, control, patience),
+        weights=weights,
+        pipeline=running,
+        waiting=patience.waiting,
+    )
+    with interception.installed(), module.while_staged(held[number]):
+        train(trainer, state, work)
+    reports: list[Any] = [None] * trainer.world_size
+    with patience.waiting("the end of training"):
+        dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
+    trainer.balance = trainer.balance.with_measured(reports)
+    box = [checkpoints.capture(trainer, state)]
+    with patience.waiting("the trained weights"):
+        dist.broadcast_object_list(box, 0, control)
+    state.take_whole(box[0]["module"])
+    trainer.checkpoint = lambda: box[0]
+
+
+def share_weights(module: nn.Module, control: Any) -> None:
+    """Give all ranks rank 0's weights and buffers, as DDP does when it is made."""
+    for tensor in held_tensors(module).values():
+        values = tensor.detach().cpu().contiguous()
+        dist.broadcast(values, 0, control)
+        tensor.data.copy_(values)
+
+
+def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) -> None:
+    """Move what the stage holds to its device, and free the memory of all else.
+
+    What is not held keeps its shape. Its one value is nan, such that a mistaken use shows. Buffers that no checkpoint
+    has stay, as nobody could bring them back.
+    """
+    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    for name, tensor in held_tensors(module).items():
+        if name in held:
+            tensor.data = tensor.data.to(device)
+        elif id(tensor) in saved:
+            empty = torch.nan if tensor.is_floating_point() else 0
+            tensor.data = torch.full((1,) * tensor.dim(), empty, dtype=tensor.dtype).expand(tensor.shape)
+            tensor.grad = None
+
+
+def holders(module: nn.Module, held: list[frozenset[str]]) -> dict[str, tuple[int, ...]]:
+    """Return, for each weight that several stages hold, these stages."""
+    stages = {
+        name: tuple(number for number, names in enumerate(held) if name in names)
+        for name, weight in module.named_parameters()
+        if weight.requires_grad
+    }
+    return {name: numbers for name, numbers in stages.items() if len(numbers) > 1}
+
+
+@dataclass
+class RunningStage:
+    """The stage as the training loop uses it."""
+
+    pipeline: Pipeline
+    step: StepModule
+    module: Module
+    state: StageState
+    shared: SharedWeights
+    beacon: Beacon | None
+    memory: StageMemory
+    replicas: StageReplicas
+
+    def __post_init__(self) -> None:
+        self.buffers = [name for name, _ in self.module.named_buffers() if name in self.state.held]
+        self.takes_loss = self.pipeline.place.is_last
+        self.loss_of = loss_function(self.module, self.state.precision, False)
+
+    def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int) -> Tensor:
+        """Add the gradients of the batch's loss / ``share``; return the loss on the last stage, else 0."""
+
+        def loss(micro_batch: Any) -> Tensor:
+            return self.loss_of(self.step("training_step", micro_batch, batch_idx, *arguments), micro_batch)
+
+        self.share_buffers()
+        if not self.memory.measuring:
+            return self.pipeline.train(loss, batch, share, ("training_step", *arguments))
+        with self.memory.measure():
+            mean = self.pipeline.train(loss, batch, share, ("training_step", *arguments))
+        self.pipeline.clock.disturbed = not self.memory.measuring
+        return mean
+
+    def complete(self, optimizer: Optimizer) -> None:
+        """Add the gradients of weights on several stages and of replicas, and agree on whether any is infinite."""
+        weights = [slot.weight for slot in self._part(optimizer).slots]
+        with self.state.waiting("the sum of gradients"):
+            self.shared.add_gradients(weights)
+            self.replicas.sum_gradients(weights)
+            if self.beacon is not None:
+                self.beacon.light(optimizer, weights)
+
+    def clip(self, optimizer: Optimizer, largest: float) -> None:
+        """Limit the norm of the optimizer's gradients over all stages."""
+        parameters = parameters_of(optimizer)
+        with self.state.waiting("the norm of gradients"):
+            clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
+
+    def share_buffers(self) -> None:
+        """Give all replicas of the stage the first one's buffers."""
+        with self.state.waiting("the first replica's buffers"):
+            # By name: a step may put other tensors in their places.
+            self.replicas.share_buffers([self.module.get_buffer(name) for name in self.buffers])
+
+    def _part(self, optimizer: Optimizer) -> Any:
+        return next(p for one, p in zip(self.state.optimizers, self.state.parts, strict=True) if one is optimizer)
+
+
+class StageEvaluation(nn.Module):
+    """Validates a batch: the last stage returns the metrics, the others none. Replicas take batches in turn."""
+
+    def __init__(self, stage: RunningStage) -> None:
+        super().__init__()
+        self.step = stage.step
+        self.stage = stage
+
+    def forward(self, hook: str, batch: Any, index: int) -> dict[str, Tensor]:
+        """Return weighted metrics."""
+        if index == 0:
+            self.stage.share_buffers()
+        pipeline = self.stage.pipeline
+        if index % pipeline.place.replicas != pipeline.place.replica:
+            return {}
+        rows: dict[str, Tensor] | None = pipeline.evaluate(lambda one: self.step(hook, one, index), batch, hook)
+        return rows or {}

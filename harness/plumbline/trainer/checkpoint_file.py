@@ -1,0 +1,110 @@
+"""What training changes, as a dict of tensors and numbers: written by rank 0, read by all ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.module import Module
+from plumbline.trainer.optimizers import SchedulerConfig
+from plumbline.trainer.precision_plugins import PrecisionPlugin
+
+
+@dataclass
+class TrainingState:
+    """What training changes on a rank.
+
+    ``batches`` of the current epoch are done; ``samples_per_batch`` counts over all ranks, None where not
+    known.
+    """
+
+    module: Module
+    precision: PrecisionPlugin
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedules: list[SchedulerConfig] = field(default_factory=list)
+    batches: int = 0
+    samples_per_batch: int | None = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the state of module, optimizers and precision; its tensors are those in use, not copies."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "precision": self.precision.state_dict(),
+        }
+
+    def load_tensors(self, checkpoint: dict[str, Any]) -> None:
+        """Take over what ``tensors`` returned."""
+        self.module.load_state_dict(checkpoint["module"])
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.precision.load_state_dict(checkpoint["precision"])
+
+
+def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
+    """Return the checkpoint of this moment; its tensors are those in use, not copies."""
+    return {
+        **state.tensors(),
+        "schedulers": [schedule.scheduler.state_dict() for schedule in state.schedules],
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batches": state.batches,
+        "samples_per_batch": state.samples_per_batch,
+        "metrics": dict(trainer.metrics),
+    }
+
+
+def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> None:
+    """Go on where the checkpoint was taken, also with another number of ranks.
+
+    Raises:
+        MisconfigurationError: It was taken in the middle of what is now one batch, or of another training.
+
+    """
+    found = {name: len(checkpoint[name]) for name in ("optimizers", "schedulers")}
+    wanted = {"optimizers": len(state.optimizers), "schedulers": len(state.schedules)}
+    if found != wanted or checkpoint["precision"].keys() != state.precision.state_dict().keys():
+        raise MisconfigurationError(
+            "The checkpoint has other optimizers, schedulers or another precision than this training: resume "
+            "with the configure_optimizers and the precision that it was written with."
+        )
+    state.load_tensors(checkpoint)
+    for schedule, saved in zip(state.schedules, checkpoint["schedulers"], strict=True):
+        schedule.scheduler.load_state_dict(saved)
+    restore_progress(checkpoint, trainer)
+    state.batches = checkpoint["batches"]
+    before, now = checkpoint["samples_per_batch"], state.samples_per_batch
+    if before and now and before != now:
+        state.batches, rest = divmod(state.batches * before, now)
+        if rest:
+            raise MisconfigurationError(
+                f"The checkpoint stands after {checkpoint['batches']} batches of {before} samples (over all "
+                f"ranks), which is no whole number of batches of {now}: resume with a batch_size that "
+                "divides them."
+            )
+
+
+def restore_progress(checkpoint: dict[str, Any], trainer: Any) -> None:
+    """Set the trainer's counters and metrics to those of the checkpoint."""
+    trainer.global_step, trainer.current_epoch = checkpoint["global_step"], checkpoint["epoch"]
+    trainer.metrics = dict(checkpoint["metrics"])
+
+
+def write(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write a file that is either whole or not there: a crash in between leaves the one before it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    torch.save(checkpoint, unfinished)
+    os.replace(unfinished, path)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint onto the cpu; it holds no code, and none is run."""
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint

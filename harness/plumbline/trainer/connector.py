@@ -1,0 +1,253 @@
+"""Turns what the user typed into a plan; nothing else parses flags."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plumbline.trainer.environments import ClusterEnvironment, detect_environment
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.gpus import parse_gpus
+from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
+from plumbline.trainer.strategies import STRATEGIES, Strategy
+
+LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
+STAGE_TIMEOUT = 1800.0
+"""Seconds; it is that of torch's process groups."""
+
+HALF = {"16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained on, and how.
+
+    ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
+    really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
+    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
+    ``device_memory`` how many bytes a device, or each of them, may hold, and ``stages`` how many stages it is divided
+    into; a stage waits ``stage_timeout`` seconds for another one.
+    """
+
+    backend: Strategy
+    accelerator: str
+    devices: tuple[int, ...]
+    num_nodes: int
+    environment: ClusterEnvironment
+    precision: type[PrecisionPlugin]
+    dtype: torch.dtype
+    start_method: str | None
+    accumulate: int
+    clip_norm: float
+    max_epochs: int | None
+    max_steps: int | None
+    val_every: int | None
+    checkpoint_every: int | None
+    checkpoint_path: str | None
+    seed: int
+    shared: int | None = None
+    micro_batches: int | None = None
+    device_memory: int | tuple[int, ...] | None = None
+    stages: int | None = None
+    stage_timeout: float = STAGE_TIMEOUT
+
+    @property
+    def comm(self) -> str:
+        """Return the backend of the process group: NCCL has no two ranks on one device."""
+        return "nccl" if self.accelerator == "cuda" and self.shared is None else "gloo"
+
+    @property
+    def processes_per_node(self) -> int:
+        """Return how many ranks a node has."""
+        return len(self.devices) if self.backend.synchronises and not self.backend.splits else 1
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.num_nodes * self.processes_per_node
+
+    @property
+    def data_ranks(self) -> int:
+        """Return between how many ranks the samples are shared: stages all see the same."""
+        return 1 if self.backend.stages else self.world_size
+
+    @property
+    def devices_per_process(self) -> int:
+        """Return over how many devices a rank spreads its batch."""
+        return len(self.devices) if self.backend.splits else 1
+
+
+def connect(
+    *,
+    gpus: Any,
+    num_nodes: Any,
+    distributed_backend: Any,
+    accelerator: Any,
+    precision: Any,
+    use_amp: bool,
+    amp_level: Any,
+    accumulate_grad_batches: Any,
+    gradient_clip_val: Any,
+    max_epochs: Any,
+    max_steps: Any,
+    val_check_interval: Any,
+    checkpoint_every: Any,
+    checkpoint_path: Any,
+    seed: Any,
+    start_method: Any,
+    oversubscribe: Any = False,
+    micro_batches: Any = None,
+    device_memory: Any = None,
+    stages: Any = None,
+    stage_timeout: Any = None,
+    variables: Mapping[str, str] = os.environ,
+    cuda_devices: int | None = None,
+) -> Plan:
+    """Return the plan for the Trainer's arguments; ``cuda_devices=None`` counts them, without starting CUDA.
+
+    Raises:
+        MisconfigurationError: They contradict each other, the machine or the launcher.
+
+    """
+    cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
+    one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2", "balanced"))
+    one_of("start_method", start_method, (None, "fork", "spawn"))
+    whole("num_nodes", num_nodes, 1)
+    on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
+    devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
+    if accelerator == "cuda" and not devices:
+        raise MisconfigurationError(f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'.")
+    on_cuda = on_cuda and bool(devices)
+    if oversubscribe and accelerator == "cuda" and not cuda_devices:
+        raise MisconfigurationError("oversubscribe=True has no CUDA device to share: give accelerator='cpu'.")
+    if on_cuda and max(devices) >= cuda_devices and not oversubscribe:
+        raise MisconfigurationError(
+            f"gpus={gpus!r} needs CUDA device {max(devices)}, but there are {cuda_devices}, counted from 0: "
+            "ask for fewer, or simulate them with accelerator='cpu'."
+        )
+    devices = devices or (0,)
+    shared = cuda_devices if on_cuda and oversubscribe else None
+    name = distributed_backend or ("dp" if len(devices) > 1 else "none")
+    if num_nodes > 1 and name in ("none", "dp"):
+        warnings.warn(
+            f"num_nodes={num_nodes} cannot be trained with distributed_backend={distributed_backend!r}: 'ddp' is used.",
+            stacklevel=3,
+        )
+        name = "ddp"
+    whole("micro_batches", micro_batches, 1, optional=True)
+    whole("stages", stages, 1, optional=True)
+    limits = device_memory if isinstance(device_memory, (list, tuple)) else [device_memory]
+    for limit in limits:
+        whole("device_memory", limit, 1, optional=True)
+    if stage_timeout is not None and (isinstance(stage_timeout, bool) or not isinstance(stage_timeout, (int, float))):
+        raise MisconfigurationError(f"stage_timeout={stage_timeout!r} is not a number: give seconds, or None.")
+    if stage_timeout is not None and not stage_timeout > 0:
+        raise MisconfigurationError(f"stage_timeout={stage_timeout} must be more than 0 seconds.")
+    for option, value in (
+        ("micro_batches", micro_batches), ("device_memory", device_memory), ("stages", stages),
+        ("stage_timeout", stage_timeout),
+    ):  # fmt: skip
+        if value is not None and name != "balanced":
+            raise MisconfigurationError(
+                f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
+            )
+    member, dtype = _precision(precision, use_amp, amp_level)
+    whole("accumulate_grad_batches", accumulate_grad_batches, 1)
+    for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+        whole(option, value, 0, optional=True)
+    for option, value in (("val_check_interval", val_check_interval), ("checkpoint_every", checkpoint_every)):
+        whole(option, value, 1, optional=True)
+    whole("seed", seed, 0)
+    if isinstance(gradient_clip_val, bool) or not isinstance(gradient_clip_val or 0, (int, float)):
+        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None.")
+    if not (gradient_clip_val or 0) >= 0:
+        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val} is no norm: give 0 or more, or None.")
+    if checkpoint_every and not checkpoint_path:
+        raise MisconfigurationError("checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'.")
+    environment = detect_environment(variables)
+    plan = Plan(
+        backend=STRATEGIES[name],
+        accelerator="cuda" if on_cuda else "cpu",
+        devices=devices,
+        num_nodes=num_nodes,
+        environment=environment,
+        precision=member,
+        dtype=dtype,
+        # A fork takes milliseconds and pickles nothing. It is unsafe with CUDA, which does not survive it,
+        # also where this process merely differentiated something while it saw a device (autograd keeps a
+        # thread for each).
+        start_method=start_method or ("fork" if cuda_devices == 0 and hasattr(os, "fork") else "spawn"),
+        accumulate=accumulate_grad_batches,
+        clip_norm=float(gradient_clip_val or 0),
+        max_epochs=1 if max_epochs is None and max_steps is None else max_epochs,
+        max_steps=max_steps,
+        val_every=val_check_interval,
+        checkpoint_every=checkpoint_every,
+        checkpoint_path=checkpoint_path and str(checkpoint_path),
+        seed=seed,
+        shared=shared,
+        micro_batches=micro_batches,
+        device_memory=tuple(device_memory) if isinstance(device_memory, list) else device_memory,
+        stages=stages,
+        stage_timeout=STAGE_TIMEOUT if stage_timeout is None else float(stage_timeout),
+    )
+    if stages is not None and plan.world_size % stages:
+        raise MisconfigurationError(
+            f"stages={stages} does not divide the {plan.world_size} devices, on which each replica of the stages needs "
+            "as many: use a divisor, or another number of gpus."
+        )
+    if shared is not None and plan.devices_per_process > shared:
+        raise MisconfigurationError(
+            f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "
+            f"in one process, and {shared} CUDA devices are here: only ranks can share a device, as those of 'ddp'."
+        )
+    environment.check(num_nodes, plan.processes_per_node)
+    return plan
+
+
+def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[PrecisionPlugin], torch.dtype]:
+    """Return the class and dtype of ``precision``, ``use_amp`` and ``amp_level``."""
+    bits = None if precision is None else str(precision)
+    if isinstance(precision, bool) or bits not in (None, "64", "32", "16", "bf16"):
+        raise MisconfigurationError(f"precision={precision!r} does not exist: use 64, 32, 16 or 'bf16'.")
+    one_of("amp_level", amp_level, (None, *LEVELS))
+    if not isinstance(use_amp, bool):
+        raise MisconfigurationError(f"use_amp={use_amp!r} is neither True nor False.")
+    if bits is None:
+        bits = "32" if not use_amp or amp_level == "O0" else "16"
+    elif use_amp and bits not in HALF and amp_level != "O0":
+        raise MisconfigurationError(f"use_amp=True contradicts precision={precision!r}: leave one of them out.")
+    if amp_level is not None and (amp_level == "O0") != (bits == "32"):
+        raise MisconfigurationError(
+            f"amp_level={amp_level!r} contradicts "
+            f"{'precision=' + bits if precision is not None else 'use_amp=False'}: O0 is precision=32; O1, "
+            "O2 and O3 go with use_amp=True, precision=16 or precision='bf16'."
+        )
+    if bits in HALF:
+        return LEVELS[amp_level or "O1"], HALF[bits]
+    return (Converted, torch.float64) if bits == "64" else (PrecisionPlugin, torch.float32)
+
+
+def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise MisconfigurationError, with the nearest choice, if ``value`` is none of them."""
+    if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        return
+    spelled = {choice.lower(): choice for choice in choices if choice}
+    close = difflib.get_close_matches(str(value).lower(), spelled, n=1)
+    hint = f"did you mean {spelled[close[0]]!r}?" if close else f"use {', '.join(map(repr, choices))}."
+    raise MisconfigurationError(f"{option}={value!r} does not exist: {hint}")
+
+
+def whole(option: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise MisconfigurationError if ``value`` is no whole number, or less than ``least``."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MisconfigurationError(f"{option}={value!r} must be a whole number, {least} or more.")

@@ -1,0 +1,197 @@
+"""Which samples a rank sees: the sampler that is put in for the user, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.distributed
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from plumbline.trainer.errors import MisconfigurationError
+
+
+class ShardedSampler(Sampler[Any]):
+    """Every ``world``-th item of another sampler's order, beginning with item ``rank``.
+
+    Args:
+        source: Sampler of indices, or of batches of indices. Its order is kept.
+        rest: What becomes of the items beyond a multiple of ``world``: ``"pad"`` repeats the first items,
+            ``"drop"`` leaves them out, ``"keep"`` gives some ranks one item more.
+        agree: Take rank 0's order, for sources that draw it from a generator which may differ between ranks.
+
+    """
+
+    def __init__(self, source: Any, world: int, rank: int, rest: str, agree: bool) -> None:
+        self.source, self.world, self.rank, self.rest, self.agree = source, world, rank, rest, agree
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self.source) if self.rank == 0 or not self.agree else []
+        if self.agree:
+            box = [order]
+            torch.distributed.broadcast_object_list(box, src=0)
+            order = box[0]
+        if self.rest != "keep":
+            even = self._even(len(order))
+            order = (order * (even // max(len(order), 1) + 1))[:even]
+        return iter(order[self.rank :: self.world])
+
+    def __len__(self) -> int:
+        count = len(self.source)
+        return len(range(self.rank, count if self.rest == "keep" else self._even(count), self.world))
+
+    def _even(self, count: int) -> int:
+        return (count + (self.world - 1 if self.rest == "pad" else 0)) // self.world * self.world
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the source, if it wants to know."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
+
+def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
+    """Return this rank's share of a loader, or None for no validation."""
+    if loader is None:
+        return None
+    check_loader(loader, trainer.plan, training)
+    world = trainer.plan.data_ranks
+    rank = trainer.rank if world > 1 else 0
+    return share_loader(loader, world=world, rank=rank, seed=trainer.plan.seed, training=training)
+
+
+def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: bool) -> Any:
+    """Return a loader that gives this rank its share and is otherwise the user's.
+
+    A loader that shuffles gets an order that follows from (seed, epoch) alone: with one device and batch 24,
+    or four ranks and batch 6, a step consumes the same samples. In training at most ``world - 1`` samples are
+    repeated, in validation none. The user's own order (a sampler, a batch sampler) is taken from rank 0 and
+    dealt out; the user's own DistributedSampler stays.
+
+    Raises:
+        MisconfigurationError: The loader cannot be shared between ranks, or has nothing for some of them.
+
+    """
+    name = "train_dataloader" if training else "val_dataloader"
+    if not isinstance(loader, DataLoader):
+        if world > 1:
+            raise MisconfigurationError(
+                f"{name} returned a {type(loader).__name__}, which cannot be shared by {world} processes: "
+                "return a torch.utils.data.DataLoader."
+            )
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader if world == 1 else _share_iterable(loader, name, world, rank)
+    samples = known_length(loader.dataset)
+    if training and samples is not None and samples < world > 1:
+        raise MisconfigurationError(
+            f"{name} has {samples} samples for {world} processes: use fewer gpus, or more data."
+        )
+    whole_batches = loader.batch_size is None and loader.batch_sampler is not None
+    own = getattr(loader.batch_sampler, "sampler", None) if whole_batches else loader.sampler
+    if isinstance(own, DistributedSampler):
+        if (own.num_replicas, own.rank) != (world, rank):
+            raise MisconfigurationError(
+                f"{name} has a DistributedSampler for rank {own.rank} of {own.num_replicas} on rank {rank} "
+                f"of {world}: leave its num_replicas and rank out, or the whole sampler."
+            )
+        return loader
+    rest = "keep" if not training else "drop" if loader.drop_last else "pad"
+    if whole_batches:
+        if world == 1:
+            return loader
+        return rebuilt(loader, batch_sampler=ShardedSampler(loader.batch_sampler, world, rank, rest, agree=True))
+    shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == samples
+    if world == 1 and not (shuffles and training):
+        return loader
+    if not shuffles and type(own) is not SequentialSampler:
+        return rebuilt(loader, sampler=ShardedSampler(own, world, rank, rest, agree=True))
+    if not training:
+        assert samples is not None  # torch has counted them for its sampler
+        return rebuilt(loader, sampler=ShardedSampler(range(samples), world, rank, rest, agree=False))
+    sampler: Sampler[Any] = DistributedSampler(
+        loader.dataset, world, rank, shuffle=shuffles, seed=seed, drop_last=loader.drop_last
+    )
+    return rebuilt(loader, sampler=sampler)
+
+
+def _share_iterable(loader: DataLoader[Any], name: str, world: int, rank: int) -> DataLoader[Any]:
+    if getattr(loader.dataset, "shards_itself", False):
+        return loader
+    dataset: Any = loader.dataset
+    if hasattr(dataset, "shard"):
+        return rebuilt(loader, dataset=dataset.shard(num_shards=world, index=rank))
+    raise MisconfigurationError(
+        f"The IterableDataset of {name} would give all {world} processes the same samples: give it a method "
+        "shard(num_shards, index) that returns a share, or set shards_itself = True where it does so already."
+    )
+
+
+def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a copy of the loader with another dataset, sampler or batch_sampler and all other settings kept.
+
+    It is copied, not constructed anew, so that subclasses and settings that newer torch versions add are kept
+    too. DataLoader guards these attributes against assignment, hence ``__dict__``.
+    """
+    clone = copy.copy(loader)
+    if "sampler" in changes and loader.batch_sampler is not None:
+        assert loader.batch_size is not None
+        changes["batch_sampler"] = BatchSampler(changes["sampler"], loader.batch_size, loader.drop_last)
+    clone.__dict__.update(changes, _iterator=None)
+    return clone
+
+
+def check_loader(loader: Any, plan: Any, training: bool) -> None:
+    """Raise MisconfigurationError if the loader cannot serve the plan's ranks and devices."""
+    name = "train_dataloader" if training else "val_dataloader"
+    share = loader
+    ready_made = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    if not ready_made and not hasattr(getattr(loader, "dataset", None), "shard"):  # ranks make those shares
+        share = share_loader(loader, world=plan.data_ranks, rank=0, seed=plan.seed, training=training)
+    if known_length(loader) == 0 or (training and known_length(share) == 0):
+        raise MisconfigurationError(
+            f"{name} has no batch to give: it needs more samples, a smaller batch_size, or drop_last=False."
+        )
+    batch_size = getattr(loader, "batch_size", None)
+    if training and batch_size is not None and batch_size < plan.devices_per_process:
+        raise MisconfigurationError(
+            f"{name} has batches of {batch_size}, fewer than the {plan.devices_per_process} devices they are "
+            f"split over: use a batch_size of {plan.devices_per_process} or more."
+        )
+
+
+def known_length(loader: Any) -> int | None:
+    """Return the number of batches, None where it is not known ahead."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to whatever in the loader orders the samples."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for part in {id(part): part for part in (*parts, getattr(loader, "dataset", None))}.values():
+        if part is not None and hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def batch_length(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first tensor with dimensions."""
+    items: Iterable[Any] = ()
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 0
+    if isinstance(batch, dict):
+        items = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        items = batch
+    return next((length for item in items if (length := batch_length(item))), 0)

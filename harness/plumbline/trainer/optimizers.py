@@ -1,0 +1,112 @@
+"""What ``configure_optimizers`` returned, put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from plumbline.trainer.errors import MisconfigurationError
+
+TORCHS_ZERO_GRAD = Optimizer.zero_grad
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A scheduler and when it steps; ``monitor`` is the metric it is given, if any."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    monitor: str | None = None
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """Step the scheduler."""
+        if self.monitor is None:
+            self.scheduler.step()
+        elif self.monitor in metrics:
+            self.scheduler.step(metrics[self.monitor])
+        else:
+            raise MisconfigurationError(
+                f"A scheduler monitors {self.monitor!r}, but the metrics are {sorted(metrics)}: name one of them."
+            )
+
+
+class OnlyItsOwn:
+    """A context in which the other optimizers' weights take no gradients."""
+
+    def __init__(self, others: Sequence[Tensor]) -> None:
+        self.others = others
+        self.frozen: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self.frozen = [weight for weight in self.others if weight.requires_grad]
+        for weight in self.frozen:
+            weight.requires_grad_(False)
+
+    def __exit__(self, *_: object) -> None:
+        for weight in self.frozen:
+            weight.requires_grad_(True)
+
+
+def zeroing(optimizer: Optimizer) -> Callable[[], None]:
+    """Return what does as ``optimizer.zero_grad`` does, without the profiler's record that torch makes of it.
+
+    That takes 6 µs, and all the rest 0.3: a step of a small model has 150 to 200.
+    """
+    if getattr(optimizer.zero_grad, "__func__", None) is not TORCHS_ZERO_GRAD:
+        return optimizer.zero_grad  # it is overridden
+
+    def zero_grad() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return zero_grad
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedules in what ``configure_optimizers`` returned.
+
+    Raises:
+        MisconfigurationError: It is none of these, or an optimizer steps what is not the module's.
+
+    """
+    optimizers, schedulers = returned, []
+    if isinstance(returned, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in returned):
+        optimizers, schedulers = returned if len(returned) == 2 else (None, [])
+    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        raise MisconfigurationError(
+            f"configure_optimizers returned {type(returned).__name__} {returned!r}: return an optimizer, a "
+            "list of optimizers, or a list of optimizers and a list of schedulers."
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(p) not in own for optimizer in optimizers for p in parameters_of(optimizer)):
+        raise MisconfigurationError(
+            "An optimizer has parameters that are not the module's: make it in configure_optimizers, of "
+            "self.parameters()."
+        )
+    return optimizers, [_schedule(entry) for entry in schedulers]
+
+
+def _schedule(entry: Any) -> SchedulerConfig:
+    options = dict(entry) if isinstance(entry, dict) else {"scheduler": entry}
+    if "scheduler" not in options or options.keys() - {"scheduler", "interval", "monitor"}:
+        raise MisconfigurationError(
+            f"The scheduler entry has the keys {sorted(options)}: it takes 'scheduler', 'interval' and 'monitor'."
+        )
+    schedule = SchedulerConfig(**options)
+    if schedule.interval not in ("epoch", "step"):
+        raise MisconfigurationError(f"A scheduler's interval is 'epoch' or 'step', not {schedule.interval!r}.")
+    if isinstance(schedule.scheduler, ReduceLROnPlateau) and schedule.monitor is None:
+        raise MisconfigurationError("ReduceLROnPlateau needs a metric: return {'scheduler': s, 'monitor': 'val_loss'}.")
+    return schedule

@@ -1,0 +1,144 @@
+"""One rank's training: join the others, build what it trains with, train, leave."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer.checkpoint_file import TrainingState
+from plumbline.trainer.connector import Plan
+from plumbline.trainer.data_sharding import rank_loader
+from plumbline.trainer.environments.roll_call import call_roll
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.loop import Work, share_buffers, train
+from plumbline.trainer.module import Module
+from plumbline.trainer.optimizers import parameters_of, parse_optimizers
+from plumbline.trainer.step import StepModule
+
+
+def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None) -> None:
+    """Train as one rank; leave the outcome in ``trainer`` and ``module``, and write it to ``result_path``."""
+    plan = trainer.plan
+    trainer.rank = plan.environment.rank(local_rank, plan.processes_per_node)
+    trainer.world_size = plan.world_size
+    devices = rank_devices(plan, local_rank)
+    trainer.device = devices[0]
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+    opened = join_ranks(trainer, module) if plan.backend.synchronises else False
+    seed_devices(trainer.rank, devices)
+    try:
+        if plan.backend.stages:
+            from plumbline.trainer.balanced.stage_training import train_stage  # only this backend needs it
+
+            train_stage(trainer, module, devices[0], ckpt_path)
+        else:
+            _train(trainer, module, devices, ckpt_path)
+        if result_path is not None:  # before anything is shut down: what is written is safe
+            result = trainer.checkpoint()
+            if trainer.balance is not None:
+                result = {**result, "balance": trainer.balance.as_dict()}
+            checkpoints.write(result, result_path)
+    except BaseException as error:
+        # A started rank just ends, which tells its parent at once. Elsewhere the group is closed, so that the
+        # others' next all-reduce fails rather than waits; the frames hold the DDP object, which must go
+        # first. NCCL's group is left to the launcher: closing it would wait for the others.
+        if opened and result_path is None and (plan.comm == "gloo" or trainer.world_size == 1):
+            traceback.clear_frames(error.__traceback__)
+            leave_ranks()
+        raise
+    if opened:
+        leave_ranks()
+
+
+def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path: Any) -> None:
+    plan = trainer.plan
+    precision = plan.precision(plan.dtype, plan.accelerator)
+    precision.convert(module)
+    module.to(devices[0])
+    train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
+    val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
+    state = TrainingState(module, precision)
+    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
+    trainer.optimizers = state.optimizers
+    trainer.checkpoint = partial(checkpoints.capture, trainer, state)
+    if getattr(train_loader, "batch_size", None):
+        state.samples_per_batch = train_loader.batch_size * trainer.world_size
+    weights = [parameters_of(optimizer) for optimizer in state.optimizers]
+
+    evaluate = forward = module.configure_dp(StepModule(module, precision), devices)
+    if plan.backend.synchronises:
+        one_cuda_device = plan.accelerator == "cuda" and not plan.backend.splits
+        forward = module.configure_ddp(forward, [devices[0].index] if one_cuda_device else None)
+        # From here on all ranks have rank 0's weights.
+    precision.prepare(state.optimizers)
+    if ckpt_path is not None:
+        checkpoints.restore(checkpoints.read(ckpt_path), trainer, state)
+    train(trainer, state, Work(forward, evaluate, devices, train_loader, val_loader, weights))
+    if getattr(forward, "broadcast_buffers", False) and trainer.world_size > 1:
+        share_buffers(module)
+
+
+def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
+    """Return the devices of one rank; simulated ones are all the cpu."""
+    mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
+    if plan.shared is not None:
+        mine = tuple(index % plan.shared for index in mine)
+    return [torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine]
+
+
+def join_ranks(trainer: Any, module: Module) -> bool:
+    """Open the process group unless there is one; return whether it was opened here."""
+    opened = not dist.is_initialized()
+    if opened:
+        environment = trainer.plan.environment
+        if environment.starts_ranks and trainer.plan.num_nodes > 1:
+            call_roll(trainer.rank, trainer.world_size, environment.main_address(), environment.main_port())
+        os.environ.update(MASTER_ADDR=environment.main_address(), MASTER_PORT=str(environment.main_port()))
+        module.init_ddp_connection(trainer.rank, trainer.world_size)
+    if not dist.is_initialized() or dist.get_world_size() != trainer.world_size:
+        raise MisconfigurationError(
+            f"After init_ddp_connection there should be a process group of {trainer.world_size} ranks, but "
+            f"there is {f'one of {dist.get_world_size()}' if dist.is_initialized() else 'none'}: open it for "
+            "all of them."
+        )
+    trainer.rank = dist.get_rank()
+    return opened
+
+
+def leave_ranks() -> None:
+    """Close the process group.
+
+    The DDP object must be gone before: its destructor waits for a gloo thread that may be waiting for the
+    GIL.
+    """
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def drawn_seed() -> int:
+    """Return a seed that follows from the user's, and is another one at the next call: a second fit is no replay."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def seed_devices(rank: int, devices: list[torch.device]) -> None:
+    """Give every device random numbers of its own: equal dropout masks would be no noise.
+
+    The first device goes on with the user's generator.
+    """
+    if rank == 0 and len(devices) == 1:
+        return
+    seed = drawn_seed()
+    if rank:
+        torch.default_generator.manual_seed(seed + rank * len(devices))
+    for number, device in enumerate(devices):
+        if device.type == "cuda" and (rank or number):
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed + rank * len(devices) + number)

@@ -1,0 +1,107 @@
+"""The module that is split and synchronised: its forward is the user's training or validation step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.trainer.data_sharding import batch_length
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.module import Module
+from plumbline.trainer.precision_plugins import PrecisionPlugin, cast
+
+
+class StepModule(nn.Module):
+    """Calls a step of the user's module in the right precision.
+
+    DataParallel runs this forward in threads, which do not inherit autocast: so it is entered here, in the
+    replica.
+    """
+
+    def __init__(self, module: Module, precision: PrecisionPlugin) -> None:
+        super().__init__()
+        self.module = module
+        self.precision = precision
+        self.plain = not (precision.autocasts or precision.casts_batches)
+        self.ends = ends_itself(module)
+
+    def forward(self, hook: str, batch: Any, *indices: int) -> Any:
+        """Return what ``hook`` returns: a loss, outputs for ``training_step_end``, or weighted metrics."""
+        step = getattr(self._modules["module"], hook)  # self.module takes a detour that shows in short steps
+        if self.plain:
+            outputs = step(batch, *indices)
+        else:
+            if self.precision.casts_batches:
+                batch = cast(batch, self.precision.dtype)
+            with self.precision.autocast():
+                outputs = step(batch, *indices)
+        if hook == "validation_step":
+            return weighted(outputs, batch_length(batch) or 1, self.precision.device_type)
+        return outputs if self.ends else scalar_loss(outputs)
+
+
+def ends_itself(module: Module) -> bool:
+    """Return whether the user wrote a ``training_step_end``."""
+    return type(module).training_step_end is not Module.training_step_end
+
+
+def scalar_loss(outputs: Any) -> Tensor:
+    """Return the loss in a step's outputs.
+
+    Raises:
+        MisconfigurationError: There is none, or it is not a scalar.
+
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+    raise MisconfigurationError(
+        f"The loss is {found}, not a scalar tensor: return loss.mean(), or a dict with it as 'loss', from "
+        "training_step (or from training_step_end, if there is one)."
+    )
+
+
+def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> Callable[[Any, Any], Tensor]:
+    """Return what turns the gathered outputs of a training step, and its whole batch, into the loss."""
+    if not ends_itself(module):
+        return lambda outputs, batch: outputs.mean() if splits else outputs
+    end: Callable[..., Any] = module.training_step_end
+    if not end_takes_batch(module):
+        return in_precision(lambda outputs, batch: end(outputs), precision)
+    if precision.casts_batches:
+        return in_precision(lambda outputs, batch: end(outputs, cast(batch, precision.dtype)), precision)
+    return in_precision(end, precision)
+
+
+def in_precision(end: Callable[[Any, Any], Any], precision: PrecisionPlugin) -> Callable[[Any, Any], Tensor]:
+    """Return a function of outputs and batch: the loss in what ``end`` returns, under autocast where that is due."""
+    if not precision.autocasts:
+        return lambda outputs, batch: scalar_loss(end(outputs, batch))
+
+    def under_autocast(outputs: Any, batch: Any) -> Tensor:
+        with precision.autocast():
+            return scalar_loss(end(outputs, batch))
+
+    return under_autocast
+
+
+def end_takes_batch(module: Module) -> bool:
+    """Return whether the user's ``training_step_end`` has a second argument: it is given the whole batch."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.training_step_end).parameters.values()
+    return sum(parameter.kind in positional for parameter in parameters) > 1
+
+
+def weighted(metrics: Any, samples: int, device_type: str) -> dict[str, Tensor]:
+    """Return each metric as ``[[value × samples, samples]]``: rows that replicas and batches add up."""
+    named = metrics if isinstance(metrics, dict) else {"val_loss": metrics}
+    rows = {}
+    for name, value in named.items():
+        value = torch.as_tensor(value, device=device_type).detach().double().mean() * samples
+        rows[name] = torch.stack([value, value.new_tensor(samples)])[None]
+    return rows

@@ -1,0 +1,301 @@
+"""Another face of the trainer: for a model that takes its own loss, with loaders, optimizer and criterion around it."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plumbline.trainer.connector import one_of, whole
+from plumbline.trainer.data_sharding import batch_length
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.module import Module
+from plumbline.trainer.optimizers import parameters_of
+from plumbline.trainer.precision_plugins import map_tensors
+from plumbline.trainer.strategies import split
+from plumbline.trainer.trainer import Trainer
+
+
+class TrainLoop:
+    """Trains a model on one device or many, and evaluates it.
+
+    The model has ``get_loss(batch, criterion, device)``, the scalar loss of a batch; for validation and ``evaluate``
+    ``get_loss_eval(batch, criterion, device)``, a mean over the batch; and for ``predict``
+    ``get_predictions(batch, device)``. They call the model as ``self(...)``.
+
+    After ``fit`` model and optimizer are as training left them, also where other processes trained. ``epochs`` counts
+    all that were trained; ``metrics`` holds ``loss``, the last step's, and ``val_loss``, taken after the last epoch:
+    means over samples, on all ranks.
+
+    Args:
+        model: On the cpu or a device; ``fit`` moves it, and the criterion, to where they are needed.
+        train_loader: A DataLoader as for one device. Where several ranks train, each is given its share of the samples.
+        val_loader: Used after each epoch, and shared likewise. None: no validation.
+        test_loader: What ``evaluate`` and ``predict`` use if they are not given another.
+        optimizer: Over parameters of ``model``.
+        criterion: A function or module that ``get_loss`` is handed.
+        gpu_mode: ``"single"``: one device. ``"dp"``: the model's forward is split over the devices of this process, and
+            the criterion sees the outputs of the whole batch. ``"ddp"``: a process a device, each with batches of its
+            own; gradients are averaged. ``"balanced"``: a process a device, each with a part of the model. Processes
+            are started here, unless torchrun or srun has started them.
+        use_amp: Forward and loss under float16 autocast; the loss is scaled.
+        accelerator: ``"cuda"``, ``"cpu"`` (several devices are simulated), or ``"auto"``.
+        seed: Of the order of the data.
+        start_method: ``"fork"`` or ``"spawn"`` for processes that are started here; None: fork where no CUDA is.
+
+    Raises:
+        MisconfigurationError: A method is missing, or the arguments do not go together.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Any,
+        val_loader: Any,
+        test_loader: Any,
+        optimizer: Optimizer,
+        criterion: Any,
+        gpu_mode: str = "single",
+        use_amp: bool = False,
+        *,
+        accelerator: str = "auto",
+        seed: int = 0,
+        start_method: str | None = None,
+    ) -> None:
+        one_of("gpu_mode", gpu_mode, ("single", "dp", "ddp", "balanced"))
+        one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+        needed = {
+            "get_loss": True,
+            "get_loss_eval": val_loader is not None or test_loader is not None,
+            "get_predictions": test_loader is not None,
+        }
+        check_model(model, [method for method in needed if needed[method]])
+        check_optimizer(optimizer, model)
+        self.model, self.optimizer, self.criterion = model, optimizer, criterion
+        self.train_loader, self.val_loader, self.test_loader = train_loader, val_loader, test_loader
+        self.gpu_mode = gpu_mode
+        self.use_amp, self.accelerator = use_amp, accelerator
+        self.seed, self.start_method = seed, start_method
+        self.epochs = 0
+        self.metrics: dict[str, float] = {}
+
+    def fit(self, num_epochs: int, num_nodes: int = 1, node_rank: int = 0, num_gpus: int | None = None) -> None:
+        """Train for so many epochs; another call goes on where this one ended.
+
+        Args:
+            num_epochs: Passes over ``train_loader``.
+            num_nodes: With processes: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
+            node_rank: Which of them this is, from 0. Under torchrun or srun their variables say it.
+            num_gpus: Devices of each node. None: all there are, or one with ``single``.
+
+        Raises:
+            MisconfigurationError: This cannot be trained; nothing has been started.
+            RankError: A process that was started here has failed.
+
+        """
+        if self.train_loader is None:
+            raise MisconfigurationError("There is nothing to fit: give TrainLoop a train_loader.")
+        whole("num_epochs", num_epochs, 0)
+        whole("num_nodes", num_nodes, 1)
+        whole("node_rank", node_rank, 0)
+        whole("num_gpus", num_gpus, 1, optional=True)
+        if node_rank >= num_nodes:
+            raise MisconfigurationError(
+                f"node_rank={node_rank} does not exist among num_nodes={num_nodes}: count nodes from 0."
+            )
+        if num_nodes > 1 and self.gpu_mode not in ("ddp", "balanced"):
+            raise MisconfigurationError(
+                f"num_nodes={num_nodes} cannot be trained with gpu_mode={self.gpu_mode!r}: use gpu_mode='ddp'."
+            )
+        single = self.gpu_mode == "single"
+        if single and num_gpus not in (None, 1):
+            raise MisconfigurationError(f"num_gpus={num_gpus} contradicts gpu_mode='single': use 'dp' or 'ddp'.")
+        trainer = Trainer(
+            gpus=num_gpus or (1 if single else -1),
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            distributed_backend=None if single else self.gpu_mode,
+            accelerator=self.accelerator,
+            use_amp=self.use_amp,
+            max_epochs=num_epochs,
+            seed=self.seed + self.epochs,  # an epoch's order follows from the sum of its number and this
+            start_method=self.start_method,
+        )
+        weights = [list(group["params"]) for group in self.optimizer.param_groups]
+        trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
+        if not trainer.optimizers or self.gpu_mode == "balanced":  # other processes have stepped copies, or parts
+            assert trainer.checkpoint is not None
+            for group, whole_group in zip(self.optimizer.param_groups, weights, strict=True):
+                group["params"] = whole_group
+            self.optimizer.load_state_dict(trainer.checkpoint()["optimizers"][0])
+        self.metrics = trainer.metrics
+        self.epochs += num_epochs
+
+    def evaluate(self, loader: Any = None) -> float:
+        """Return the mean of ``get_loss_eval`` over all samples of ``loader``, or else of ``test_loader``.
+
+        This process does it alone, on one device, for all of the samples: also where it is one of several ranks.
+        """
+        answers = self._ask("get_loss_eval", loader, self.criterion)
+        total = sum(float(torch.as_tensor(loss).double().mean()) * samples for loss, samples in answers)
+        return total / sum(samples for _, samples in answers)
+
+    def predict(self, loader: Any = None) -> Any:
+        """Return what ``get_predictions`` returns for all batches, concatenated and on the cpu, as ``evaluate`` does.
+
+        Tensors are concatenated along dim 0, also within tuples and dicts; lists follow one another.
+        """
+        return concatenate([answer for answer, _ in self._ask("get_predictions", loader)])
+
+    def _ask(self, method: str, loader: Any, *arguments: Any) -> list[tuple[Any, int]]:
+        """Return the model's answer for each batch, in evaluation, and the number of its samples."""
+        check_model(self.model, [method])
+        loader = self.test_loader if loader is None else loader
+        if loader is None:
+            raise MisconfigurationError("There is no data: give a loader here, or TrainLoop a test_loader.")
+        on_cuda = self.accelerator != "cpu" and torch.cuda.is_available()
+        device = torch.device("cuda" if on_cuda else "cpu")  # a rank has made its own the current one
+        for part in (self.model, self.criterion):
+            if isinstance(part, nn.Module):
+                part.to(device)
+        modes = [(layer, layer.training) for layer in self.model.modules()]
+        self.model.eval()
+        answers = []
+        try:
+            with torch.no_grad(), torch.autocast(device.type, torch.float16, enabled=self.use_amp):
+                for batch in loader:
+                    answer = getattr(self.model, method)(moved(batch, device), *arguments, device)
+                    answers.append((moved(answer, torch.device("cpu")), batch_length(batch) or 1))
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+        if not answers:
+            raise MisconfigurationError("The loader has no batch to give: it needs samples, or drop_last=False.")
+        return answers
+
+
+class Trained(Module):
+    """The module that the Trainer is given: its training step is the model's ``get_loss``.
+
+    With ddp the whole step is inside of the synchronised forward, so it does not matter how ``get_loss`` calls the
+    model. With dp it is the model's own forward that is split, as the loss is due on the whole batch.
+    """
+
+    def __init__(self, model: Any, criterion: Any, optimizer: Optimizer, train_loader: Any, val_loader: Any) -> None:
+        super().__init__()
+        self.model, self.criterion, self.optimizer = model, criterion, optimizer
+        self.loaders = train_loader, val_loader
+        self.splitting: Any = nullcontext()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        device = self.trainer.device
+        with self.splitting:
+            loss = self.model.get_loss(moved(batch, device), self.criterion, device)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise MisconfigurationError(
+                f"get_loss of {type(self.model).__name__} returned {found}, not a scalar tensor: return loss.mean()."
+            )
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return ``val_loss``."""
+        device = self.trainer.device
+        with self.splitting:
+            return self.model.get_loss_eval(moved(batch, device), self.criterion, device)
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return the user's optimizer; a state that it has already comes along, as this rank's own, to the device."""
+        if self.optimizer.state:
+            self.optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
+        return self.optimizer
+
+    def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:
+        """Return ``model`` as it is, and split what it calls."""
+        if len(devices) > 1:
+            self.splitting = SplitForward(self.model, devices)
+        return model
+
+    def train_dataloader(self) -> Any:
+        """Return the user's."""
+        return self.loaders[0]
+
+    def val_dataloader(self) -> Any:
+        """Return the user's, or None."""
+        return self.loaders[1]
+
+
+class SplitForward:
+    """A context in which a call of the model spreads its batch over the devices, and gathers on the first."""
+
+    def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
+        self.model = model
+        self.split = split(ClassForward(model), devices)
+
+    def __enter__(self) -> None:
+        self.model.forward = lambda *inputs, **named: self.split(inputs, named)
+
+    def __exit__(self, *_: object) -> None:
+        del self.model.forward
+
+
+class ClassForward(nn.Module):
+    """Calls the model's forward as its class has it, whatever the model has been given in its place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the model's outputs."""
+        return type(self.model).forward(self.model, *inputs, **named)
+
+
+def check_model(model: Any, methods: list[str]) -> None:
+    """Raise MisconfigurationError if the model is none, or has not all of the methods."""
+    if not isinstance(model, nn.Module):
+        raise MisconfigurationError(f"The model is a {type(model).__name__}: give a torch.nn.Module.")
+    arguments = {"get_predictions": "batch, device"}
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            signature = f"{method}({arguments.get(method, 'batch, criterion, device')})"
+            raise MisconfigurationError(f"{type(model).__name__} has no {method}: write the method {signature}.")
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise MisconfigurationError if it is no optimizer, or one of other weights than the model's."""
+    if not isinstance(optimizer, Optimizer):
+        raise MisconfigurationError(
+            f"The optimizer is a {type(optimizer).__name__}: give one of torch.optim, over model.parameters()."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for p in parameters_of(optimizer) if id(p) not in own]
+    if foreign:
+        raise MisconfigurationError(
+            f"The optimizer has {len(foreign)} parameters that are not the model's (the first has the shape "
+            f"{tuple(foreign[0].shape)}): make it over parameters of the very model that TrainLoop is given."
+        )
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return nested dicts, lists and tuples with their tensors on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device), value)
+
+
+def concatenate(parts: list[Any]) -> Any:
+    """Return the batches' nested predictions as if they were of one batch."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if first.dim() else torch.stack(parts)
+    if isinstance(first, dict):
+        return {name: concatenate([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(concatenate(list(places)) for places in zip(*parts, strict=True))
+    return list(itertools.chain(*parts)) if isinstance(first, list) else parts

@@ -1,0 +1,237 @@
+"""The trainer that users see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer.connector import Plan, connect
+from plumbline.trainer.data_sharding import check_loader
+from plumbline.trainer.environments import SlurmEnvironment
+from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.gpus import driver_started, make_visible
+from plumbline.trainer.module import Module
+from plumbline.trainer.rank_training import rank_devices, run_rank
+from plumbline.trainer.spawn import run_ranks
+
+
+class Trainer:
+    """Trains a ``Module`` on one device or many.
+
+    After (and in) ``fit``: ``global_step`` counts optimizer steps, those that AMP skipped too;
+    ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's; they are
+    means over samples, on all ranks. ``balance`` is the plan of balanced, with what was measured: ``print`` shows it.
+
+    Args:
+        gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
+            the cpu.
+        num_nodes: Nodes with so many gpus each. ``nb_gpu_nodes`` is its older name.
+        distributed_backend: ``"dp"`` splits each batch over the gpus of one process; ``"ddp"`` has a process
+            a gpu and averages gradients; ``"ddp2"`` averages over nodes and splits within them. None: dp for
+            several gpus. ``"balanced"`` has a process a gpu, each with consecutive blocks of the module, chosen to
+            take equal times within each device's memory; a batch passes through them in micro-batches.
+        accelerator: ``"cuda"``, ``"cpu"`` (each gpu is simulated, -1 is the number of cores), or ``"auto"``.
+        precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
+        amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
+            float32 masters, ``"O3"`` half weights.
+        accumulate_grad_batches: Micro-batches a step; gradients are of the mean of their losses.
+        gradient_clip_val: Largest 2-norm of an optimizer's gradients; None or 0: any.
+        max_epochs: One, if ``max_steps`` is not given either. ``max_steps`` counts optimizer steps.
+        val_check_interval: Validate every so many training batches; None: after each epoch.
+        checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) every so many steps.
+        seed: Of the order of the data.
+        node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
+        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
+            is.
+        micro_batches: With balanced, how many a batch is divided into; gradients are of the mean of their losses.
+            None: chosen for speed; give it where samples of a batch depend on one another, as through BatchNorm.
+        device_memory: With balanced, how many bytes a device may hold, or a list with a number for each. None: what a
+            CUDA device has.
+        stages: With balanced, how many parts the module is divided into. Where that is less than there are devices,
+            replicas of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
+        stage_timeout: With balanced, for how many seconds a stage waits for another one; None: for half an hour. NCCL
+            has a limit of its own.
+        oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
+
+    Raises:
+        MisconfigurationError: The arguments contradict each other, the machine or the launcher.
+
+    """
+
+    def __init__(
+        self,
+        gpus: int | str | Sequence[int] | None = None,
+        num_nodes: int = 1,
+        distributed_backend: str | None = None,
+        *,
+        nb_gpu_nodes: int | None = None,
+        accelerator: str = "auto",
+        precision: int | str | None = None,
+        use_amp: bool = False,
+        amp_level: str | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        val_check_interval: int | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_path: str | Path | None = None,
+        seed: int = 0,
+        node_rank: int | None = None,
+        start_method: str | None = None,
+        oversubscribe: bool = False,
+        micro_batches: int | None = None,
+        device_memory: int | Sequence[int] | None = None,
+        stages: int | None = None,
+        stage_timeout: float | None = None,
+    ) -> None:
+        if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
+            raise MisconfigurationError(
+                f"num_nodes={num_nodes} and its older name nb_gpu_nodes={nb_gpu_nodes} differ: give num_nodes alone."
+            )
+        self.plan: Plan = connect(
+            gpus=gpus,
+            num_nodes=num_nodes if nb_gpu_nodes is None else nb_gpu_nodes,
+            distributed_backend=distributed_backend,
+            accelerator=accelerator,
+            precision=precision,
+            use_amp=use_amp,
+            amp_level=amp_level,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            val_check_interval=val_check_interval,
+            checkpoint_every=checkpoint_every,
+            checkpoint_path=checkpoint_path,
+            seed=seed,
+            start_method=start_method,
+            oversubscribe=oversubscribe,
+            micro_batches=micro_batches,
+            device_memory=device_memory,
+            stages=stages,
+            stage_timeout=stage_timeout,
+            variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
+        )
+        self.global_step = 0
+        self.current_epoch = 0
+        self.metrics: dict[str, float] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.device = torch.device("cpu")
+        self.rank = 0
+        self.world_size = self.plan.world_size
+        self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.balance: Any = None
+        self.stage_file: str | None = None  # where the process that started this rank reads what its stage is called
+        self._devices_shown = False
+
+    def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:
+        """Train ``module``; with ``ckpt_path`` go on from that checkpoint, also in the middle of an epoch.
+
+        Raises:
+            MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
+            RankError: A rank that this process started has failed.
+
+        """
+        check_module(module, ckpt_path)
+        self.global_step, self.current_epoch, self.metrics = 0, 0, {}
+        self.optimizers, self.checkpoint, self.balance = [], None, None
+        self._show_devices()
+        module.trainer = self
+        try:
+            self._fit(module, ckpt_path)
+        finally:
+            module.trainer = None  # a module that is saved or copied should not drag the trainer along
+
+    def plan_stages(self, module: Module) -> Any:
+        """Return how balanced would distribute ``module``, without training: ``print`` shows it as a table.
+
+        The result's ``plan.picture()`` is an SVG of one step.
+
+        Raises:
+            MisconfigurationError: The module or its data cannot be trained this way.
+
+        """
+        from plumbline.trainer.balanced.planning import plan_without_training  # only this backend needs it
+
+        if not self.plan.backend.stages:
+            raise MisconfigurationError("Only distributed_backend='balanced' plans stages: make the Trainer with it.")
+        check_module(module, None)
+        self._show_devices()
+        return plan_without_training(self, module, rank_devices(self.plan, 0)[0])
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.
+
+        With balanced all ranks must call this during ``fit``, as each has a part of it.
+        """
+        if self.checkpoint is None:
+            raise MisconfigurationError("There is nothing to save before fit: call fit first.")
+        if self.rank == 0 or self.plan.backend.stages:
+            checkpoint = self.checkpoint()
+            if self.rank == 0:
+                checkpoints.write(checkpoint, path)
+
+    def _fit(self, module: Module, ckpt_path: str | Path | None) -> None:
+        environment, per_node = self.plan.environment, self.plan.processes_per_node
+        if environment.starts_ranks and per_node > 1 and not dist.is_initialized():
+            self._check_data(module)
+            final = run_ranks(self, module, ckpt_path)
+            self.plan.precision(self.plan.dtype, "cpu").convert(module)
+            module.load_state_dict(final["module"])
+            checkpoints.restore_progress(final, self)
+            if "balance" in final:
+                from plumbline.trainer.balanced.measured import Balance  # only this backend needs it
+
+                self.balance = Balance.from_dict(final.pop("balance"))
+            self.checkpoint = lambda: final
+            return
+        # This process is a rank: a launcher, or the user with a process group of their own, has started it.
+        own_group = environment.starts_ranks and dist.is_initialized()
+        run_rank(self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path)
+
+    def _show_devices(self) -> None:
+        """Set the CUDA variables for the user; under SLURM they are SLURM's."""
+        slurm = isinstance(self.plan.environment, SlurmEnvironment)
+        shares = self.plan.shared is not None
+        if self.plan.accelerator == "cuda" and not slurm and not shares and not self._devices_shown:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            changes, devices = make_visible(self.plan.devices, visible, driver_started())
+            os.environ.update(changes)
+            self.plan = replace(self.plan, devices=devices)
+            self._devices_shown = True
+
+    def _check_data(self, module: Module) -> None:
+        """Refuse data that cannot be trained on, before any process starts."""
+        for training in (True, False):
+            try:
+                loader = module.train_dataloader() if training else module.val_dataloader()
+            except Exception:
+                continue  # it may need its rank's process group; what is really wrong with it shows there
+            if loader is not None:
+                check_loader(loader, self.plan, training)
+                if training and self.plan.micro_batches is not None:
+                    from plumbline.trainer.balanced.batches import possible_micro_batches  # only this backend needs it
+
+                    possible_micro_batches(loader, self.plan.micro_batches)
+
+
+def check_module(module: Module, ckpt_path: Any) -> None:
+    """Raise MisconfigurationError if a needed hook or the checkpoint is missing."""
+    if not isinstance(module, Module):
+        raise MisconfigurationError(f"fit was given a {type(module).__name__}: give it a subclass of Module.")
+    needed = ["training_step", "configure_optimizers", "train_dataloader"]
+    if type(module).val_dataloader is not Module.val_dataloader:
+        needed.append("validation_step")
+    for hook in needed:
+        if getattr(type(module), hook) is getattr(Module, hook):
+            raise MisconfigurationError(f"{type(module).__name__} has no {hook}: write that method.")
+    if ckpt_path is not None and not os.path.isfile(ckpt_path):
+        raise MisconfigurationError(f"There is no checkpoint {str(ckpt_path)!r}: give the path of one, or None.")

@@ -1,0 +1,61 @@
+"""Imports workloads of the user's own into a fork server, so that every rank that is forked from it has them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from plumbline.core.errors import WorkloadError
+from plumbline.own_workloads.attempt import attempt
+from plumbline.own_workloads.content import content_of
+from plumbline.own_workloads.load import use_workloads
+from plumbline.trainer.gpus import driver_started
+from plumbline.workloads import find
+
+
+def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
+    """Import them and return the event that says so: a fingerprint of each one's weights and data, by its name.
+
+    Where one cannot be imported here, or starts CUDA, ``message`` says it; it is empty otherwise.
+    """
+    try:
+        own = use_workloads(locators)
+        if driver_started():
+            raise WorkloadError(
+                "to import it starts CUDA, and ranks are forked after that, which CUDA does not survive: move what "
+                "uses a device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()"
+            )
+        gc.collect()
+        gc.freeze()  # as what was imported before: see plumbline.worker.preload
+        return _contents_in_a_fork([one.name for one in own])
+    except WorkloadError as error:
+        return _event(message=str(error))
+
+
+def _event(contents: dict[str, str] | None = None, message: str = "") -> dict[str, Any]:
+    return {"event": "workloads", "contents": contents or {}, "message": message}
+
+
+def _contents_in_a_fork(names: Sequence[str]) -> dict[str, Any]:
+    """Build models and data in a child: the user's code may start threads or touch CUDA, which no fork survives."""
+    source, sink = os.pipe()
+    pid = os.fork()
+    if not pid:
+        event = _event(message="building its model or data ended the process")
+        try:
+            with attempt("building its model and data"):
+                event = _event({name: content_of(find(name)) for name in names})
+        except WorkloadError as error:
+            event = _event(message=str(error))
+        finally:
+            with open(sink, "w", encoding="utf-8") as pipe:
+                json.dump(event, pipe)
+            os._exit(0)
+    os.close(sink)
+    with open(source, encoding="utf-8") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(answer) if answer else _event(message="building its model or data ended the process")

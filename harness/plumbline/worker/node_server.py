@@ -1,0 +1,211 @@
+"""The fork server of a node: it greets the launcher, whose commands and its events use that connection."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from plumbline.worker.authenticated_channel import greet
+from plumbline.worker.launcher_link import NetworkLink
+
+TOKEN = "PLUMBLINE_TOKEN"
+"""The variable with the secret by which a launcher and its nodes know each other."""
+
+NODE_NAME = "PLUMBLINE_NODE_NAME"
+"""The variable with the name that the cluster has for this node, where that is not its host's."""
+
+CONNECT_TIMEOUT_S = 30.0
+"""Time in which the launcher must be reached and answer this node's greeting."""
+
+_ATTEMPT_TIMEOUT_S = 5.0
+_RETRY_INTERVAL_S = 0.2
+
+KEEPALIVE_TIMEOUT_S = 15
+"""Seconds after which a connection is closed whose other end does not answer the kernel's probes."""
+
+EXIT_DISCONNECTED = 3
+"""The exit code of a server that lost its launcher's connection. torchrun starts such a server again."""
+
+_SIOCGIFADDR = 0x8915
+
+_T = TypeVar("_T")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Connect, introduce this node, then serve until the connection ends; return the exit code."""
+    options = _options(arguments)
+    places = [os.path.expandvars(place).rpartition(":")[::2] for place in options.connect]
+    node = os.path.expandvars(options.as_node)
+    token = os.environ.pop(TOKEN, "")
+    if options.token_from_stdin:
+        token = sys.stdin.readline().strip()
+    if not (all(host and port.isdecimal() for host, port in places) and node.isdecimal() and token):
+        at = " ".join(f"--connect {host}:{port}" for host, port in places)
+        given = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
+        print(f"plumbline.worker: a launcher's address, a node's number and a token are needed, not {given}")
+        return 4
+    try:
+        channel = _connect(
+            [(host, int(port)) for host, port in places],
+            lambda connection, host: greet(connection, token, _description(int(node), host, connection)),
+        )
+    except OSError as error:
+        tried = " or ".join(f"{host}:{port}" for host, port in places)
+        print(f"plumbline.worker: {socket.gethostname()} cannot reach the launcher at {tried}: {error}")
+        return 2
+    from plumbline.worker.server import Server
+
+    os.dup2(2, 1)  # everything that is printed goes to standard error
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    served = Server(options.subject, NetworkLink(channel), describe=_software_and_devices).serve()
+    return 0 if served else EXIT_DISCONNECTED
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Make a connection fail when its other end vanishes without closing it.
+
+    An idle connection is probed by the kernel, and data in flight has a timeout.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_TIMEOUT_S // 3),
+        ("TCP_KEEPINTVL", KEEPALIVE_TIMEOUT_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_TIMEOUT_S),
+    ):
+        if hasattr(socket, name):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface that has one, by its name."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            except OSError:  # an interface without an address
+                continue
+    return found
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface with this IPv4 address, "" where none has it."""
+    here = addresses()
+    if address.startswith("127.") and "lo" in here:
+        return "lo"
+    return next((name for name, own in here.items() if own == address), "")
+
+
+def _connect(places: Sequence[tuple[str, int]], begin: Callable[[socket.socket, str], _T]) -> _T:
+    """Return what ``begin`` makes of a connection to the first place where it succeeds, and of its host.
+
+    All are tried until ``CONNECT_TIMEOUT_S`` has passed: the launcher may start later than this process, and a network
+    that has just come up, or a busy machine, may lose the first packets.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        for place in places:
+            try:
+                connection = socket.create_connection(place, _ATTEMPT_TIMEOUT_S)
+            except OSError as error:
+                last = error
+                continue
+            try:
+                enable_keepalive(connection)
+                return begin(connection, place[0])
+            except OSError as error:
+                connection.close()
+                last = error
+        if time.monotonic() > deadline:
+            raise last
+        time.sleep(_RETRY_INTERVAL_S)
+
+
+def _description(node: int, host: str, connection: socket.socket) -> bytes:
+    """Return this node's greeting to the launcher, which it reached at ``host``."""
+    description = {
+        "node": node,
+        "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "launcher": host,
+        **_way_to_others(connection),
+        **_counts_from_starter(),
+        "at": time.monotonic(),
+    }
+    return json.dumps(description).encode()
+
+
+def _way_to_others(connection: socket.socket) -> dict[str, Any]:
+    """Return the interface and the address at which the ranks of other nodes reach those of this one.
+
+    It is the interface that leads to the launcher, unless GLOO_SOCKET_IFNAME names another; "" without an address.
+    """
+    own = connection.getsockname()[0]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not chosen:
+        return {"interface": interface_of(own), "address": own, "chosen": False}
+    return {"interface": chosen, "address": addresses().get(chosen.split(",")[0], ""), "chosen": True}
+
+
+def _counts_from_starter() -> dict[str, int | None]:
+    """Return the numbers of nodes, and of servers on this one, that torchrun or SLURM has set; None where unknown."""
+    nodes, servers = (
+        next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
+        for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))
+    )
+    return {"nodes": nodes, "servers": servers}
+
+
+def _software_and_devices() -> dict[str, Any]:
+    import torch
+
+    from plumbline.worker.package_hash import package_hash
+
+    python = ".".join(map(str, sys.version_info[:2]))
+    versions = {"torch": torch.__version__, "python": python, "plumbline": package_hash()}
+    return {**versions, "devices": _cuda_devices()}
+
+
+def _cuda_devices() -> int:
+    """Return how many CUDA devices a rank of this node sees. A child counts them: CUDA does not survive a fork."""
+    import torch
+
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return 0
+    source, sink = os.pipe()
+    pid = os.fork()
+    if not pid:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os.write(sink, str(count).encode())
+            os._exit(0)
+    os.close(sink)
+    os.waitpid(pid, 0)
+    with open(source, encoding="ascii") as pipe:
+        return int(pipe.read() or 0)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="plumbline.worker", description=__doc__)
+    at = "where the launcher listens; of several, the first that answers"
+    parser.add_argument("--connect", required=True, action="append", metavar="HOST:PORT", help=at)
+    parser.add_argument("--as-node", required=True, metavar="N", help="which of the launcher's nodes this is, from 0")
+    parser.add_argument("--token-from-stdin", action="store_true", help=f"read it there instead of from {TOKEN}")
+    parser.add_argument("subject", help="the subject's locator")
+    return parser.parse_args(arguments)

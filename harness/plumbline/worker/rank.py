@@ -1,0 +1,134 @@
+"""One rank: prepare the process, train, write the evidence, exit."""
+
+from __future__ import annotations
+
+import copyreg
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+
+from plumbline.evidence.rank_file import RankFile
+from plumbline.subjects.declare import Subject
+from plumbline.worker.arithmetic import compute_as_named
+from plumbline.worker.assignment import Assignment, stack_beside
+from plumbline.worker.job import Job
+from plumbline.worker.node_member import current_member
+from plumbline.worker.recording.late_evidence import answer_requests, block_requests
+from plumbline.worker.recording.process_groups import keep_process_groups
+from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.step_hooks import StepCounter, StepHooks
+from plumbline.worker.timing.stopwatch import Stopwatch
+
+_current: Job | None = None
+
+
+def current_job() -> Job:
+    """Return the job of this process, for scripts, which do not get it as an argument.
+
+    A process that the subject has started by itself joins its node's recording here, if it has not joined yet.
+
+    Raises:
+        RuntimeError: this process was started neither by Plumbline nor by a subject under test.
+    """
+    return _current or current_member().job
+
+
+# A job travels to a process that the subject starts: there it is that process's own, which joins the recording.
+copyreg.pickle(Job, lambda _: (current_job, ()))
+
+
+def run(
+    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: StepCounter
+) -> NoReturn:
+    """Train one rank and write its evidence. Does not return: the process ends here.
+
+    ``done`` is memory that outlives this process, for the number of steps that it has done.
+
+    The evidence is written and announced before anything is shut down, and the process ends without running
+    destructors, because a teardown may hang: see :mod:`plumbline.worker.recording.process_groups`. What has been
+    recorded is also written before the subject destroys its process group, and when the launcher requests it.
+    """
+
+    def train() -> int:
+        global _current
+        prepare_process(assignment)
+        recorder: StepHooks
+        recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.tensor_store(), done)
+        recorder.install()
+        file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
+        place = {"launch": assignment.launch, "rank": assignment.rank}
+
+        def write_so_far() -> None:
+            if recorder.has_steps:
+                file.write_so_far()
+                announce({"event": "so_far", **place})
+
+        def before_destruction() -> None:
+            with suppress(OSError):  # the whole evidence comes later, and names the obstacle
+                write_so_far()
+
+        keep_process_groups(before_destruction)
+        answer_requests(write_so_far)
+        _current = Job(assignment, recorder)
+        raised = call(subject, _current)
+        try:
+            file.finish(recorder.trace(assignment.rank, raised))
+        except OSError as error:
+            announce({"event": "unwritten", **place, "why": str(error)[:300]})
+            raise
+        announce({"event": "evidence", **place})
+        return 0 if raised is None else 1
+
+    exit_after(train)
+
+
+def call(subject: Subject, job: Job) -> BaseException | None:
+    """Train ``job``; return what the subject raised, which is printed too."""
+    try:
+        subject.train(job)
+    except BaseException as error:
+        with suppress(Exception):  # a subject may have closed what it prints to
+            traceback.print_exc()
+        return error
+    return None
+
+
+def exit_after(train: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code that ``train`` returns, 1 if it raises, without running destructors."""
+    status = 1
+    try:
+        status = train()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def prepare_process(assignment: Assignment) -> None:
+    """Make a forked process the rank of ``assignment``, in a session of its own."""
+    os.setsid()
+    block_requests()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    # The stacks at its death, or on request. Not in the log, which belongs to the subject.
+    stack = os.open(stack_beside(assignment.log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    faulthandler.enable(file=stack)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    os.environ.update(assignment.environment)
+    torch.set_num_threads(1)
+    # Each rank has a seed of its own, on purpose: the trainer must make equal what has to be equal on all ranks.
+    torch.default_generator.manual_seed(1 + assignment.rank)
+    if assignment.cell.accelerator == "cuda":
+        torch.cuda.manual_seed_all(1 + assignment.rank)
+        if not assignment.gate:  # what is timed is timed as users have it
+            compute_as_named()

@@ -1,0 +1,353 @@
+"""Records what happens on a rank while a subject trains. It never judges.
+
+The subject needs no changes: evidence comes from the global optimizer-step hooks, hooks on the job's model,
+the job's loss, and the GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from plumbline.core.errors import TraceError
+from plumbline.core.flat_part import FlatPart
+from plumbline.evidence.tensor_store import TensorStore
+from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
+from plumbline.worker.recording.flat_shards import FlatShard, FlatShards
+from plumbline.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
+from plumbline.worker.recording.passes import Forward, Passes
+from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
+from plumbline.worker.step_hooks import StepCounter, StepHooks
+
+
+class Recorder(StepHooks):
+    """Collects the steps of this process.
+
+    Large weights and gradients are written to ``store`` at once, the others are kept here. Without a store all are.
+    """
+
+    def __init__(self, store: TensorStore | None = None, done: StepCounter | None = None) -> None:
+        super().__init__(bytearray(8) if done is None else done)
+        self._store = store
+        self.steps: list[Step] = []
+        self.evaluations: list[Evaluation] = []
+        self.logged: list[Logged] = []
+        self._model: nn.Module | None = None
+        self._shapes: dict[str, torch.Size] = {}
+        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
+        self._passes = Passes()
+        self._evaluating = Lock()
+        self._before: Tensors = {}
+        self._gradients: Tensors = {}
+        self._scale: float | None = None
+        self._buffers: Tensors = {}
+        self._parts: list[OptimizerPart] = []
+        self._paused = False
+        self._held: frozenset[str] | None = None
+        self._flat = FlatShards()
+        self._holds_nothing = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
+        self._model = model
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        model.register_forward_hook(self._on_outputs)
+        for layer in model.modules():
+            if getattr(layer, "draws", None):
+                layer.register_forward_hook(self._on_draw)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no forward, no loss, no draw and no step."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @contextmanager
+    def holding(self, names: Collection[str]) -> Iterator[None]:
+        """Record the parameters and buffers ``names`` alone, as if the model had no others."""
+        self._held = frozenset(names)
+        self._holds_nothing = not self._own_parameters()
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
+        """Read weights and gradients of these parameters where this rank has its part of them."""
+        self._flat.declare(parts, self._shapes, ranks)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded."""
+        return bool(self.steps)
+
+    def on_loss(self, batch: Any) -> None:
+        """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
+        if torch.is_grad_enabled() and not self._paused:
+            self._passes.close(_ids(batch))
+
+    def on_log(self, name: str, value: Any) -> None:
+        """Take down a metric that the subject reports."""
+        self.logged.append(Logged(len(self.steps), name, float(value), len(self._passes)))
+
+    def _trace(self, rank: int) -> RankTrace:
+        self._note_world()
+        self._settle()
+        buffers = {} if self._model is None else {name: copied(value) for name, value in self._model.named_buffers()}
+        final = self._final()
+        if self._store is not None and self._store.failure is not None:
+            raise self._store.failure
+        return RankTrace(
+            rank=rank,
+            world_size=self.world_size,
+            steps=tuple(self.steps),
+            error=None,
+            failed_at=None,
+            final=final,
+            final_buffers=buffers,
+            evaluations=tuple(self.evaluations),
+            logged=tuple(self.logged),
+            torch=torch.__version__,
+            holds_nothing=self._holds_nothing,
+        )
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _recomputes() or self._paused:
+            return
+        batch = next((value for value in (*args, *kwargs.values()) if _ids(value) is not None), None)
+        if batch is None:
+            return
+        ids = _ids(batch) or ()
+        if not torch.is_grad_enabled():
+            self._evaluated(len(self._passes), ids, module.training)
+            return
+        if not self._passes:
+            self._note_world()  # here too: a window that is never stepped leaves no other trace of it
+            self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
+        self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
+
+    def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Notice whether a backward goes through a forward in evaluation mode: only then is it training."""
+        if module.training or _recomputes() or not torch.is_grad_enabled():
+            return
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                forward = self._passes.last_on(output.device.index or 0)
+                if forward is not None:
+                    _on_gradient(output, partial(_differentiate, forward))
+
+    def _evaluated(self, micro_batches: int, ids: tuple[int, ...], training: bool) -> None:
+        place = (len(self.steps), micro_batches)
+        with self._evaluating:  # replicas on CUDA run in threads
+            last = self.evaluations[-1] if self.evaluations else None
+            if last is not None and (last.step, last.micro_batches) == place:
+                self.evaluations[-1] = replace(last, samples=last.samples + ids, training=last.training or training)
+            else:
+                self.evaluations.append(Evaluation(*place, ids, training))
+
+    def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
+        if self._paused or any(isinstance(one, Tensor) and one.is_meta for one in (*args, drawn)):
+            return  # the values of a stage are computed elsewhere
+        device, name = drawn.device.index or 0, str(layer.draws)
+        if _recomputes():
+            self._passes.redraw(device, name, copied(drawn))
+        elif layer.training or torch.is_grad_enabled():  # what is to be computed once more runs without gradients first
+            forward = self._passes.last_on(device)
+            if forward is not None:
+                forward.drawn[name] = copied(drawn)
+
+    def _settle(self) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches since the last step; what only evaluated among them is an evaluation."""
+        micro_batches, idle = self._passes.settle()
+        for place, forward in idle:
+            self._evaluated(place, forward.ids, forward.training)
+        return tuple(micro_batches)
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._paused:
+            return None
+        if not self.steps:
+            self._refuse_flattened()
+        self._before = self._current_weights()
+        self._gradients = self._received(optimizer)
+        return self._with_closure(optimizer, args, kwargs)
+
+    def _with_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments of a step whose closure computes the gradients that it takes; None where it has none.
+
+        Lightning does all of a batch in there.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+
+        def recorded() -> Any:
+            loss = closure()
+            self._gradients = self._received(optimizer)
+            return loss
+
+        return ((args[0], recorded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": recorded})
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._paused:
+            return
+        skipped = _skips_in_its_kernel(optimizer)
+        self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
+
+    def _append(
+        self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
+    ) -> None:
+        # Asked at every step: the group may be gone by the time the subject returns.
+        self._note_world()
+        micro_batches = self._settle()
+        # Of flat tensors a trainer steps one after the other, and takes the rest out of their groups meanwhile.
+        groups = [group for group in optimizer.param_groups if group["params"] or not self._flat]
+        rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+        if not micro_batches and rates and not any(rates) and all(map(is_zero, gradients.values())):
+            return  # no training: torch.distributed.checkpoint lets an optimizer make the state that it will load into
+        step = Step(
+            micro_batches=micro_batches,
+            before=before,
+            gradients=gradients,
+            after=after,
+            learning_rates=rates,
+            skipped=skipped,
+            scale=self._scale,
+            buffers=self._buffers,
+        )
+        names = [*self._names_of(optimizer), *self._flat.names_in(_parameters_of(optimizer))]
+        part = OptimizerPart(id(optimizer), tuple(filter(None, names)), step)
+        if belongs(part, self._parts):
+            self._parts.append(part)
+            self.steps[-1] = joined(self._parts)
+        else:
+            self._parts = [part]
+            self.steps.append(step)
+            self._count(len(self.steps))
+
+    def _final(self) -> Tensors | None:
+        """Return the model's weights as they are now: the last step's own object where they are the same."""
+        return None if self._model is None else self._current_weights()
+
+    def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        self._scale = scaler.get_scale()
+        last = self.steps[-1] if self.steps else None
+        result = step()
+        if (self.steps[-1] if self.steps else None) is last:
+            self._append_skipped(optimizer, self._received(optimizer))
+        return result
+
+    def skipped(self, optimizer: Optimizer, scale: float) -> None:
+        """Take down a step that was skipped, of which no gradient is there to be seen."""
+        self._scale = scale
+        self._append_skipped(optimizer, {})
+        self._scale = None  # that of the next step is the trainer's own affair
+
+    def _append_skipped(self, optimizer: Optimizer, gradients: Tensors) -> None:
+        weights = self._current_weights()
+        before = self.steps[-1].after if self.steps else weights
+        self._append(optimizer, before, gradients, weights, skipped=True)
+
+    def _weights(self) -> Tensors:
+        if self._model is None:
+            return {}
+        return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
+
+    def _own_parameters(self) -> dict[str, nn.Parameter | FlatShard]:
+        every = () if self._model is None else self._model.named_parameters()
+        return {
+            name: self._flat.weight(name) if name in self._flat else parameter
+            for name, parameter in every
+            if self._holds(name)
+        }
+
+    def _holds(self, name: str) -> bool:
+        return self._held is None or name in self._held
+
+    def _refuse_flattened(self) -> None:
+        """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
+        for name, parameter in self._model.named_parameters() if self._model is not None else ():
+            changed = is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape)
+            if changed and name not in self._flat:
+                raise TraceError(
+                    f"{name} is flattened, as FullyShardedDataParallel does it: of sharded parameters only DTensors, "
+                    "which fully_shard (FSDP2) makes, and what the subject declares by job.flat_parts can be recorded"
+                )
+
+    def _current_weights(self) -> Tensors:
+        """Return the weights as they are now: the last step's own object where they have not changed since."""
+        last = self.steps[-1].after if self.steps else None
+        own = self._own_parameters()
+        if last is not None and last.keys() == own.keys() and all(is_still(own[name], last[name]) for name in last):
+            return last
+        return self._weights()
+
+    def _names_of(self, optimizer: Optimizer) -> list[str | None]:
+        """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
+        parameters = _parameters_of(optimizer)
+        if any(id(parameter) not in self._named for parameter in parameters) and self._model is not None:
+            # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
+            self._named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
+        names = [self._named[id(p)][0] if id(p) in self._named else None for p in parameters]
+        own = list(self._named.values())
+        if not any(names) and [p.shape for p in parameters] == [p.shape for _, p in own]:
+            return [name for name, _ in own]  # master weights: other tensors, handed over in the model's own order
+        return names
+
+    def _received(self, optimizer: Optimizer) -> Tensors:
+        """Return the gradients that the optimizer has received, by the names of their parameters."""
+        parameters = _parameters_of(optimizer)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
+        received = {
+            name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._store)
+            for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
+            if name is not None and parameter.grad is not None
+        }
+        flat = self._flat.gradients_in(parameters, 1.0 if scale is None else float(scale))
+        return received | {name: kept(gradient, self._store) for name, gradient in flat}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _skips_in_its_kernel(optimizer: Optimizer) -> bool:
+    """Return whether a fused optimizer's kernel skips the step, because the GradScaler found an infinite gradient.
+
+    See ``_step_supports_amp_scaling`` in torch.amp.GradScaler.step.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and float(found) > 0
+
+
+def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    register: Any = output.register_hook
+    register(hook)
+
+
+def _differentiate(forward: Forward, gradient: Tensor) -> None:
+    forward.differentiated = True
+
+
+def _recomputes() -> bool:
+    """Return whether this runs inside of a backward, where an activation is only computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _ids(batch: Any) -> tuple[int, ...] | None:
+    if isinstance(batch, Mapping) and isinstance(batch.get("index"), Tensor):
+        return tuple(batch["index"].reshape(-1).tolist())
+    return None

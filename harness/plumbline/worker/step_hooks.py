@@ -1,0 +1,131 @@
+"""Hooks into torch's optimizers and GradScaler, which recording and timing share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from plumbline.core.flat_part import FlatPart
+from plumbline.evidence.trace import RankTrace
+from plumbline.worker.exception_text import calls_in, in_words
+
+
+class StepCounter(Protocol):
+    """Memory for the number of steps done: eight bytes, little-endian."""
+
+    def __setitem__(self, place: slice, number: bytes, /) -> None: ...
+
+
+class StepHooks(ABC):
+    """Follows the optimizer steps of this process; ``install`` lasts for the rest of the process's life.
+
+    ``done`` is updated after each step, and may be memory that outlives the process.
+    """
+
+    def __init__(self, done: StepCounter) -> None:
+        self.world_size = 1
+        self._done = done
+        self._nested = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return this object: a copy of the model (an average of weights, for example) brings its hooks along."""
+        return self
+
+    def install(self) -> None:
+        """Hook into torch's optimizers and GradScaler."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        scaler_class: Any = torch.amp.GradScaler
+        step = scaler_class.step
+
+        def followed(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return step(scaler, optimizer, *args, **kwargs)
+            return self._scaled_step(scaler, optimizer, lambda: step(scaler, optimizer, *args, **kwargs))
+
+        scaler_class.step = followed
+
+    @abstractmethod
+    def watch(self, model: nn.Module) -> None:
+        """Follow the forwards of ``model``."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded."""
+        return False
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing that happens belongs to the training."""
+        return nullcontext()
+
+    def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Return a context in which the model has values of the parameters and buffers ``names`` alone."""
+        return nullcontext()
+
+    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:  # noqa: B027
+        """Note where this rank has its part of flattened parameters."""
+
+    def skipped(self, optimizer: Optimizer, scale: float) -> None:  # noqa: B027
+        """Note that the trainer's own loss scaler skips a step of ``optimizer``, at this ``scale``."""
+
+    def on_loss(self, batch: Any) -> None:  # noqa: B027
+        """Note that the loss of ``batch`` is computed."""
+
+    def on_log(self, name: str, value: Any) -> None:  # noqa: B027
+        """Note a metric."""
+
+    def on_finished(self) -> None:  # noqa: B027
+        """Note that this process has trained to the end."""
+
+    def trace(self, rank: int, raised: BaseException | None = None) -> RankTrace:
+        """Return this process's trace, and in it what the subject has ``raised``."""
+        failed_at = time.time()
+        trace = self._trace(rank)
+        if raised is None:
+            return trace
+        return replace(trace, error=in_words(raised), failed_at=failed_at, stack=calls_in(raised))
+
+    @abstractmethod
+    def _trace(self, rank: int) -> RankTrace: ...
+
+    def _note_world(self) -> None:
+        """Note how many ranks torch.distributed connects now: the group may be gone when the subject returns."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.world_size = torch.distributed.get_world_size()
+
+    def _count(self, steps: int) -> None:
+        self._done[:8] = steps.to_bytes(8, "little")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        # Of an optimizer inside of an optimizer the outer one's step is what the subject asked for.
+        self._nested += 1
+        return self._begin_step(optimizer, args, kwargs) if self._nested == 1 else None
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested -= 1
+        if self._nested == 0:
+            self._end_step(optimizer)
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Note that a step begins; return other arguments for it, or None."""
+        return None
+
+    @abstractmethod
+    def _end_step(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Call ``step``, that of an enabled GradScaler, which may skip the optimizer's; return its result."""

@@ -1,0 +1,218 @@
+"""Times a rank's training in rounds, and adds nothing to its steps but time stamps. It never judges.
+
+It takes the recorder's place in launches that measure: on the same hooks, but it keeps no tensor of the model's. The
+number of steps is known beforehand: ``warmup``, then rounds of as many steps each, a boundary after each. There the
+devices are brought to rest and the rank waits for all others, so that nothing of one round falls into another. When the
+parent has what it wants it asks for the report; the steps that are left are trained without being watched.
+
+Two more rounds are for looking, not for timing: a step in which tensors and operations are counted, and some under
+torch's profiler. The chunks of a pipeline are followed in the warm-up, from its second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from plumbline.evidence.timing import Chunk, RankTiming, Round
+from plumbline.evidence.trace import RankTrace
+from plumbline.worker.assignment import Assignment
+from plumbline.worker.step_hooks import StepCounter, StepHooks
+from plumbline.worker.timing.collectives import Collectives
+from plumbline.worker.timing.cpu_affinity import begin_on_core
+from plumbline.worker.timing.device_clock import clock_of
+from plumbline.worker.timing.executed_flops import ExecutedFlops
+from plumbline.worker.timing.peak_memory import keep_freed_memory, memory_of
+from plumbline.worker.timing.pipeline_chunks import PipelineChunks
+from plumbline.worker.timing.round_barrier import REPORT, RoundBarrier
+from plumbline.worker.timing.step_profile import StepProfile
+from plumbline.worker.timing.tensor_bytes import TensorBytes
+from plumbline.workloads import PerformanceWorkload, find
+
+
+class Stopwatch(StepHooks):
+    """Times the steps of this process and reports them to the parent, which it waits for at the round barrier."""
+
+    def __init__(self, assignment: Assignment, done: StepCounter) -> None:
+        super().__init__(done)
+        workload = find(assignment.cell.workload)
+        assert isinstance(workload, PerformanceWorkload)
+        assert assignment.gate is not None
+        self._rank = assignment.rank
+        self._devices = [torch.device(name) for name in assignment.devices]
+        self._on_cpu = self._devices[0].type == "cpu"
+        self._extent = workload.on(assignment.cell.accelerator).extent(assignment.cell.topology.devices)
+        self._barrier = RoundBarrier(assignment.gate, assignment.rank)
+        self._clock = clock_of(self._devices)
+        self._boundaries = list(self._extent.boundaries)
+        self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
+        self._steps = 0
+        self._tensors = TensorBytes(type(workload))
+        self._collectives = Collectives()
+        self._flops = ExecutedFlops(self._devices)
+        in_stages = assignment.cell.contract.micro_batches > 1
+        self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
+        self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
+        self._profile: StepProfile | None = None
+        if assignment.profile is not None:
+            self._profile = StepProfile(assignment.profile, assignment.rank, on_cuda=not self._on_cpu)
+        self._memory: dict[str, int] = {}
+        self._begun: Any = None
+        self._forwards: list[Any] = []
+        self._ended: list[Any] = []
+        self._samples: list[Tensor] = []
+        self._waits_for_forward = True
+
+    def install(self) -> None:
+        """Hook into torch's optimizers and GradScaler, and keep memory, for the rest of the process's life."""
+        if self._on_cpu:
+            keep_freed_memory()
+        super().install()
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow the samples that go through ``model``'s forward."""
+        self._tensors.watch(model)
+        model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _trace(self, rank: int) -> RankTrace:
+        # What was measured has been reported already.
+        error = None
+        if self._steps != self._extent.steps_in_all:
+            error = (
+                f"it made {self._steps} optimizer steps, and its data are {self._extent.steps_in_all} whole batches: "
+                "one step a batch is what this workload asks for, once through the dataset"
+            )
+        return RankTrace(rank=rank, world_size=self.world_size, steps=(), error=error, failed_at=None)
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Once a step, in steps of 150 µs and more: what is written here in a longer way shows in them.
+        if not self._boundaries or not torch.is_grad_enabled():
+            return
+        index = _index(args[0]) if args else None
+        if index is None:
+            index = next((index for value in (*args, *kwargs.values()) if (index := _index(value)) is not None), None)
+        if index is None:
+            return
+        self._samples.append(index)
+        # Of several replicas the one on the first device counts, where the clock is.
+        if self._waits_for_forward and (self._on_cpu or index.device.type == "cpu" or index.device == self._devices[0]):
+            self._waits_for_forward = False
+            if self._begun is None:
+                self._begin_warmup()
+            self._forwards.append(self._clock.mark())
+            if self._collectives.looks:
+                self._collectives.data_ends()
+
+    def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        before = self._steps
+        result = step()
+        if self._steps == before:
+            self._end_step(optimizer)  # it was skipped, but its work was done all the same
+        return result
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        self._count(self._steps)
+        if not self._boundaries:
+            return
+        if self._begun is None:  # a stage of a pipeline that never calls the job's model
+            self._begin_warmup()
+        self._ended.append(self._clock.mark())
+        self._waits_for_forward = True
+        if self._profile is not None:
+            self._profile.end_step()
+        if self._chunks is not None and self._steps == 1:
+            self._chunks.start()
+        elif self._chunks is not None and not self._rounds:
+            self._chunks.end_step()
+        if self._steps == self._boundaries[0]:
+            self._at_boundary(optimizer)
+        else:
+            self._look_for_batch()
+
+    def _begin_warmup(self) -> None:
+        self._clock.rest()
+        self._begun = self._clock.mark()
+
+    def _at_boundary(self, optimizer: Optimizer) -> None:
+        times = self._clock.times([self._begun, *self._forwards, *self._ended])
+        if self._chunks is not None and not self._rounds:
+            self._chunks.stop()
+            self._pipeline = self._chunks.steps(self._clock.times)
+        del self._boundaries[0]
+        self._rounds.append((times, len(self._forwards), self._samples))
+        self._forwards, self._ended, self._samples = [], [], []
+        looked = len(self._rounds) - 1 - self._extent.rounds
+        if looked == 1:
+            self._flops.stop()
+            self._tensors.stop(optimizer)
+            self._collectives.start()
+        elif looked == 2:
+            self._collectives.stop()
+        command = self._barrier.wait()
+        # All ranks have arrived: what is done here takes no time from any rank's round.
+        if looked == 0 or (looked < 0 and command == REPORT):
+            self._note_world()
+            self._memory = memory_of(self._devices)
+        if command == REPORT:
+            self._report()
+            return
+        if looked == 0:
+            self._tensors.start()
+            self._flops.start()
+        if self._profile is not None and len(self._rounds) == 1:
+            self._profile.start()
+        if self._on_cpu:
+            begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
+        self._clock.rest()
+        self._begun = self._clock.mark()
+        self._look_for_batch()
+
+    def _look_for_batch(self) -> None:
+        """Note for the shares of a step that this rank waits for a batch now, if it is one that gets batches."""
+        calls_model = any(forwards for _, forwards, _ in self._rounds)  # a stage of a pipeline may never do so
+        if self._collectives.looks and calls_model:
+            self._collectives.data_begins()
+
+    def _report(self) -> None:
+        self._boundaries = []
+        warmup, *rounds = (
+            Round(begun=times[0], forwards=times[1 : 1 + forwards], ended=times[1 + forwards :], samples=_ids(samples))
+            for times, forwards, samples in self._rounds
+        )
+        looked = rounds[self._extent.rounds :]
+        timing = RankTiming(
+            rank=self._rank,
+            warmup=warmup,
+            rounds=tuple(rounds[: self._extent.rounds]),
+            memory=self._memory,
+            tensors=self._tensors.by_metric if looked else None,
+            communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
+            shares=self._collectives.shares_of(looked[-1].seconds) if looked else None,
+            flops=self._flops.total if looked else None,
+            pipeline=self._pipeline,
+            devices=_uuids(self._devices),
+            problems=tuple(self._profile.problems) if self._profile else (),
+        )
+        self._rounds = []
+        self._barrier.report(timing.to_json())
+
+
+def _index(batch: Any) -> Tensor | None:
+    """Return the sample ids of a batch, None if it is none of the job's."""
+    index = batch.get("index") if isinstance(batch, (dict, Mapping)) else None
+    return index if isinstance(index, Tensor) else None
+
+
+def _uuids(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """Return how the driver calls these GPUs; nothing where torch does not tell it, as older versions do not."""
+    cuda = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
+    return tuple(dict.fromkeys(f"GPU-{one.uuid}" for one in cuda if hasattr(one, "uuid")))
+
+
+def _ids(samples: list[Tensor]) -> tuple[int, ...]:
+    return tuple(torch.cat([index.reshape(-1).cpu() for index in samples]).tolist()) if samples else ()

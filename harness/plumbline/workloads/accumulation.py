@@ -1,0 +1,108 @@
+"""Windows of several micro-batches, and evaluations and metrics in the middle of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.basics import MISSING, Mlp
+from plumbline.workloads.dataset import Batch
+from plumbline.workloads.randomness import KeyedDropout
+
+
+class Accumulation(Mlp):
+    """The perceptron with windows of three and two micro-batches; loud samples make micro-batches unlike."""
+
+    name = "accumulation"
+    exposes = "micro-batches summed, divided twice, wiped, left unreduced; the short last window dropped or misjudged"
+    needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
+    narrow = True
+    couples_stages = True
+    accumulate = 3
+    steps_per_epoch = 5
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), whose length differs widely by sample, and the class ``y``."""
+        columns = super().columns(count, generator)
+        loudness = torch.randn(count, 1, generator=generator).exp()
+        return {**columns, "x": columns["x"] * loudness}
+
+
+class _WithBatchNormAndDropout(nn.Module):
+    """Every layer that knows a training mode shows it: dropout in gradients, BatchNorm in its buffers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            KeyedDropout(1),
+            nn.Linear(32, 8),
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.last(self.drop(self.norm(self.first(batch["x"])).tanh(), batch["index"]))
+        return outputs
+
+
+class Validation(Mlp):
+    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside of windows, and between.
+
+    Windows are whole: what a trainer makes of a short one, other workloads ask.
+    """
+
+    name = "validation"
+    exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"
+    blocks = 4
+    needs: ClassVar[frozenset[str]] = frozenset({"validation", "accumulation"})
+    narrow = True
+    precisions = ("32",)
+    accumulate = 4
+    steps_per_epoch = 8
+    validate_every = 2
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with BatchNorm and dropout."""
+        return _WithBatchNormAndDropout()
+
+
+class _WithDropout(nn.Module):
+    """Dropout: a loss that was taken in the wrong mode is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(16, 32), KeyedDropout(1), nn.Linear(32, 8)
+
+    def forward(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.last(self.drop(self.first(batch["x"]).tanh(), batch["index"]))
+        return outputs
+
+
+class Metrics(Accumulation):
+    """Windows of three and two micro-batches, the last of which is short, and an evaluation after the first window.
+
+    A few samples cost much, so that batches and ranks have mean losses of their own.
+    """
+
+    name = "metrics"
+    exposes = "one rank's figure for all, means of unequal means, padding that counts, losses of another moment or mode"
+    needs: ClassVar[frozenset[str]] = frozenset({"metrics", "validation", "accumulation"})
+    validate_every = 3
+
+    def samples(self, devices: int) -> int:
+        """Return seven fewer than whole batches have."""
+        return super().samples(devices) - MISSING
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with dropout."""
+        return _WithDropout()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), the class ``y``, and what an error ``costs``."""
+        return {**super().columns(count, generator), "costs": torch.randn(count, generator=generator).exp()}
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the mean over samples of the cross entropy times what it costs."""
+        return (nn.functional.cross_entropy(outputs, batch["y"], reduction="none") * batch["costs"]).mean()

@@ -1,0 +1,122 @@
+"""Nothing special: equal shares and a loss that is a mean over samples, the same bit for bit, in order, or uneven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.dataset import Batch
+from plumbline.workloads.workload import Workload
+
+
+class Perceptron(nn.Module):
+    """Layers, one after the other, for the inputs ``x`` of a batch."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the outputs of the last layer."""
+        outputs: Tensor = self.layers(batch["x"])
+        return outputs
+
+
+class Mlp(Workload):
+    """A two-layer perceptron that classifies random points; SGD, which hides no wrong scale."""
+
+    name = "mlp"
+    exposes = "wrong averages, missing synchronisation, wrong shards: no excuse for any difference"
+    blocks = 3
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8, with biases."""
+        return Perceptron(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,) and the class ``y`` (scalar, 0..7)."""
+        return {
+            "x": torch.randn(count, 16, generator=generator),
+            "y": torch.randint(8, (count,), generator=generator),
+        }
+
+
+FEATURES = 8
+
+
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2, bias=False)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randint(-4, 5, (2, FEATURES)).float() / 8)
+
+    def forward(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.linear(batch["x"])
+        return outputs
+
+
+class LinearExact(Workload):
+    """Least squares on one-hot features of ±1, weights in eighths, targets in halves.
+
+    A step of N samples divides by N and multiplies by the learning rate, 8: log2(N/8) more bits each step, and
+    the 24 of a float32 hold six steps up to N = 128. The sizes keep a loss scale of 65536 below float16's end.
+    """
+
+    name = "linear-exact"
+    exposes = "any difference at all: the result must be equal bit for bit, without a tolerance"
+    blocks = 1
+    exact = True
+    batch_size = 16
+
+    def build(self) -> nn.Module:
+        """Return a linear layer without bias."""
+        return _Linear()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (8,), one entry of ±1, and ``y`` (2,), -1 to 1 in halves."""
+        hot = torch.randint(FEATURES, (count,), generator=generator)
+        sign = torch.randint(2, (count, 1), generator=generator) * 2.0 - 1.0
+        x = nn.functional.one_hot(hot, FEATURES) * sign
+        y = torch.randint(-2, 3, (count, 2), generator=generator) / 2
+        return {"x": x, "y": y}
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return half the squared error, summed over outputs, averaged over samples."""
+        error: Tensor = outputs - batch["y"]
+        return error.square().sum(1).mean() / 2
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with a dyadic learning rate."""
+        return torch.optim.SGD(params, lr=float(FEATURES))
+
+
+class Sequential(Mlp):
+    """The perceptron without shuffling."""
+
+    name = "sequential"
+    exposes = "shuffling that nobody asked for, contiguous shards in the place of interleaved ones"
+    narrow = True
+    precisions = ("32",)
+    shuffle = False
+    needs_epochs = "asks for the order of an epoch"
+
+
+MISSING = 7
+
+
+class Uneven(Mlp):
+    """The perceptron with a last batch that lacks seven samples; repeats, to pad it, are fewer than there are ranks."""
+
+    name = "uneven"
+    exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"
+    narrow = True
+    precisions = ("32",)
+    needs_epochs = "asks for the last batch of an epoch"
+
+    def samples(self, devices: int) -> int:
+        """Return seven fewer than whole batches have."""
+        return super().samples(devices) - MISSING

@@ -1,0 +1,122 @@
+"""Trainings that are interrupted and resumed by new processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.basics import Mlp
+from plumbline.workloads.dataset import Batch
+from plumbline.workloads.experts import MixtureOfExperts
+from plumbline.workloads.overflow import GAIN
+from plumbline.workloads.updates import AdamW, warm_up_then_decay
+
+
+class _Remembering(nn.Module):
+    """Subtracts the average of its biases so far: buffers that follow from the weights alone, whoever has which sample.
+
+    ``updates`` counts, and ``average`` remembers; without them the next forward computes something else. Forwards at
+    the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    """
+
+    updates: Tensor
+    average: Tensor
+    latest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8, bias=False)
+        self.register_buffer("updates", torch.tensor(0))
+        self.register_buffer("average", torch.zeros(32))
+        self.register_buffer("latest", torch.zeros(32))
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                updated = (self.first.bias != self.latest).any()
+                self.updates += updated
+                self.average += updated * (self.first.bias - self.average) / self.updates
+                self.latest.copy_(self.first.bias)
+        # As in ``overflow``: the power of two goes out and in again, and the gradient between is as much larger.
+        gain = batch["gain"][:, None]
+        outputs: Tensor = self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
+        return outputs
+
+
+def _factor(step: int) -> float:
+    return warm_up_then_decay(step, 3, 0.9)
+
+
+class CheckpointResume(Mlp):
+    """The perceptron with momentum, a rate of its own for every step, buffers, and an overflow in every epoch.
+
+    The overflow, of one sample, is one in 16 bits only: there the loss scale is no longer what it was at first.
+    """
+
+    name = "checkpoint"
+    exposes = "momentum, rate, loss scale, buffers, the epoch or the place in it lost where training is resumed"
+    whole_layers = "its model reads a layer's biases beside the layer's forward"
+    blocks = 2
+    needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "scheduler"})
+    narrow = True
+    couples_stages = True
+    steps_per_epoch = 6
+    interrupt_after = 8
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with buffers."""
+        return _Remembering()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), the class ``y``, and ``gain``: 1, or 4096 for one sample."""
+        planned = torch.arange(count) == count // 2
+        return {**super().columns(count, generator), "gain": torch.where(planned, GAIN, 1.0)}
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return three steps of warm-up, then a decay by a tenth at every step."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
+
+
+class CheckpointWindows(Mlp):
+    """The perceptron with momentum and windows of two and one micro-batches, interrupted between two windows."""
+
+    name = "checkpoint-windows"
+    exposes = "a place in the epoch that is counted in steps where batches are meant, or the other way round"
+    needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "accumulation"})
+    narrow = True
+    precisions = ("32",)
+    accumulate = 2
+    steps_per_epoch = 9
+    interrupt_after = 7
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class CheckpointElastic(AdamW):
+    """AdamW with two groups; a step has the same samples on two devices as on three."""
+
+    name = "checkpoint-elastic"
+    exposes = "moments or their count lost, a place in the epoch counted by each rank, when other ranks resume"
+    needs: ClassVar[frozenset[str]] = frozenset({"checkpoint"})
+    precisions = ("32",)
+    steps_per_epoch = 8
+    interrupt_after = 12
+    elastic = True
+    needs_epochs = "asks for the same samples from another number of ranks"
+
+
+class CheckpointExperts(MixtureOfExperts, CheckpointElastic):
+    """The mixture of experts with AdamW: each rank saves its own experts, and other ranks go on with others."""
+
+    name = "checkpoint-experts"
+    exposes = "experts, or their moments, that are those of another rank, or new, when other ranks resume"
+    precisions = ("32",)

@@ -1,0 +1,84 @@
+"""Layers and losses that couple the samples of a batch: BatchNorm, and a contrastive loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.dataset import Batch
+from plumbline.workloads.workload import Workload
+
+
+class _Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.head(self.features(batch["image"]).mean((2, 3)))
+        return outputs
+
+
+class CnnBatchNorm(Workload):
+    """A small convolutional net with BatchNorm, trained with momentum."""
+
+    name = "cnn-batchnorm"
+    exposes = "statistics per replica (deviates by contract), buffers, an optimizer that has a state"
+    blocks = 7
+
+    def build(self) -> nn.Module:
+        """Return two convolutions with BatchNorm, a mean over space, a linear head."""
+        return _Cnn()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``image`` (1, 6, 6), its brightness and contrast differing by sample, and the class ``y``."""
+        contrast = 0.5 + torch.rand(count, 1, 1, 1, generator=generator)
+        brightness = torch.randn(count, 1, 1, 1, generator=generator)
+        image = torch.randn(count, 1, 6, 6, generator=generator) * contrast + brightness
+        return {"image": image, "y": torch.randint(4, (count,), generator=generator)}
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum: its buffers must survive every step."""
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+TEMPERATURE = 0.5
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 8))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return nn.functional.normalize(self.layers(batch["views"]), dim=-1)
+
+
+class Contrastive(Workload):
+    """InfoNCE with in-batch negatives (van den Oord et al. 2018, arXiv:1807.03748, eq. 4), two views a sample."""
+
+    name = "contrastive"
+    exposes = "which batch the loss sees: all of it (none, dp), a node's (ddp2), a rank's (ddp)"
+    blocks = 3
+
+    def build(self) -> nn.Module:
+        """Return an encoder 12 → 24 → 8 whose outputs have length one."""
+        return _Encoder()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``views`` (2, 12): one point seen twice with noise."""
+        point = torch.randn(count, 1, 12, generator=generator)
+        return {"views": point + 0.3 * torch.randn(count, 2, 12, generator=generator)}
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the cross entropy of finding a sample's second view among all second views of the batch."""
+        first, second = outputs.unbind(1)
+        similarity = first @ second.T / TEMPERATURE
+        return nn.functional.cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device))

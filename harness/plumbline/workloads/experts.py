@@ -1,0 +1,63 @@
+"""A mixture of experts: layers of which each sample uses some, chosen by a router that is trained with them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.basics import Mlp
+from plumbline.workloads.dataset import Batch
+
+WIDTH = 16
+EXPERTS = 4
+
+
+class Experts(nn.ModuleList):
+    """Layers with the same input. Trainers that divide experts among ranks put another module in the place of this."""
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Return the sum of all experts' outputs for ``x`` (rows, width), weighted by ``gates`` (rows, experts).
+
+        An expert computes the rows for which its gate is not zero, and no others.
+        """
+        total = torch.zeros_like(x, dtype=gates.dtype)
+        for number, expert in enumerate(self):
+            rows = gates[:, number].nonzero().flatten()
+            weighted = gates[rows, number, None] * expert(x[rows])
+            total = total.index_add(0, rows, weighted.to(total.dtype))
+        return total
+
+
+class _Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(16, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.first(batch["x"]).tanh()
+        # Gates by ReLU (Wang et al. 2024, arXiv:2412.14711), squared: where rounding opens or closes one, neither the
+        # output nor the gradient jumps, as they would where the largest few are taken.
+        gates = self.router(hidden).relu().square()
+        outputs: Tensor = self.head(hidden + self.experts(hidden, gates))
+        return outputs
+
+
+class MixtureOfExperts(Mlp):
+    """The perceptron with four experts and a router between its layers."""
+
+    name = "experts"
+    exposes = "gradients of experts or of their router counted twice, divided once too often, or missing"
+    blocks = 2
+    experts = EXPERTS
+    narrow = True
+    precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16")
+
+    def build(self) -> nn.Module:
+        """Return 16 → 16, a router and four experts beside it, → 8."""
+        return _Mixture()

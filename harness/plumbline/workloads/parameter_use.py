@@ -1,0 +1,171 @@
+"""Parameters that are frozen, unused, unused in some steps or on some ranks, or frozen at first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.basics import Mlp
+from plumbline.workloads.dataset import Batch
+
+
+class _PartlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+        self.first.weight.requires_grad_(False)
+        self.middle.requires_grad_(False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
+        return outputs
+
+
+class Frozen(Mlp):
+    """A three-layer perceptron whose middle is frozen; gradients flow through it to a bias that is not.
+
+    Everything is handed to the optimizer, and its decay would move whatever has a gradient, be it zero.
+    """
+
+    name = "frozen"
+    exposes = "frozen weights that are thawed, decayed through gradients of zero, or cut off what lies before them"
+    needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
+    narrow = True
+    precisions = ("32",)
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 32 → 8, of which the first bias and the last layer are trained."""
+        return _PartlyFrozen()
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with weight decay."""
+        return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+
+
+class Branching(nn.Module):
+    """A perceptron with a layer, ``extra``, for the samples that are ``hard`` alone: without any it is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def configure_blocks(self) -> list[nn.Module]:
+        """Return the layers that every batch goes through: a pipeline is cut between these alone."""
+        return [self.first, self.last]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits, (batch, 8)."""
+        hidden = self.first(batch["x"])
+        hard = batch["hard"].nonzero().flatten()
+        if len(hard):
+            hidden = hidden.index_add(0, hard, self.extra(batch["x"][hard]).to(hidden.dtype))
+        outputs: Tensor = self.last(hidden.tanh())
+        return outputs
+
+
+class _WithSpare(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 4)
+
+
+class UnusedParameters(Mlp):
+    """A perceptron with a layer that is never used, and a branch that one sample in ten takes."""
+
+    name = "unused-parameters"
+    exposes = "gradients left unreduced because another rank, or none, used a parameter; unused ones that move"
+    blocks = 2
+    needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
+    unused_parameters = True
+    narrow = True
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with a branch beside the first layer, and a spare layer."""
+        return _WithSpare()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
+        return {**super().columns(count, generator), "hard": torch.arange(count) % 10 == 5}
+
+
+class UnusedAtTheEnd(Mlp):
+    """A perceptron with a branch that every sample takes, except in the last step.
+
+    DistributedDataParallel without ``find_unused_parameters`` leaves a whole bucket unreduced then, and raises at the
+    next forward (https://github.com/pytorch/pytorch/issues/128949). Here there is none: one epoch, in order.
+    """
+
+    name = "unused-at-the-end"
+    exposes = "a bucket left unreduced in the last step, which DistributedDataParallel would only notice in the next"
+    blocks = 2
+    needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
+    unused_parameters = True
+    narrow = True
+    precisions = ("32",)
+    epochs = 1
+    shuffle = False
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with a branch beside the first layer."""
+        return Branching()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
+        before_last_step = torch.arange(count) < count - count // self.steps_per_epoch
+        return {**super().columns(count, generator), "hard": before_last_step}
+
+
+class _ThawsLater(nn.Module):
+    """Counts the weights that it is trained at; ``late`` is used without a gradient at the first ``frozen_for``.
+
+    Forwards at the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    """
+
+    seen: Tensor
+    latest: Tensor
+
+    def __init__(self, frozen_for: int) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+        self.frozen_for = frozen_for
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("latest", torch.zeros(32))
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen += (self.first.bias != self.latest).any()
+                self.latest.copy_(self.first.bias)
+        weight: Tensor = self.late.weight
+        bias: Tensor = self.late.bias
+        if int(self.seen) <= self.frozen_for:
+            weight, bias = weight.detach(), bias.detach()
+        hidden = nn.functional.linear(self.first(batch["x"]).tanh(), weight, bias)
+        outputs: Tensor = self.last(hidden.tanh())
+        return outputs
+
+
+class Thawed(Mlp):
+    """A three-layer perceptron whose middle layer has no gradient in the first epoch, and one in the second.
+
+    It requires gradients all the time; the optimizer's decay would move it as soon as it is handed one, be it zero.
+    """
+
+    name = "thawed"
+    exposes = "a layer without a gradient that decays all the same, and that is never trained when its time has come"
+    blocks = 2
+    needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
+    unused_parameters = True
+    narrow = True
+    precisions = ("32",)
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 32 → 8."""
+        return _ThawsLater(self.steps_per_epoch)
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum and weight decay."""
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)

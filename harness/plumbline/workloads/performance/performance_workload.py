@@ -1,0 +1,134 @@
+"""The base class of workloads that are measured: a size for each accelerator, a known number of steps, small data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from plumbline.workloads.dataset import Batch, Columns, Sample
+from plumbline.workloads.workload import Workload
+
+DISTINCT = 64
+"""Samples that are drawn; the dataset repeats them under new ids, so that a large one needs little memory."""
+
+FEWEST_STEPS = 3
+"""The fewest steps of a round, however many simulated devices share the cores: only its first follows a boundary."""
+
+MOST_PROFILED = 8
+"""The most steps under torch's profiler, which records each call of each of them."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long one launch trains, in optimizer steps: ``warmup``, then ``rounds`` of ``steps`` each that are timed.
+
+    After those come a step in which tensors are counted, and a few in which collectives are profiled.
+    """
+
+    warmup: int
+    rounds: int
+    steps: int
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """After how many steps all ranks wait for each other, the last one included."""
+        timed = [self.warmup + number * self.steps for number in range(self.rounds + 1)]
+        return (*timed, timed[-1] + 1, timed[-1] + 1 + min(self.steps, MOST_PROFILED))
+
+    @property
+    def steps_in_all(self) -> int:
+        """How many steps the dataset is for."""
+        return self.boundaries[-1]
+
+
+@dataclass(frozen=True)
+class ProblemSize:
+    """How large a workload is on one accelerator: the model's arguments, samples a device, and steps a round."""
+
+    model: dict[str, int]
+    batch: int
+    steps: int
+    warmup: int = 3
+
+
+class Repeated(Columns):
+    """``count`` samples made of fewer: sample ``i`` is one of them by ``i`` modulo their number, with its own index."""
+
+    def __init__(self, columns: Batch, count: int) -> None:
+        super().__init__(columns)
+        self._distinct = len(self.columns.pop("index"))
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, position: int) -> Batch:
+        if not 0 <= position < self._count:
+            raise IndexError(position)
+        chosen = position % self._distinct
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        return Sample(columns, index=torch.tensor(position))
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the samples at ``indices``, in that order, as one batch."""
+        wanted = torch.as_tensor(indices, dtype=torch.long)
+        return {**{name: column[wanted % self._distinct] for name, column in self.columns.items()}, "index": wanted}
+
+
+class PerformanceWorkload(Workload):
+    """A problem that is trained for its speed. ``dominated_by`` says what most of a step's time goes into, and why.
+
+    ``sizes`` has one for each accelerator; ``strong`` ones keep the batch over all devices as it is on eight, the
+    others that of each device. ``rounds`` are timed in each launch. ``backends`` and ``precisions`` are asked for,
+    None: all there are; ``on_nodes`` the backends on several nodes.
+    """
+
+    exposes = "speed and memory; what it computes is not judged"
+    dominated_by: ClassVar[str]
+    sizes: ClassVar[dict[str, ProblemSize]]
+    strong: ClassVar[bool] = False
+    backends: ClassVar[tuple[str, ...] | None] = None
+    on_nodes: ClassVar[tuple[str, ...]] = ("ddp2",)
+    precisions: ClassVar[tuple[str, ...]] = ("32",)
+    rounds: ClassVar[int] = 4
+    epochs = 1
+    accelerator: str = "cpu"
+
+    @property
+    def size(self) -> ProblemSize:
+        """How large it is on its accelerator."""
+        return self.sizes[self.accelerator]
+
+    def on(self, accelerator: str) -> PerformanceWorkload:
+        """Return the workload as large as it is there."""
+        other = copy.copy(self)
+        other.accelerator = accelerator
+        return other
+
+    def extent(self, devices: int) -> Extent:
+        """Return how long a launch on so many devices trains.
+
+        Simulated devices share the cores of one machine: there a round keeps its samples rather than its steps.
+        """
+        steps = self.size.steps if self.accelerator == "cuda" else max(FEWEST_STEPS, self.size.steps // devices)
+        return Extent(self.size.warmup, self.rounds, steps)
+
+    def global_batch_size(self, devices: int) -> int:
+        """Return how many samples one step consumes over all devices."""
+        wanted = self.size.batch * (8 if self.strong else devices)
+        return -(-wanted // devices) * devices
+
+    def steps(self, devices: int) -> int:
+        """Return how many optimizer steps a launch has, those of the warm-up included."""
+        return self.extent(devices).steps_in_all
+
+    def samples(self, devices: int) -> int:
+        """Return how many samples the one epoch has: whole batches, one for each step."""
+        return self.extent(devices).steps_in_all * self.global_batch_size(devices)
+
+    def _draw(self, count: int, seed: int, dtype: torch.dtype) -> Columns:
+        return Repeated(super()._draw(DISTINCT, seed, dtype).columns, count)

@@ -1,0 +1,135 @@
+"""Dropout: masks that follow from the samples' ids, and masks that are drawn from torch's generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.workloads.basics import Mlp
+from plumbline.workloads.dataset import Batch
+
+BITS = 32
+
+
+class KeyedDropout(nn.Module):
+    """Drops half of the units of each sample; which ones follows from the sample's id, ``layer`` and the unit.
+
+    Args:
+        layer: another number for each layer of a model.
+    """
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        """Return ``x`` (batch, units) with half of it dropped and the rest doubled; unchanged in evaluation."""
+        if not self.training:
+            return x
+        unit = torch.arange(x.shape[1], device=x.device)
+        kept = scramble(scramble(index[:, None] + (self.layer << 16)) + unit) >> (BITS - 1)
+        return x * (2 * kept).to(x.dtype)
+
+
+def scramble(key: Tensor) -> Tensor:
+    """Return a hash of each integer, 0 to 2³²-1.
+
+    The constant is C. Wellons', https://github.com/skeeto/hash-prospector: no product leaves an int64.
+    """
+    for _ in range(2):
+        key = ((key ^ (key >> 16)) * 0x45D9F3B) & (2**BITS - 1)
+    return key ^ (key >> 16)
+
+
+class DropoutMasks(nn.Module):
+    """Draws the mask of a dropout layer that keeps half of its units, independently for each unit of each sample.
+
+    A forward hook sees what was drawn. Where the batch has a column called ``draws``, that is the mask, a row for each
+    sample, and nothing is drawn.
+    """
+
+    def __init__(self, draws: str) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, like: Tensor, batch: Batch) -> Tensor:
+        """Return 2 where a unit is kept and 0 where it is dropped, in the shape of ``like``; ones in evaluation."""
+        if self.draws in batch:
+            return batch[self.draws]
+        if not self.training:
+            return torch.ones_like(like)
+        # In float32 whatever the precision, so that one seed gives one mask.
+        return 2 * (torch.rand(like.shape, device=like.device, dtype=torch.float32) < 0.5).to(like.dtype)
+
+
+class DrawnDropout(nn.Module):
+    """Drops half of the units of each sample, at random; ``draws`` names the masks, another name for each layer."""
+
+    def __init__(self, draws: str) -> None:
+        super().__init__()
+        self.coins = DropoutMasks(draws)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return ``x`` (batch, units) with half of it dropped and the rest doubled; unchanged in evaluation."""
+        outputs: Tensor = x * self.coins(x, batch).to(x.dtype)
+        return outputs
+
+
+class _WithKeyedDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.middle = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 8)
+        self.drop_first = KeyedDropout(1)
+        self.drop_middle = KeyedDropout(2)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.drop_first(self.first(batch["x"]).tanh(), batch["index"])
+        outputs: Tensor = self.last(self.drop_middle(self.middle(hidden).tanh(), batch["index"]))
+        return outputs
+
+
+class Dropout(Mlp):
+    """A three-layer perceptron with two layers of keyed dropout."""
+
+    name = "dropout"
+    exposes = "training in evaluation mode, columns of a batch that no longer belong to each other"
+    blocks = 5
+    narrow = True
+    precisions = ("32",)
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 32 → 8 with dropout between."""
+        return _WithKeyedDropout()
+
+
+UNITS = 64
+"""So many coins a sample and a layer that two samples have the same ones by accident once in 2⁶⁴ pairs."""
+
+
+class _WithDrawnDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, UNITS), nn.Linear(UNITS, UNITS), nn.Linear(UNITS, 8)
+        self.drop_first, self.drop_middle = DrawnDropout("coins 1"), DrawnDropout("coins 2")
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.drop_first(self.first(batch["x"]).tanh(), batch)
+        outputs: Tensor = self.last(self.drop_middle(self.middle(hidden).tanh(), batch))
+        return outputs
+
+
+class RandomMasks(Mlp):
+    """A three-layer perceptron with two layers of dropout whose masks are drawn at random."""
+
+    name = "random-masks"
+    exposes = "masks that are the same on several ranks, devices, or steps; no masks at all"
+    blocks = 5
+    narrow = True
+    couples_stages = True
+    precisions = ("32",)
+
+    def build(self) -> nn.Module:
+        """Return 16 → 64 → 64 → 8 with dropout between."""
+        return _WithDrawnDropout()

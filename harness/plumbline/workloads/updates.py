@@ -1,0 +1,139 @@
+"""What happens between a gradient and the weights: adaptive optimizers, several of them, clipping, and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from plumbline.workloads.basics import Mlp, Perceptron
+
+
+class Adam(Mlp):
+    """The perceptron with Adam."""
+
+    name = "adam"
+    exposes = "gradients of a wrong scale, which Adam hides in the weights; moments that are lost or per rank"
+    narrow = True
+    precisions = ("32",)
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(params, lr=0.01)
+
+
+class AdamW(Mlp):
+    """The perceptron with LayerNorm and AdamW; two groups with a rate and a decay of their own."""
+
+    name = "adamw"
+    exposes = "parameter groups merged or reordered, decay where none is meant, moments that are lost"
+    blocks = 4
+    narrow = True
+    precisions: ClassVar[tuple[str, ...]] = ("32", "64")
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with LayerNorm."""
+        return Perceptron(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return AdamW over two groups, by dimension: matrices, and vectors (biases, norms) without decay."""
+        every = list(params)
+        groups = [
+            {"params": [p for p in every if p.dim() > 1], "lr": 0.01, "weight_decay": 0.3},
+            {"params": [p for p in every if p.dim() <= 1], "lr": 0.02, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups)
+
+
+TRUNK = 2
+"""The first layer's weight and bias; the rest is the head."""
+
+
+class SeveralOptimizers(Mlp):
+    """The perceptron, with SGD for its first layer and Adam for its second; both step after the same loss."""
+
+    name = "several-optimizers"
+    exposes = "one of two optimizers that never steps, is not zeroed, or steps what is the other's"
+    needs: ClassVar[frozenset[str]] = frozenset({"several-optimizers"})
+    narrow = True
+    couples_stages = True
+    precisions = ("32",)
+
+    def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
+        """Return SGD with momentum over the first layer's parameters, and Adam over the others."""
+        every = list(params)
+        return [
+            torch.optim.SGD(every[:TRUNK], lr=0.1, momentum=0.9),
+            torch.optim.Adam(every[TRUNK:], lr=0.01),
+        ]
+
+
+class Clipping(Mlp):
+    """The perceptron with gradients clipped to a fraction of their length; plain SGD."""
+
+    name = "clipping"
+    exposes = "clipping left out, after the step, before unscaling, before averaging, tensor by tensor, by value"
+    needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
+    narrow = True
+    couples_stages = True
+    clip_norm = 0.05
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with a rate that makes up for the short gradients."""
+        return torch.optim.SGD(params, lr=1.0)
+
+
+class ClippingAdamW(Mlp):
+    """The perceptron, clipped at every step and stepped by AdamW."""
+
+    name = "clipping-adamw"
+    exposes = "wrong clipping that AdamW's indifference to scale would hide in the weights"
+    needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
+    narrow = True
+    precisions = ("32",)
+    clip_norm = 0.05
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(params, lr=0.01)
+
+
+def warm_up_then_decay(step: int, warm_up: int, decay: float) -> float:
+    """Return the rate at ``step`` as a part of the highest: a linear warm-up, then an exponential decay."""
+    return min((step + 1) / (warm_up + 1), decay ** (step - warm_up))
+
+
+def _factor(step: int) -> float:
+    return warm_up_then_decay(step, 2, 0.8)
+
+
+class ScheduledRate(Mlp):
+    """The perceptron with momentum, a warm-up and a decay by optimizer step."""
+
+    name = "schedule"
+    exposes = "a schedule that is stepped once an epoch, twice, before the step, once a rank, or not at all"
+    needs: ClassVar[frozenset[str]] = frozenset({"scheduler"})
+    narrow = True
+    precisions = ("32",)
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum, so that a wrong rate stays for later steps."""
+        return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return two steps of warm-up, then a decay by a fifth at every step."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
+
+
+class ScheduleWindows(ScheduledRate):
+    """The schedule with windows of two, two and one micro-batches."""
+
+    name = "schedule-windows"
+    exposes = "a schedule stepped for every micro-batch: the rate decays a window's length too fast"
+    needs: ClassVar[frozenset[str]] = frozenset({"scheduler", "accumulation"})
+    narrow = True
+    precisions = ("32",)
+    accumulate = 2
+    steps_per_epoch = 5

@@ -1,4 +1,0 @@
-"""``report.html``: one file that works offline.
-
-Templates, charts and escaping only; what is shown comes from ``harness.report.tables``.
-"""
