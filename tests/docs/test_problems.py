@@ -11,7 +11,7 @@ from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import use_workloads
 from plumbline.workloads import WORKLOADS, Workload
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your-own-problem.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "define-a-workload.md").read_text()
 pytestmark = pytest.mark.usefixtures("workloads_as_before", "one_thread")
 PROBLEMS = dict(re.findall(r"```python\n# problem: (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 

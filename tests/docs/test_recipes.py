@@ -17,7 +17,7 @@ from plumbline.engine.examine import examine
 from plumbline.launch.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "your-own-trainer.md"
+PAGE = ROOT / "docs" / "write-an-adapter.md"
 RECIPES = dict(re.findall(r"```python\n# recipe: (\w+)\.py\n(.*?)```", PAGE.read_text(), re.DOTALL))
 
 
@@ -68,7 +68,7 @@ def test_there_is_one_for_each_kind_of_code():
         "trainer_class", "script_with_functions", "model_returns_its_loss", "accelerate_script", "lightning_module",
         "fabric_loop", OF_README, BY_ITERATIONS,
     }  # fmt: skip
-    assert len(RECIPES) == len(blocks("docs/your-own-trainer.md")) + 2, "a block of code that no test runs"
+    assert len(RECIPES) == len(blocks("docs/write-an-adapter.md")) + 2, "a block of code that no test runs"
 
 
 # Dropout that follows from the sample, whose evidence is the sample ids; a loss that needs its own batch's tokens.

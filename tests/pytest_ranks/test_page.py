@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your-own-tests.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "test-on-ranks.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 
 

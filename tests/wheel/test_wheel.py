@@ -60,7 +60,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_what_a_reader_wants(dist
     }
     assert "suites/expectations/reproductions/lightning_short_window.py" in names
     assert "harness/plumbline/py.typed" in names
-    assert "docs/your-own-trainer.md" in names
+    assert "docs/write-an-adapter.md" in names
     assert not [name for name in names if "__pycache__" in name]
 
 

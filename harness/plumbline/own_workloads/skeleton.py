@@ -2,7 +2,7 @@
 
 It runs as it is. ``plumbline run --workload skeleton.py`` trains it on one device and on several with the reference
 trainer, ``--subject my_trainer.py`` with yours; what cannot be judged is said in a sentence before anything starts.
-The page docs/your-own-problem.md of Plumbline's documentation has a section for each piece.
+The page docs/define-a-workload.md of Plumbline's documentation has a section for each piece.
 """
 
 from __future__ import annotations
