@@ -1,11 +1,11 @@
-"""The limit of detection, for each precision, number of ranks and size of model: a table and a picture for the docs.
+"""The limit of detection, for each precision, number of ranks and size of model: a table and a picture.
 
     python ci/power_curve.py                    # measures what limits.jsonl does not have yet
     python ci/power_curve.py --minutes 5        # for so long; start it again, and it goes on
     python ci/power_curve.py --draw             # only writes the table and the picture again
 
-Writes `reports/detection-limit.jsonl`, the generated part of `docs/detection-limit.md`, and
-`docs/images/detection-limit.svg`.
+Writes `reports/detection-limit.jsonl`, the generated part of `reports/detection-limit.md`, and
+`reports/images/detection-limit.svg`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from plumbline.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "reports" / "detection-limit.jsonl"
-PAGE, PICTURE = ROOT / "docs" / "detection-limit.md", ROOT / "docs" / "images" / "detection-limit.svg"
+PAGE, PICTURE = ROOT / "reports" / "detection-limit.md", ROOT / "reports" / "images" / "detection-limit.svg"
 SIZES = Path(__file__).parent / "power_curve" / "sizes.py"
 CONFIGURATIONS = (("power-small", 2), ("power-medium", 1), ("power-medium", 2), ("power-medium", 4), ("power-large", 2))
 """Sizes on two ranks, and numbers of ranks with the middle one."""

@@ -59,6 +59,27 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(pages(yaml.safe_load(text("mkdocs.yml"))["nav"])) == sorted(path.name for path in DOCS.glob("*.md"))
 
 
+def test_the_index_has_every_other_page():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", text("docs/index.md")))
+    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_the_first_page_shows_what_check_prints(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", text("docs/index.md"), re.DOTALL)
+    wrong, right, _ = re.findall(r"```text\n(.*?)```", text("docs/index.md"), re.DOTALL)
+    assert printed_by_check(script, tmp_path)[0].partition(" (")[0] == wrong.splitlines()[0].partition(" (")[0]
+    assert printed_by_check(script.replace("model.module(", "model("), tmp_path)[0] == right.splitlines()[0]
+
+
+def printed_by_check(script, folder):
+    (folder / "train.py").write_text(script)
+    check = [sys.executable, "-m", "plumbline.cli.main", "check", "--stop", "--"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run([*check, *launch], cwd=folder, capture_output=True, text=True, check=False)
+    assert "\nRIGHT" in done.stderr or "\nWRONG" in done.stderr, done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith(("RIGHT", "WRONG"))]
+
+
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_of_the_pages_outside_of_the_site_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text(page))

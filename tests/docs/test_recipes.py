@@ -26,7 +26,7 @@ def blocks(page):
 
 
 OF_README = "my_ddp"
-(RECIPES[OF_README],) = blocks("README.md")
+RECIPES[OF_README], MARKED_TEST = blocks("README.md")
 BY_ITERATIONS = "by_iterations"
 (LOOP,) = blocks("docs/subject-interface.md")
 RECIPES[BY_ITERATIONS] = f"""
@@ -61,6 +61,10 @@ def recipes(warm_pool, tmp_path_factory):
     everybody = folder / "every_recipe.py"
     everybody.write_text("".join(f"from {name} import train as {name}\n" for name in INSTALLED))
     return warm_pool(everybody)
+
+
+def test_the_marked_test_of_the_readme_is_one_that_runs():
+    assert MARKED_TEST in (ROOT / "docs" / "test-on-ranks.md").read_text()
 
 
 def test_there_is_one_for_each_kind_of_code():
