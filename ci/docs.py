@@ -1,10 +1,10 @@
 """Writes the generated parts of the documentation: tables of options, commands and workloads.
 
-    python ci/docs.py            # rewrites what stands between the markers in docs/
-    python ci/docs.py --check    # exits with 1 if something there is out of date
+    python ci/docs.py            # rewrites the parts between the markers in docs/
+    python ci/docs.py --check    # exits with 1 if one of them is out of date
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Its text comes from the code: help
-texts of the parsers, and what each workload says that it exposes.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Its text comes from the code: help texts
+of the parsers, and the attribute ``exposes`` of each workload.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ PART = re.compile(r"(?<=<!-- generated: )(?P<name>[a-z ]+) -->\n(?P<text>.*?)(?=
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table; ``|`` in a cell is escaped."""
     names = list(header)
     lines = [names, ["---"] * len(names), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def arguments(parser: argparse.ArgumentParser) -> str:
-    """Return a table of a parser's arguments: what to type, and its help text with the default filled in."""
     rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
@@ -47,7 +45,6 @@ def arguments(parser: argparse.ArgumentParser) -> str:
 
 
 def _value(action: argparse.Action) -> str:
-    """Return what follows an option, or stands for a positional argument, as a usage line has it."""
     choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest
     name = str(action.metavar or choices)
     if action.nargs in ("?", "*", argparse.REMAINDER):
@@ -56,19 +53,18 @@ def _value(action: argparse.Action) -> str:
 
 
 def run_options() -> str:
-    """Return the table of the options that the pytest plugin adds."""
     parser = argparse.ArgumentParser(add_help=False)
     add_options(parser.add_argument)
     return arguments(parser)
 
 
 def commands() -> str:
-    """Return a section for each command of ``plumbline``: its description, its arguments, its exit codes."""
+    """Return a section for each command of ``plumbline``: description, arguments, exit codes."""
     return "\n".join(_sections("plumbline", command_parser()))
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return a parser with every command: each is a module of ``plumbline.cli`` that has ``add_to``."""
+    """Return a parser with every command: each module of ``plumbline.cli`` that has ``add_to``."""
     parser = argparse.ArgumentParser(prog="plumbline")
     commands = parser.add_subparsers(required=True)
     for found in pkgutil.iter_modules(plumbline.cli.__path__):
@@ -95,7 +91,7 @@ def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _described(text: str) -> str:
-    """Return a description as Markdown: paragraphs, and indented lines as a block."""
+    """Return a description as Markdown; indented lines become a block."""
     blocks = inspect.cleandoc(text).replace("``", "`").split("\n\n")
     return "\n".join(_block(one) if one.startswith(" ") else f"{one}\n" for one in blocks)
 
@@ -109,13 +105,11 @@ def _plain(text: str | None) -> str:
 
 
 def workloads() -> str:
-    """Return the table of the workloads that are trained over the whole matrix."""
     wide = [(f"`{name}`", one.exposes) for name, one in WORKLOADS.items() if not one.narrow]
     return table(("workload", "exposes"), wide)
 
 
 def narrow_workloads() -> str:
-    """Return the table of the workloads that are trained on a few topologies."""
     rows = [
         (f"`{name}`", one.exposes, ", ".join(sorted(one.needs)) or "–", " ".join(one.precisions))
         for name, one in WORKLOADS.items()
@@ -125,7 +119,6 @@ def narrow_workloads() -> str:
 
 
 def performance_workloads() -> str:
-    """Return the table of the workloads that are timed."""
     rows = [(f"`{name}`", _plain(type(one).__doc__).split("\n\n")[0]) for name, one in PERFORMANCE.items()]
     return table(("workload", "what it is"), rows)
 
@@ -140,12 +133,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def up_to_date(page: str) -> str:
-    """Return ``page`` with each generated part as the code has it now."""
+    """Return ``page`` with its generated parts renewed."""
     return PART.sub(lambda part: f"{part['name']} -->\n\n{PARTS[part['name']]().strip()}\n\n", page)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Rewrite the generated parts, or say which pages have other ones."""
+    """Rewrite the generated parts, or name the pages that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(arguments).check
