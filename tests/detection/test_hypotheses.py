@@ -11,7 +11,7 @@ import pytest
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
-from plumbline.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
+from plumbline.judge.hypothesis import OCCASIONAL, CountedCase, Evidence
 from plumbline.subjects.load import load
 
 FAMILIES = {

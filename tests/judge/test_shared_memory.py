@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from plumbline.judge.causes.hypothesis import TraceCase, most_specific
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY, moved_by_others
+from plumbline.judge.hypothesis import TraceCase, most_specific
 from plumbline.judge.judge import judge
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis

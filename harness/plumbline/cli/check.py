@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,14 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="exit with 2 where less than 99 %% of gradients and updates was judged (default: 0 if none is wrong)",
     )
+    command.add_argument(
+        "-p",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module first, for example one that registers causes (repeatable)",
+    )
     command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="write the verdict, or the estimate of --dry-run, as JSON"
@@ -80,6 +91,7 @@ def check(options: argparse.Namespace) -> int:
             "--dry-run gives no verdict: leave out --html, --sarif and --github; --json writes its estimate"
         )
     refuse_unwritable(options.html, options.json, options.sarif)
+    _import(options.modules)
     if options.dry_run:
         return _dry_run(command, options)
     from plumbline.check.command.command import check as run_check
@@ -104,6 +116,17 @@ def check(options: argparse.Namespace) -> int:
         _print(github_commands(annotations_on(checked)))
     write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
     return verdict.exit_code
+
+
+def _import(modules: Sequence[str]) -> None:
+    sys.path.insert(0, os.getcwd())
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception as error:
+        raise PlanError(f"-p {name}: it cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        del sys.path[0]
 
 
 def _dry_run(command: list[str], options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.gradient_case import Fit, ReceivedGradient
+from plumbline.check.judge.gradient_case import RIGHT, Fit, ReceivedGradient
 from plumbline.check.judge.noted import information, listed, not_judged
 from plumbline.check.judge.precision import OBSERVER as PRECISION
 from plumbline.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
@@ -91,9 +91,9 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
 def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
     """Return whether wrong gradients of several steps are right in direction, shorter, and all of one length."""
     fits = [(case, replace(case, free_factor=True)) for case in wrong]
-    if len({case.place for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
+    if len({case.index for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
         return False
-    results: list[Fit] = [free.fit(free.evenly()) for _, free in fits]
+    results: list[Fit] = [free.fit(RIGHT) for _, free in fits]
     lengths = [case.step.norm for case in wrong]
     return (
         all(fit.holds and 0 < fit.factor < 1 for fit in results)

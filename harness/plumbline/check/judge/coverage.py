@@ -147,7 +147,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) 
     """Yield each parameter of a recorded step whose gradient was compared with nothing, and why."""
     compared: set[Key] = set()
     known: dict[Key, str] = {}
-    for case, _ in evidence.judged:
+    for case in evidence.judged:
         for parameter, is_compared, removed in zip(case.parameters, case.compared, case.removed, strict=True):
             key = (case.step.optimizer, parameter.name)
             if is_compared:

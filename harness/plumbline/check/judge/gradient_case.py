@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
+from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, scaled
+from plumbline.judge.mistakes.gradient_case import GradientCase
 
 SKETCH_MARGIN = 2.0
 """By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
@@ -21,15 +23,8 @@ _UNDERFLOW = {"float16": 2.0**-25}
 """Half the distance between the smallest numbers of a format, where gradients come near to it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Combination:
-    """A linear combination of local gradients, with one coefficient for each backward pass of each rank.
-
-    ``more`` is added as it is: a gradient of an earlier step, for example.
-    """
-
-    coefficients: Mapping[int, Sequence[float]]
-    more: Tensor | None = None
+RIGHT = scaled(1.0)
+"""The mean over ranks of the sum over backward passes."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +50,25 @@ class TimesNoise:
 
 
 @dataclass(frozen=True, eq=False)
-class ReceivedGradient:
+class ReceivedGradient(GradientCase):
     """One rank at one step.
 
-    ``ranks`` has this step as each rank recorded it, ``previous`` the step before of this rank. ``free_factor``: the
-    gradient may be shorter by one factor, because it was clipped. ``hook_format`` is the format to which a
-    communication hook rounds gradients, "" without one. ``parts`` are the names of parameters of which each rank holds
-    another part: how their gradients belong together is not known.
+    ``ranks`` has this step as each rank recorded it, ``previous`` the step before of the same optimizer, None at the
+    first step. ``window`` is the largest number of backward passes of its steps. ``free_factor``: the gradient may be
+    shorter by one factor, because it was clipped. ``hook_format`` is the format to which a communication hook rounds
+    gradients, "" without one. ``parts`` are the names of parameters of which each rank holds another part: how their
+    gradients belong together is not known. ``factor`` is that of all wrong gradients.
     """
 
-    place: int
+    index: int
     rank: int
     ranks: Mapping[int, RecordedStep]
-    previous: RecordedStep | None = None
+    previous: ReceivedGradient | None = None
+    window: int = 1
     free_factor: bool = False
     hook_format: str = ""
     parts: frozenset[str] = frozenset()
+    factor: float = 1.0
 
     @property
     def step(self) -> RecordedStep:
@@ -88,14 +86,34 @@ class ReceivedGradient:
         return len(self.ranks)
 
     @property
-    def passes(self) -> int:
+    def micro_batches(self) -> int:
         """The number of backward passes of this rank."""
         return len(self.step.passes)
 
     @property
+    def accumulate(self) -> int:
+        return self.window
+
+    @property
+    def scales(self) -> Sequence[float | None]:
+        return [step.passes[-1].scale if step.passes else None for _, step in sorted(self.ranks.items())]
+
+    @property
+    def has_shares(self) -> Sequence[bool]:
+        return [bool(step.passes) for _, step in sorted(self.ranks.items())]
+
+    @property
+    def has_earlier_step(self) -> bool:
+        return self.previous is not None
+
+    @property
+    def zeros(self) -> Sequence[bool]:
+        return [not bool(norm) for norm in self.norms(self.received)]
+
+    @property
     def location(self) -> str:
         """Step and rank in words."""
-        return f"step {self.place}" + (f" on rank {self.rank}" if self.world > 1 else "")
+        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
 
     @cached_property
     def received(self) -> Tensor:
@@ -153,33 +171,26 @@ class ReceivedGradient:
         """Return the norm of each parameter's segment."""
         return self.step.norms(vector)
 
-    def alone(self, rank: int) -> Combination:
-        """Return one rank's own gradient."""
-        return Combination({each: [float(each == rank)] * len(step.passes) for each, step in self.ranks.items()})
-
-    def evenly(self, factor: float = 1.0) -> Combination:
-        """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""
-        return Combination({rank: [factor / self.world] * len(step.passes) for rank, step in self.ranks.items()})
-
     def exact(self, combination: Combination) -> Tensor | None:
-        """Return a combination of the exact gradients, NaN where there is none for a parameter; None without any."""
-        parts = [
-            coefficient * one.exact / one.scale
-            for rank, step in self.ranks.items()
-            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True)
-            if one.exact is not None
-        ]
-        wanted = sum(len(step.passes) for step in self.ranks.values())
-        return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == wanted else None
+        """Return a combination of this step's exact gradients, NaN where there is none for a parameter.
+
+        None without any.
+        """
+        shares = list(self._shares(combination.weight))
+        parts = [weight * one.exact for weight, one in shares if one.exact is not None]
+        return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == len(shares) else None
 
     def value(self, combination: Combination) -> Tensor:
         """Return the combination of local gradients."""
         total = torch.zeros_like(self.received)
-        for rank, step in self.ranks.items():
-            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True):
-                if coefficient:
-                    total = total + coefficient / one.scale * one.local
-        return total if combination.more is None else total + combination.more
+        for weight, one in self._shares(combination.weight):
+            if weight:
+                total = total + weight * one.local
+        if self.previous is not None and combination.earlier is not None:
+            total = total + self.previous.value(Combination(combination.earlier))
+        if self.previous is not None and combination.left_over:
+            total = total + combination.left_over * self.previous.received
+        return total
 
     def bound(self, combination: Combination) -> Tensor:
         """Return a bound on the rounding error of each parameter in a combination of local gradients.
@@ -188,16 +199,27 @@ class ReceivedGradient:
         sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format
         has no smaller numbers, each rounds by a constant as well (2.4).
         """
-        total, count = self.zero, 3
-        for weights, passes in self._weights(combination):
-            count += 1 + len(passes)
-            for weight, one in zip(weights, passes, strict=True):
-                if weight:
-                    total = total + weight * self.norms(one.local)
-        if combination.more is not None:
-            total = total + self.norms(combination.more)
+        count = 3 + sum(1 + len(step.passes) for step in self.ranks.values())
         # The last term is the rounding of the projections themselves, which are sums in float64.
-        return count * ((self.units + 2.0**-50) * total + self._underflow(combination))
+        return count * ((self.units + 2.0**-50) * self._sizes(combination) + self._underflow(combination.weight))
+
+    def _sizes(self, combination: Combination) -> Tensor:
+        """Return the sum of the norms of what a combination adds, for each parameter."""
+        total = self.zero
+        for weight, one in self._shares(combination.weight):
+            if weight:
+                total = total + abs(weight) * self.norms(one.local)
+        if self.previous is not None and combination.earlier is not None:
+            total = total + self.previous._sizes(Combination(combination.earlier))
+        if self.previous is not None and combination.left_over:
+            total = total + abs(combination.left_over) * self.norms(self.previous.received)
+        return total
+
+    def _shares(self, weight: Weight) -> Iterator[tuple[float, BackwardPass]]:
+        """Yield each backward pass of each rank with what it is multiplied by: a right share weighs 1."""
+        for rank, step in self.ranks.items():
+            for place, one in enumerate(step.passes):
+                yield weight(rank, place, len(step.passes)) / self.world / one.scale, one
 
     @cached_property
     def units(self) -> Tensor:
@@ -209,24 +231,29 @@ class ReceivedGradient:
         """Return the formats on the way of a parameter's gradient to the optimizer."""
         return [one for one in (parameter.dtype, parameter.reduced, self.hook_format) if one]
 
-    def _weights(self, combination: Combination) -> Iterator[tuple[list[float], Sequence[BackwardPass]]]:
-        """Yield each rank's backward passes, and how much an error of each weighs in a combination."""
-        for rank, step in self.ranks.items():
-            pairs = zip(combination.coefficients[rank], step.passes, strict=True)
-            yield [abs(coefficient) / one.scale for coefficient, one in pairs], step.passes
-
-    def _underflow(self, combination: Combination) -> Tensor:
+    def _underflow(self, weight: Weight) -> Tensor:
         """Return the norm of the constant part of one rounding of each parameter's gradient on every rank."""
-        weight = sum(max(weights, default=0.0) for weights, _ in self._weights(combination))
+        total = 0.0
+        for rank, step in self.ranks.items():
+            count = len(step.passes)
+            weights = [abs(weight(rank, place, count)) / one.scale for place, one in enumerate(step.passes)]
+            total += max(weights, default=0.0) / self.world
         constants = [max(_UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
         entries = [one.entries for one in self.parameters]
-        return weight * torch.tensor(constants, dtype=torch.float64) * torch.tensor(entries, dtype=torch.float64).sqrt()
+        return total * torch.tensor(constants, dtype=torch.float64) * torch.tensor(entries, dtype=torch.float64).sqrt()
 
     def fit(self, combination: Combination) -> Fit:
         """Compare a combination with what was received, up to a common factor where there may be one."""
         ratios, factor = self.errors(combination)
         worst = int(ratios.argmax()) if len(ratios) else 0
         return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
+
+    def fits(self, prediction: Combination | SomeParameters) -> bool:
+        """Whether rounding explains how far each parameter is from a prediction."""
+        if isinstance(prediction, Combination):
+            return self.fit(prediction).holds
+        ratios = self.errors(RIGHT)[0].minimum(self.errors(prediction.combination)[0])
+        return float(ratios.max()) <= SKETCH_MARGIN
 
     def errors(self, combination: Combination) -> tuple[Tensor, float]:
         """Return each covered parameter's error over its bound, 0 for the others, and the common factor."""
@@ -253,9 +280,8 @@ class ReceivedGradient:
         additions = sum(len(step.passes) for step in self.ranks.values())
         roundings = [self.norms(value - target), additions**0.5 * self.units * self.norms(value)]
         if self.hook_format:
-            roundings.append(self._underflow(combination))
-            for weights, passes in self._weights(combination):
-                roundings += [w * self.units * self.norms(one.local) for w, one in zip(weights, passes, strict=True)]
+            roundings.append(self._underflow(combination.weight))
+            roundings += [abs(w) * self.units * self.norms(one.local) for w, one in self._shares(combination.weight)]
         noise = factor * torch.stack(roundings).norm(dim=0)
         bound = factor * (SKETCH_MARGIN * self.bound(combination) + self.norms(value - target))
         counted = self.covered.double()

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.gradient_case import Combination, ReceivedGradient
+from plumbline.check.judge.gradient_case import RIGHT, ReceivedGradient
 from plumbline.check.judge.model_parts import forward_communicates, model_parts
 from plumbline.check.judge.recorded_weights import weights_at
 from plumbline.check.judge.shared_parameters import shared_part
+from plumbline.judge.mistakes.combination import Combination
+from plumbline.judge.mistakes.synchronisation import only
 
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
@@ -37,58 +39,55 @@ REDUCED_IN_STEP = (
 
 @dataclass(frozen=True, eq=False)
 class GradientEvidence:
-    """Received gradients with what is right for each, and the others by the reason why they cannot be judged."""
+    """Received gradients that can be judged, and the others by the reason why they cannot."""
 
-    judged: list[tuple[ReceivedGradient, Combination]]
+    judged: list[ReceivedGradient]
     unjudged: Mapping[str, list[ReceivedGradient]]
 
     @property
     def cases(self) -> list[ReceivedGradient]:
         """All of them."""
-        return [case for case, _ in self.judged] + [case for cases in self.unjudged.values() for case in cases]
+        return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
 
 def gradient_evidence(training: RecordedTraining) -> GradientEvidence:
     """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""
-    judged: list[tuple[ReceivedGradient, Combination]] = []
+    judged: list[ReceivedGradient] = []
     unjudged: dict[str, list[ReceivedGradient]] = {}
     communicates = forward_communicates(training)
-    for case, recorded in _received_gradients(training):
-        right = right_combination(case)
-        why = _why_unjudged(case, right, recorded)
+    for received, recorded in _received_gradients(training):
+        case = with_other_passes(received)
+        why = _why_unjudged(case, recorded)
         if not why and communicates and _is_alike_on_all_ranks(case):
             why = ALIKE_PARTS
         if why:
             unjudged.setdefault(why, []).append(case)
         else:
-            judged.append((case, right))
+            judged.append(case)
     return GradientEvidence(judged, unjudged)
 
 
-def right_combination(case: ReceivedGradient) -> Combination:
-    """Return what is right: the mean over ranks of the passes that belong to the step.
+def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
+    """Return the case with the passes of other optimizers' steps as its own, where only that is right.
 
-    Where passes of other optimizers' steps left gradients in the same parameters and nobody zeroed them, they are part
-    of what the optimizer is meant to receive: two optimizers may step at different frequencies.
+    They left gradients in the same parameters, and nobody zeroed them: two optimizers may step at different
+    frequencies.
     """
-    right = case.evenly()
-    if not any(step.other_passes for step in case.ranks.values()) or case.fit(right).holds:
-        return right
+    if not any(step.other_passes for step in case.ranks.values()) or case.fit(RIGHT).holds:
+        return case
     ranks = {rank: replace(step, passes=step.other_passes + step.passes) for rank, step in case.ranks.items()}
     whole = replace(case, ranks=ranks)
-    wider = whole.evenly()
-    more = whole.value(wider) - case.value(right)
-    together = Combination(right.coefficients, more)
-    return together if case.fit(together).holds else right
+    return whole if whole.fit(RIGHT).holds else case
 
 
 def _received_gradients(
     training: RecordedTraining,
 ) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
     """Yield each received gradient, and the whole step of each rank."""
-    previous: dict[tuple[int, int], RecordedStep] = {}
+    previous: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
     hook_format = _hook_format(training)
+    windows = _windows(training)
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         recorded = training.at(place)
         alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
@@ -98,13 +97,23 @@ def _received_gradients(
         optimizer = next(iter(ranks.values())).optimizer
         parts = frozenset(name for number, name in held_in_parts if number == optimizer)
         for rank, step in ranks.items():
+            before = previous.get((rank, optimizer))
+            if before is not None and before.parameters != step.parameters:
+                before = None
+            case = ReceivedGradient(
+                place, rank, ranks, before, windows[optimizer], hook_format=hook_format, parts=parts
+            )
+            previous[rank, optimizer] = replace(case, previous=None)
             if not step.skipped and step.parameters:
-                before = previous.get((rank, step.optimizer))
-                if before is not None and before.parameters != step.parameters:
-                    before = None
-                case = ReceivedGradient(place, rank, ranks, before, hook_format=hook_format, parts=parts)
                 yield case, recorded
-            previous[rank, step.optimizer] = step
+
+
+def _windows(training: RecordedTraining) -> Mapping[int, int]:
+    """Return the largest number of backward passes of a step, by the optimizer."""
+    windows: dict[int, int] = {}
+    for step in (step for rank in training.ranks for step in rank.steps):
+        windows[step.optimizer] = max(windows.get(step.optimizer, 1), len(step.passes))
+    return windows
 
 
 def _hook_format(training: RecordedTraining) -> str:
@@ -115,20 +124,20 @@ def _hook_format(training: RecordedTraining) -> str:
     return "float16" if any("fp16" in name for name in hooks) else ""
 
 
-def _why_unjudged(case: ReceivedGradient, right: Combination, recorded: Mapping[int, RecordedStep]) -> str:
+def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) -> str:
     """Return why a gradient cannot be judged, "" if it can."""
     if not case.is_finite:
         return NOT_FINITE
     if not case.compared.any():
         return _why_nothing_arrived(case)
-    if not case.fit(right).holds and _is_reduced_in_step(case.place, recorded):
+    if not case.fit(RIGHT).holds and _is_reduced_in_step(case.index, recorded):
         return REDUCED_IN_STEP
     return ""
 
 
 def _is_alike_on_all_ranks(case: ReceivedGradient) -> bool:
     """Return whether all ranks compute the same gradients, bit for bit: no reduction over them can be seen."""
-    own = [case.value(case.alone(rank)) for rank in case.ranks]
+    own = [case.value(Combination(only({rank}))) for rank in case.ranks]
     return case.world > 1 and all(not bool((case.norms(one - own[0]) * case.compared).any()) for one in own)
 
 

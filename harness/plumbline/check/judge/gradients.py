@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.advice import advised
 from plumbline.check.judge.changed_by_hand import settled
-from plumbline.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
+from plumbline.check.judge.gradient_case import RIGHT, Fit, ReceivedGradient
 from plumbline.check.judge.gradient_evidence import (
     ALIKE_PARTS,
     DISTRIBUTED,
@@ -21,12 +21,14 @@ from plumbline.check.judge.gradient_evidence import (
     GradientEvidence,
     gradient_evidence,
 )
-from plumbline.check.judge.gradient_hypotheses import HYPOTHESES
 from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, Match, explained
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.hypothesis import Evidence, Match
+from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.gradient_case import GradientMistake
 
 CHECK = "gradients"
 
@@ -40,67 +42,66 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         return
     if REDUCED_IN_STEP in evidence.unjudged:
         yield not_judged(CHECK, _of_optimizers(evidence.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
-    fits = [(case, right, case.fit(right)) for case, right in judged]
-    wrong = [(case, right, fit) for case, right, fit in fits if not fit.holds]
+    fits = [(case, case.fit(RIGHT)) for case in judged]
+    wrong = [(case, fit) for case, fit in fits if not fit.holds]
     if not wrong:
-        noise = [case.in_noise(right, fit.factor) for case, right, fit in fits]
+        noise = [case.in_noise(RIGHT, fit.factor) for case, fit in fits]
         largest = max((one for one in noise if one is not None), default=None)
         yield Finding(
             CHECK,
             Outcome.PASSED,
-            f"every gradient that was judged is {_mean(judged[0][0])}{_removed(judged)}",
+            f"every gradient that was judged is {_mean(judged[0])}{_removed(judged)}",
             error_x_noise=None if largest is None else largest.error,
             limit_x_noise=None if largest is None else largest.limit,
         )
         return
-    if any(case.parts for case, _, _ in wrong):
-        yield not_judged(CHECK, IN_PARTS, wrong[0][0].place)
+    if any(case.parts for case, _ in wrong):
+        yield not_judged(CHECK, IN_PARTS, wrong[0][0].index)
         return
-    finding = advised(explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong)), training)
-    yield settled(finding, [case for case, _, _ in wrong], training)
+    cases = [case for case, _ in wrong]
+    finding = advised(explain(_finding(*wrong[0], cases), _Wrong.of(cases)), training)
+    yield settled(finding, cases, training)
 
 
 @dataclass(frozen=True, eq=False)
 class _Wrong(Evidence):
-    """Every wrong gradient: a hypothesis has to fit all of them."""
+    """Every wrong gradient: a mistake has to fit all of them."""
 
-    wrong: Iterable[tuple[ReceivedGradient, Combination, Fit]]
+    wrong: Sequence[ReceivedGradient]
 
-    def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
-        """Return how a hypothesis fits, with the texts' figures of the first wrong gradient."""
-        first: ReceivedGradient | None = None
-        factor = 1.0
-        for case, right, _ in self.wrong:
-            fitting = [choices for choices in hypothesis.predict(case) if _fits(case, choices)]
-            if not fitting:
-                return None
-            if first is None:
-                first = case
-                factor = _factor(case, right)
-        return None if first is None else Match(first.place, first.rank, _figures(first, factor))
+    @classmethod
+    def of(cls, wrong: Sequence[ReceivedGradient]) -> _Wrong:
+        factor = statistics.median(map(_factor, wrong))
+        return cls([replace(case, factor=factor) for case in wrong])
+
+    @property
+    def kind(self) -> type:
+        """Mistakes predict from one case at a time."""
+        return ReceivedGradient
+
+    def match(self, mistake: GradientMistake) -> Match | None:
+        """Return how a mistake fits, with the texts' figures of the first wrong gradient."""
+        if all(any(_fits(case, one) for one in mistake.predict(case)) for case in self.wrong):
+            first = self.wrong[0]
+            return Match(first.index, first.rank, _figures(first))
+        return None
 
 
-def _fits(case: ReceivedGradient, choices: Iterable[Combination]) -> bool:
-    """Return whether each parameter fits one of the choices."""
-    least = None
-    for choice in choices:
-        ratios, _ = case.errors(choice)
-        least = ratios if least is None else least.minimum(ratios)
-    return least is not None and float(least.max()) <= SKETCH_MARGIN
+def _fits(case: ReceivedGradient, prediction: Combination | SomeParameters | Match) -> bool:
+    return isinstance(prediction, Match) or case.fits(prediction)
 
 
 def _finding(
     case: ReceivedGradient,
-    right: Combination,
     fit: Fit,
-    wrong: list[tuple[ReceivedGradient, Combination, Fit]],
+    wrong: Sequence[ReceivedGradient],
 ) -> Finding:
-    expected, received = case.value(right), case.received
+    expected, received = case.value(RIGHT), case.received
     size, length = float(expected.norm()), float(received.norm())
     cosine = float(expected @ received) / (size * length) if size and length else 0.0
-    noise = case.in_noise(right, 1.0)
+    noise = case.in_noise(RIGHT, 1.0)
     if noise is not None and noise.error <= noise.limit:  # one wrong parameter, among many larger ones
-        noise = case.in_noise(right, 1.0, fit.worst) or noise
+        noise = case.in_noise(RIGHT, 1.0, fit.worst) or noise
     where = f"{case.location} and {len(wrong) - 1} more" if len(wrong) > 1 else case.location
     return Finding(
         CHECK,
@@ -108,22 +109,27 @@ def _finding(
         f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × their length, "
         f"cosine {cosine:.4f}",
         error_x_noise=None if noise is None else noise.error,
-        step=case.place,
+        step=case.index,
         parameter=case.parameters[fit.worst].name,
         rank=case.rank,
         limit_x_noise=None if noise is None else noise.limit,
     )
 
 
-def _factor(case: ReceivedGradient, right: Combination) -> float:
-    value = case.value(right)
+def _factor(case: ReceivedGradient) -> float:
+    value = case.value(RIGHT)
     square = float(value @ value)
     return float(case.received @ value) / square if square else 0.0
 
 
-def _figures(case: ReceivedGradient, factor: float) -> Mapping[str, object]:
-    scale = case.step.passes[-1].scale if case.step.passes else 1.0
-    return {"world": case.world, "passes": case.passes, "rank": case.rank, "scale": scale, "factor": f"{factor:.4g}"}
+def _figures(case: ReceivedGradient) -> Mapping[str, object]:
+    return {
+        "world": case.world,
+        "micro_batches": case.micro_batches,
+        "rank": case.rank,
+        "scale": case.scale,
+        "factor": f"{case.factor:.4g}",
+    }
 
 
 def _mean(case: ReceivedGradient) -> str:
@@ -131,8 +137,8 @@ def _mean(case: ReceivedGradient) -> str:
     return " ".join(filter(None, over))
 
 
-def _removed(judged: Iterable[tuple[ReceivedGradient, Combination]]) -> str:
-    names = {one.name for case, _ in judged for one, gone in zip(case.parameters, case.removed, strict=True) if gone}
+def _removed(judged: Iterable[ReceivedGradient]) -> str:
+    names = {one.name for case in judged for one, gone in zip(case.parameters, case.removed, strict=True) if gone}
     if not names:
         return ""
     return f"; the script sets those of {listed(sorted(names))} to None before a step, which leaves them as they are"

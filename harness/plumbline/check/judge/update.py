@@ -15,8 +15,8 @@ from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, explained, holds
 from plumbline.judge.findings import compare_with_one, with_parameters
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, explained, holds
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
 

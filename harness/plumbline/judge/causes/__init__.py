@@ -7,18 +7,23 @@ something is wrong is decided in ``plumbline.judge.checks``, not here.
 
 from __future__ import annotations
 
-from plumbline.judge.causes.gradient_case import GradientCase
-from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, Match
+from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.causes.registry import HYPOTHESES, explain, register
+from plumbline.judge.hypothesis import Evidence, Hypothesis, Match
+from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.gradient_case import GradientCase
 
 __all__ = [
     "HYPOTHESES",
+    "Combination",
     "Evidence",
     "GradientCase",
     "Hypothesis",
     "Match",
     "MetricCase",
+    "OracleGradientCase",
+    "SomeParameters",
     "explain",
     "register",
 ]

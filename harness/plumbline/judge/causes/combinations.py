@@ -52,8 +52,11 @@ def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> f
 
 
 def common_factor(right: Tensors, observed: Tensors) -> float:
-    """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero."""
-    factors = [factor_between({name: value}, observed) for name, value in right.items() if norm(value)]
+    """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero.
+
+    Tensors that were observed as zeros are left out: half of them would make it zero.
+    """
+    factors = [factor_between({n: value}, observed) for n, value in right.items() if norm(value) and norm(observed[n])]
     # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.
     return statistics.median_low(factors) if factors else 1.0
 

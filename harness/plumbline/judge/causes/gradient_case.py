@@ -1,18 +1,20 @@
-"""One rank's gradient at one step: everything that a hypothesis about a wrong gradient may predict from."""
+"""One rank's gradient at one step, where an oracle knows the right one: what a hypothesis may predict from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from plumbline.evidence.trace import Step, Tensors
-from plumbline.judge.causes.combinations import common_factor, factor_between
+from plumbline.judge.causes.combinations import added, common_factor, factor_between, scaled, weighted
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
-from plumbline.judge.causes.hypothesis import Hypothesis, Match
 from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
+from plumbline.judge.hypothesis import Hypothesis, Match
+from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight
+from plumbline.judge.mistakes.gradient_case import GradientCase
 from plumbline.judge.oracle.noise import distance, length, norm
 from plumbline.judge.oracle.oracle import clipped
 from plumbline.judge.trace_analysis import ExpectedGradients, same
@@ -42,7 +44,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, eq=False)
-class GradientCase:
+class OracleGradientCase(GradientCase):
     """One rank at one step.
 
     ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``expected`` is
@@ -63,7 +65,7 @@ class GradientCase:
     pattern: Pattern = Pattern()
 
     @classmethod
-    def of(cls, counterfactuals: Counterfactuals, index: int, rank: int) -> GradientCase:
+    def of(cls, counterfactuals: Counterfactuals, index: int, rank: int) -> OracleGradientCase:
         """Return the case of one rank at a step that was taken."""
         analysis = counterfactuals.analysis
         ranks = analysis.steps[index].ranks
@@ -93,6 +95,42 @@ class GradientCase:
     def world(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def scales(self) -> Sequence[float | None]:
+        return [step.scale for step in self.ranks]
+
+    @property
+    def has_shares(self) -> Sequence[bool]:
+        return [all(rank < len(groups) for groups in self.expected.parts) for rank in range(self.world)]
+
+    @property
+    def has_earlier_step(self) -> bool:
+        return self.previous is not None and bool(self.earlier_expected)
+
+    @property
+    def zeros(self) -> Sequence[bool]:
+        return [norm(value) == 0 for value in self.observed.values()]
+
+    @property
+    def factor(self) -> float:
+        return self.pattern.factor
+
+    def predicted(self, prediction: Combination | SomeParameters) -> Iterator[Tensors]:
+        """Yield the gradients that a mistake would have left, clipped as the workload asks for."""
+        if isinstance(prediction, SomeParameters):
+            yield from self.with_nearer(self.value(prediction.combination))
+        else:
+            yield clipped(self.value(prediction), self.clip_norm)
+
+    def value(self, combination: Combination) -> Tensors:
+        """Return a combination of the right shares, before it is clipped."""
+        total = _weighted(self.expected, combination.weight)
+        if combination.earlier is not None:
+            total = added(total, _weighted(self.earlier_expected[0], combination.earlier))
+        if combination.left_over:
+            total = added(total, scaled(combination.left_over, self.previous or {}))
+        return total
 
     @property
     def is_staged(self) -> bool:
@@ -162,6 +200,8 @@ class GradientCase:
         }
         if 0 < len(nearer) < len(right):
             yield clipped({**right, **nearer}, self.clip_norm)
+            if self.clip_norm is not None:  # or it happened after the clipping
+                yield {**self.expected.contract, **nearer}
 
     def if_wrong(self, predicted: Tensors) -> Iterator[Tensors]:
         """Yield a prediction that is not right: what changes nothing would fit every step that is right."""
@@ -230,7 +270,17 @@ class GradientCase:
         return factor_between(right, self.observed) if right else 1.0
 
 
-GradientHypothesis = Hypothesis[GradientCase, Tensors | Match]
+def _weighted(expected: ExpectedGradients, weight: Weight) -> Tensors:
+    count = len(expected.parts)
+    pairs = [
+        (weight(rank, place, count) / len(groups) / count, part)
+        for place, groups in enumerate(expected.parts)
+        for rank, part in enumerate(groups)
+    ]
+    return weighted([part for _, part in pairs], [one for one, _ in pairs], expected.raw)
+
+
+GradientHypothesis = Hypothesis[OracleGradientCase, Tensors | Match]
 """Predicts gradients as the optimizer would have received them, in float64.
 
 What cannot be predicted is no prediction: a hypothesis that holds by elimination, or by other evidence than gradients,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,13 +13,15 @@ from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
 from plumbline.judge.causes.counterfactuals import Counterfactuals
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Pattern
-from plumbline.judge.causes.hypothesis import OCCASIONAL, Evidence, Match
+from plumbline.judge.causes.gradient_case import GradientHypothesis, OracleGradientCase, Pattern
 from plumbline.judge.causes.occasions import occasion
 from plumbline.judge.causes.rank_shares import rank_shares
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
 from plumbline.judge.findings import times
+from plumbline.judge.hypothesis import OCCASIONAL, Evidence, Match
+from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.gradient_case import GradientMistake
 from plumbline.judge.oracle.noise import distance, length, norm
 from plumbline.judge.trace_analysis import TraceAnalysis, same
 
@@ -28,14 +30,14 @@ from plumbline.judge.trace_analysis import TraceAnalysis, same
 class GradientEvidence(Evidence):
     """The gradients of a trace: the ``wrong`` ones, the ``right`` ones, and all that can be predicted (``every``)."""
 
-    wrong: Sequence[GradientCase]
-    right: Sequence[GradientCase]
-    every: Sequence[GradientCase]
+    wrong: Sequence[OracleGradientCase]
+    right: Sequence[OracleGradientCase]
+    every: Sequence[OracleGradientCase]
     analysis: TraceAnalysis
 
     @classmethod
     def of(
-        cls, wrong: Sequence[GradientCase], every: Sequence[GradientCase], analysis: TraceAnalysis
+        cls, wrong: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase], analysis: TraceAnalysis
     ) -> GradientEvidence:
         """Return the evidence, each case with the pattern of all wrong gradients."""
         pattern = Pattern(
@@ -58,9 +60,9 @@ class GradientEvidence(Evidence):
     @property
     def kind(self) -> type:
         """Hypotheses predict from one case at a time."""
-        return GradientCase
+        return OracleGradientCase
 
-    def match(self, hypothesis: GradientHypothesis) -> Match | None:
+    def match(self, hypothesis: GradientHypothesis | GradientMistake) -> Match | None:
         """Return how a hypothesis fits all wrong gradients.
 
         Where the mistake has no effect, its prediction is what is right. One that happens at some steps only needs an
@@ -127,13 +129,13 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
     return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
 
 
-def _cases(analysis: TraceAnalysis) -> list[GradientCase]:
+def _cases(analysis: TraceAnalysis) -> list[OracleGradientCase]:
     counterfactuals = Counterfactuals(analysis)
     different = analysis.differing_ranks("gradients")
-    return [GradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
+    return [OracleGradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
 
 
-def _slightly_scaled(finding: Finding, cases: Sequence[GradientCase]) -> Finding:
+def _slightly_scaled(finding: Finding, cases: Sequence[OracleGradientCase]) -> Finding:
     """Explain gradients none of which is wrong by itself, but all of them in the same direction."""
     factor = statistics.median(factor_between(one.expected.contract, one.observed) for one in cases)
     before = _factor_before_clipping(cases)
@@ -148,7 +150,7 @@ def _slightly_scaled(finding: Finding, cases: Sequence[GradientCase]) -> Finding
     )
 
 
-def _factor_before_clipping(cases: Sequence[GradientCase]) -> float | None:
+def _factor_before_clipping(cases: Sequence[OracleGradientCase]) -> float | None:
     """Return by how much gradients were longer before they were clipped to a length that is nearly right.
 
     ``clip_grad_norm_`` divides by the norm and 1e-6, so that shorter ones end a little shorter. None where they are not
@@ -162,7 +164,7 @@ def _factor_before_clipping(cases: Sequence[GradientCase]) -> float | None:
     return statistics.median(factors) if factors else None
 
 
-def _is_predictable(case: GradientCase) -> bool:
+def _is_predictable(case: OracleGradientCase) -> bool:
     weights = case.ranks[0].before
     together = case.counterfactuals.analysis.recorded_together(case.index, case.rank).values()
     return (
@@ -172,18 +174,18 @@ def _is_predictable(case: GradientCase) -> bool:
     )
 
 
-def _is_right(case: GradientCase, analysis: TraceAnalysis) -> bool:
+def _is_right(case: OracleGradientCase, analysis: TraceAnalysis) -> bool:
     limit = 0.0 if analysis.exact else analysis.limit
     return any(_error(case, right, analysis) <= limit for right in (case.expected.contract, *case.expected.one_device))
 
 
-def _is_multiple(case: GradientCase, analysis: TraceAnalysis) -> bool:
+def _is_multiple(case: OracleGradientCase, analysis: TraceAnalysis) -> bool:
     """Say whether the gradient of several ranks is the right one times some number."""
     multiple = scaled(_common_factor([case]), case.expected.raw)
     return case.world > 1 and _error(case, multiple, analysis) <= analysis.limit
 
 
-def _stages(wrong: Sequence[GradientCase], analysis: TraceAnalysis) -> StagePattern:
+def _stages(wrong: Sequence[OracleGradientCase], analysis: TraceAnalysis) -> StagePattern:
     """Return what is wrong on each rank, by the parameters that are wrong at the first wrong step."""
     first = wrong[0]
     if not first.in_stages:
@@ -193,19 +195,19 @@ def _stages(wrong: Sequence[GradientCase], analysis: TraceAnalysis) -> StagePatt
     return stage_pattern(first.held, names, [(one.expected.raw, one.observed) for one in wrong])
 
 
-def _common_factor(cases: Sequence[GradientCase]) -> float:
+def _common_factor(cases: Sequence[OracleGradientCase]) -> float:
     """Return the median of the cases' own factors."""
     return statistics.median(factor_between(one.expected.raw, one.observed) for one in cases)
 
 
-def _odd_factor(case: GradientCase, analysis: TraceAnalysis) -> float:
+def _odd_factor(case: OracleGradientCase, analysis: TraceAnalysis) -> float:
     """Return the factor of the tensor that is furthest from right, apart from the factor that most tensors have."""
     multiple = scaled(case.common_factor, case.expected.raw)
     odd = max(multiple, key=lambda name: _error_of(case, name, multiple, analysis))
     return factor_between({odd: multiple[odd]}, case.observed)
 
 
-def _common_clip_limits(cases: Sequence[GradientCase]) -> tuple[float, ...]:
+def _common_clip_limits(cases: Sequence[OracleGradientCase]) -> tuple[float, ...]:
     """Return the median norm to which each rank's share would have to be clipped; empty where they are not known."""
     limits = []
     for one in cases:
@@ -219,19 +221,32 @@ def _common_clip_limits(cases: Sequence[GradientCase]) -> tuple[float, ...]:
 
 
 def _misfit(
-    hypothesis: GradientHypothesis, cases: Sequence[GradientCase], analysis: TraceAnalysis, without: float = math.inf
+    hypothesis: GradientHypothesis | GradientMistake,
+    cases: Sequence[OracleGradientCase],
+    analysis: TraceAnalysis,
+    without: float = math.inf,
 ) -> float:
     """Return the largest error over cases, each with its nearest prediction; ``without`` where there is none."""
     worst = 0.0
     for case in cases:
-        errors = (_misfit_of(one, case, analysis) for one in hypothesis.predict(case))
+        errors = (
+            _misfit_of(one, case, analysis)
+            for prediction in hypothesis.predict(case)
+            for one in _in_tensors(prediction, case)
+        )
         worst = max(worst, min(errors, default=without))
         if worst > analysis.limit:
             break
     return worst
 
 
-def _misfit_of(prediction: Tensors | Match, case: GradientCase, analysis: TraceAnalysis) -> float:
+def _in_tensors(
+    prediction: Combination | SomeParameters | Tensors | Match, case: OracleGradientCase
+) -> Iterable[Tensors | Match]:
+    return case.predicted(prediction) if isinstance(prediction, Combination | SomeParameters) else (prediction,)
+
+
+def _misfit_of(prediction: Tensors | Match, case: OracleGradientCase, analysis: TraceAnalysis) -> float:
     """Return the error of a prediction; what holds by elimination has none, and the evidence is no prediction."""
     if isinstance(prediction, Match):
         return 0.0
@@ -240,12 +255,12 @@ def _misfit_of(prediction: Tensors | Match, case: GradientCase, analysis: TraceA
     return _error(case, prediction, analysis)
 
 
-def _error(case: GradientCase, predicted: Tensors, analysis: TraceAnalysis) -> float:
+def _error(case: OracleGradientCase, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the largest error of any tensor, in × noise."""
     return max((_error_of(case, name, predicted, analysis) for name in case.expected.units), default=0.0)
 
 
-def _error_of(case: GradientCase, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
+def _error_of(case: OracleGradientCase, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
     right = case.expected.contract[name]
     expected = predicted.get(name, torch.zeros_like(right))
@@ -256,13 +271,13 @@ def _error_of(case: GradientCase, name: str, predicted: Tensors, analysis: Trace
     return error / noise if noise else (float("inf") if error else 0.0)
 
 
-def _least_error(case: GradientCase, name: str, analysis: TraceAnalysis) -> float:
+def _least_error(case: OracleGradientCase, name: str, analysis: TraceAnalysis) -> float:
     """Return the distance of a tensor from the nearest that is right, in × noise."""
     rights = (case.expected.contract, *case.expected.one_device)
     return min(_error_of(case, name, right, analysis) for right in rights)
 
 
-def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
+def _worst_parameter(case: OracleGradientCase, analysis: TraceAnalysis) -> str | None:
     return max(
         case.expected.units,
         key=lambda name: _error_of(case, name, case.expected.contract, analysis),
@@ -270,7 +285,7 @@ def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
     )
 
 
-def _figures(case: GradientCase) -> str:
+def _figures(case: OracleGradientCase) -> str:
     """Describe the wrong gradient relative to the right one: its length and its direction."""
     names = list(case.expected.contract)
     right, observed = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import Block, Step, Tensors, block_index
-from plumbline.judge.causes.gradient_case import GradientCase
+from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.oracle.noise import distance
 
 
@@ -18,7 +18,7 @@ from plumbline.judge.oracle.noise import distance
 class HeldParts:
     """The ranks that hold a model together with the one of a case, and what each of them holds."""
 
-    case: GradientCase
+    case: OracleGradientCase
 
     @cached_property
     def members(self) -> dict[int, Step]:

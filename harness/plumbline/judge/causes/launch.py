@@ -9,7 +9,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace, Trace
-from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
 
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",

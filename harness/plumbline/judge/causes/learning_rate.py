@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from plumbline.evidence.trace import Trace
-from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, holds
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Rates = tuple[float, ...]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from plumbline.judge.causes.hypothesis import Hypothesis
 from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, ReportedValue, mean
+from plumbline.judge.hypothesis import Hypothesis
 
 Values = Iterable[float]
 """What a hypothesis about a metric predicts."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.core.finding import UNEXPLAINED, Finding
-from plumbline.judge.causes.hypothesis import Evidence, Match
 from plumbline.judge.causes.metric_case import MetricCase, MetricHypothesis
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.expected_metrics import TRAINING, LossTable, ReportedValue
+from plumbline.judge.hypothesis import Evidence, Match
 
 
 @dataclass(frozen=True)

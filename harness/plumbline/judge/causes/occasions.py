@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plumbline.judge.causes.gradient_case import GradientCase
+from plumbline.judge.causes.gradient_case import OracleGradientCase
 
 
-def _evaluated(case: GradientCase) -> bool:
+def _evaluated(case: OracleGradientCase) -> bool:
     """Say whether the model was evaluated, or should have been, after some micro-batch of the step's window."""
     return any(step == case.index and micro_batches for step, micro_batches in case.counterfactuals.evaluations())
 
 
-def _after_an_evaluation(case: GradientCase) -> bool:
+def _after_an_evaluation(case: OracleGradientCase) -> bool:
     """Say whether an evaluation came before the step's last micro-batch, in its epoch."""
     begin = case.index - _place_in_epoch(case)
     return any((begin, 0) < place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
 
 
-def _after_the_first_evaluation(case: GradientCase) -> bool:
+def _after_the_first_evaluation(case: OracleGradientCase) -> bool:
     return any(place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
 
 
-def _place_in_epoch(case: GradientCase) -> int:
+def _place_in_epoch(case: OracleGradientCase) -> int:
     return case.index % case.counterfactuals.steps_per_epoch
 
 
-OCCASIONS: dict[str, Callable[[GradientCase], bool]] = {
+OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
     "in a step that leaves parameters unused": lambda case: bool(case.unused),
     "in a window in which the model is evaluated": _evaluated,
     "after an evaluation, until the epoch ends": _after_an_evaluation,
@@ -48,7 +48,7 @@ OCCASIONS: dict[str, Callable[[GradientCase], bool]] = {
 
 
 def occasion(
-    wrong: Sequence[GradientCase], refuting: Sequence[GradientCase], every: Sequence[GradientCase]
+    wrong: Sequence[OracleGradientCase], refuting: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]
 ) -> str | None:
     """Return in words what holds for every case that is wrong, and for none that refutes the hypothesis."""
     for words, holds in OCCASIONS.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import RankTrace
-from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, most_specific
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, most_specific
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.oracle.oracle import Optimizers, Oracle
 from plumbline.judge.update_replay import Intervention, replay

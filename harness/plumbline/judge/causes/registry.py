@@ -24,7 +24,7 @@ from plumbline.judge.causes import (
     validation,
     weights,
 )
-from plumbline.judge.causes.gradient_case import GradientCase
+from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.gradient_hypotheses import (
     accumulation,
     amp,
@@ -41,8 +41,10 @@ from plumbline.judge.causes.gradient_hypotheses import (
     sync,
     unused,
 )
-from plumbline.judge.causes.hypothesis import Evidence, Hypothesis, explained
 from plumbline.judge.causes.metric_case import MetricCase
+from plumbline.judge.hypothesis import Evidence, Hypothesis, explained
+from plumbline.judge.mistakes.catalogue import MISTAKES
+from plumbline.judge.mistakes.gradient_case import GradientCase
 
 _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     launch.LaunchCase: [launch.HYPOTHESES],
@@ -58,7 +60,8 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     rng.KeptShareCase: [rng.KEPT_SHARE],
     rng.StreamCase: [rng.STREAMS],
     rng.AlikeMasksCase: [rng.ALIKE_MASKS],
-    GradientCase: [
+    GradientCase: [MISTAKES],
+    OracleGradientCase: [
         accumulation.HYPOTHESES,
         amp.HYPOTHESES,
         averaging.HYPOTHESES,
@@ -107,4 +110,9 @@ def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
 
 def explain(finding: Finding, evidence: Evidence) -> Finding:
     """Return the finding with the cause that the most specific fitting hypothesis names, else ``unexplained``."""
-    return explained(finding, HYPOTHESES.get(evidence.kind, ()), evidence)
+    return explained(finding, hypotheses_about(evidence.kind), evidence)
+
+
+def hypotheses_about(kind: type) -> list[Hypothesis[Any, Any]]:
+    """Return the hypotheses about a kind of case, and about what it is a special case of."""
+    return [one for each in kind.__mro__ for one in HYPOTHESES.get(each, ())]

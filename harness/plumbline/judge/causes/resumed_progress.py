@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from plumbline.evidence.trace import Trace
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, holds
 from plumbline.judge.causes.learning_rate import LearningRateCase, Prediction, at_positions, without_schedule
 from plumbline.judge.causes.resumed_state import InterruptedCase
+from plumbline.judge.hypothesis import Hypothesis, Match, holds
 from plumbline.judge.interrupted_training import Draws, Interruption
 
 

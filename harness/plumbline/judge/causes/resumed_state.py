@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.trace_analysis import same
 

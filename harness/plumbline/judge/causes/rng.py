@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from plumbline.judge.causes.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
 from plumbline.judge.oracle.dropout_masks import MaskPosition
 
 Pair = tuple[MaskPosition, MaskPosition]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plumbline.judge import sampler_draws
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.causes.step_count import BATCHES_PER_STEP
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[tuple[int, ...], ...]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import RankTrace, Tensors
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis, same
 from plumbline.judge.update_replay import weights_after

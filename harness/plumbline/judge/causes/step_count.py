@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 StepHypothesis = Hypothesis[TraceCase, Match]

@@ -10,9 +10,9 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.evidence.trace import Step, Tensors
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import HeldParameters, names_in_words
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis

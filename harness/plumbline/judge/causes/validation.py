@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from plumbline.evidence.trace import Evaluation
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.oracle.epochs import Position
 from plumbline.judge.positions import evaluations_due, position_of
 

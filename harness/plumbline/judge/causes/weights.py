@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 
 from plumbline.evidence.trace import Step, Tensors
-from plumbline.judge.causes.hypothesis import Hypothesis, Match, TraceCase
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.replicas import holders_of, with_tensors_of_all
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from plumbline.core.precision import PRECISIONS, Precision
-from plumbline.judge.causes.combinations import scaled, total_distance, weighted
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.causes.combinations import scaled, total_distance
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import distance, limit, norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
@@ -18,10 +18,8 @@ FIRST_SCALE = 2.0**16
 """The initial scale of torch.amp.GradScaler."""
 
 
-def _scale_left_in(case: GradientCase) -> Gradients:
-    if case.step.scale not in (None, 1.0):
-        yield clipped(scaled(case.step.scale, case.expected.raw), case.clip_norm)
-    # Where scaler.step was never called, the scale was not recorded: it may be any power of two.
+def _unknown_scale_left_in(case: OracleGradientCase) -> Gradients:
+    """Predict a power of two: where scaler.step was never called, the scale was not recorded."""
     observed, right = case.step.gradients, case.expected.raw
     ratios = [norm(observed[name]) / norm(right[name]) for name in right if name in observed and norm(right[name])]
     if ratios and min(ratios) > 0 and all(math.isfinite(ratio) for ratio in ratios):
@@ -30,12 +28,7 @@ def _scale_left_in(case: GradientCase) -> Gradients:
             yield scaled(2**power, right)
 
 
-def _unscaled_twice(case: GradientCase) -> Gradients:
-    if case.step.scale not in (None, 1.0):
-        yield clipped(scaled(1 / case.step.scale, case.expected.raw), case.clip_norm)
-
-
-def _unscaled_by_a_lowered_scale(case: GradientCase) -> Gradients:
+def _unscaled_by_a_lowered_scale(case: OracleGradientCase) -> Gradients:
     """Predict twice the gradient for each optimizer that steps after one which overflowed, and halved the scale."""
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for order in (optimizers, optimizers[::-1]):
@@ -46,18 +39,7 @@ def _unscaled_by_a_lowered_scale(case: GradientCase) -> Gradients:
         yield from case.if_wrong(predicted)
 
 
-def _scales_differ(case: GradientCase) -> Gradients:
-    """Predict the mean of gradients that each rank multiplied by its own scale, divided by this rank's scale."""
-    scales = [step.scale for step in case.ranks]
-    own = scales[case.rank]
-    if len(set(scales)) == 1 or own is None or case.micro_batches > 1:
-        return
-    (parts,) = case.expected.parts
-    weights = [(scale or 1.0) / own / len(parts) for scale in scales]
-    yield clipped(weighted(parts, weights, case.expected.raw), case.clip_norm)
-
-
-def _infinities_zeroed(case: GradientCase) -> Gradients:
+def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
     """Predict zeros where the scaled gradient of any share overflows in float16."""
     counterfactuals = case.counterfactuals
     if not counterfactuals.cell.arithmetic.scaled:
@@ -80,7 +62,7 @@ def _infinities_zeroed(case: GradientCase) -> Gradients:
     yield clipped(mean_gradient(finite), case.clip_norm)
 
 
-def _rounded(case: GradientCase) -> Gradients:
+def _rounded(case: OracleGradientCase) -> Gradients:
     """Predict those tensors as observed whose entries are all 16-bit numbers, as near to right as such can be."""
     for dtype in (torch.bfloat16, torch.float16):
         # A rounding of each part, of the sums on the way, and of the quotient.
@@ -95,12 +77,12 @@ def _rounded(case: GradientCase) -> Gradients:
             yield {**case.expected.contract, **rounded}
 
 
-def _size(case: GradientCase, name: str) -> float:
+def _size(case: OracleGradientCase, name: str) -> float:
     parts = [part[name] for part in case.shares if name in part]
     return sum(map(norm, parts)) / len(parts)
 
 
-def _rounded_inputs(case: GradientCase) -> Gradients:
+def _rounded_inputs(case: OracleGradientCase) -> Gradients:
     counterfactuals = case.counterfactuals
     for name, column in counterfactuals.analysis.oracle.data.columns.items():
         for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
@@ -108,7 +90,7 @@ def _rounded_inputs(case: GradientCase) -> Gradients:
             yield from case.if_wrong(clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm))
 
 
-def _lower_precision(case: GradientCase) -> Gradients:
+def _lower_precision(case: OracleGradientCase) -> Gradients:
     """Match where a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
 
     Otherwise predict that lower precision's gradient. Weights and activations are rounded the same way on every
@@ -144,18 +126,12 @@ HYPOTHESES = (
     GradientHypothesis("infinities-zeroed", "amp", _infinities_zeroed,
         "right apart from zeros where float16 overflows",
         "do not replace infinities: all ranks must skip a step that overflowed", 980),
-    GradientHypothesis("unscaled-twice", "amp", _unscaled_twice,
-        "divided by the loss scale of {scale} twice",
-        "both the trainer and the GradScaler unscale", 975),
-    GradientHypothesis("loss-scale-left-in", "amp", _scale_left_in,
+    GradientHypothesis("loss-scale-left-in", "amp", _unknown_scale_left_in,
         "those of the scaled loss",
-        "the optimizer stepped without unscaling: use scaler.step(optimizer)", 970),
+        "call scaler.step(optimizer), which unscales them", 970),
     GradientHypothesis("unscaled-by-a-lowered-scale", "amp", _unscaled_by_a_lowered_scale,
         "twice the right ones for an optimizer that steps after one whose gradient overflowed",
         "the scale was lowered between two optimizers: call scaler.update() once, after all of them", 968),
-    GradientHypothesis("scales-differ", "amp", _scales_differ,
-        "the mean of gradients that each rank multiplied by another loss scale",
-        "use the same loss scale on all ranks", 965),
     GradientHypothesis("inputs-rounded", "amp", _rounded_inputs,
         "those of samples whose inputs, or targets, are rounded to 16 bits",
         "are batches cast before the model, or stored in 16 bits? autocast casts what it needs by itself", 206),

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from plumbline.judge.causes.combinations import factor_between, mean, scaled
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _not_clipped(case: GradientCase) -> Gradients:
+def _not_clipped(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None:
         yield case.expected.raw
 
 
-def _before_unscaling(case: GradientCase) -> Gradients:
+def _before_unscaling(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.step.scale:
         yield clipped(case.expected.raw, case.clip_norm / case.step.scale)
 
 
-def _before_averaging(case: GradientCase) -> Gradients:
+def _before_averaging(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.world > 1:
         ranks = [
             clipped(mean_gradient(own), case.clip_norm) for rank in range(case.world) if (own := case.own_parts(rank))
@@ -26,20 +26,20 @@ def _before_averaging(case: GradientCase) -> Gradients:
         yield mean_gradient([ranks])
 
 
-def _every_micro_batch(case: GradientCase) -> Gradients:
+def _every_micro_batch(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.micro_batches > 1:
         yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.expected.parts])
         yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.expected.parts])
 
 
-def _tensor_by_tensor(case: GradientCase) -> Gradients:
+def _tensor_by_tensor(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None:
         yield {
             name: value for n, v in case.expected.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
         }
 
 
-def _shard_by_shard(case: GradientCase) -> Gradients:
+def _shard_by_shard(case: OracleGradientCase) -> Gradients:
     """Predict that each rank scaled what it holds, blocks and whole tensors, by any factor."""
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
@@ -53,20 +53,20 @@ def _shard_by_shard(case: GradientCase) -> Gradients:
     yield held.assembled(parts, case.expected.raw)
 
 
-def _by_value(case: GradientCase) -> Gradients:
+def _by_value(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None:
         limit = case.clip_norm
         yield {name: value.clamp(-limit, limit) for name, value in case.expected.raw.items()}
 
 
-def _to_another_length(case: GradientCase) -> Gradients:
+def _to_another_length(case: OracleGradientCase) -> Gradients:
     """Predict the right direction with the length that was observed; clipping makes nothing longer."""
     factor = factor_between(case.expected.raw, case.observed, default=0.0)
     if case.clip_norm is not None and factor > 0:
         yield scaled(min(factor, 1.0), case.expected.raw)
 
 
-def _in_groups(case: GradientCase) -> Gradients:
+def _in_groups(case: OracleGradientCase) -> Gradients:
     """Predict the right direction of each tensor with the length that was observed; clipping makes nothing longer."""
     if case.clip_norm is None:
         return
@@ -80,7 +80,7 @@ def _in_groups(case: GradientCase) -> Gradients:
     yield total
 
 
-def _unasked(case: GradientCase) -> Gradients:
+def _unasked(case: OracleGradientCase) -> Gradients:
     """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
     # At a single step any factor below 1 is a limit.
     if case.clip_norm is None and (case.pattern.steps > 1 or not case.pattern.every_step):

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.layout import Layout
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
-def _shares_of_whole(case: GradientCase) -> Gradients:
+def _shares_of_whole(case: OracleGradientCase) -> Gradients:
     # The derivative of the whole loss through one rank's outputs, averaged over ranks: the 1/world-th part of it.
     if case.world > 1 and case.counterfactuals.is_coupled(case.index):
         yield scaled(1 / case.world, case.expected.whole)
 
 
-def _times_world(case: GradientCase) -> Gradients:
+def _times_world(case: OracleGradientCase) -> Gradients:
     if case.world > 1 and case.counterfactuals.is_coupled(case.index):
         yield scaled(case.world, case.expected.whole)
 
@@ -35,13 +35,13 @@ def _each_share_alone(layout: Layout) -> Layout:
     return tuple(tuple((share,) for group in groups for share in group) for groups in layout)
 
 
-def _each_device_alone(case: GradientCase) -> Gradients:
+def _each_device_alone(case: OracleGradientCase) -> Gradients:
     layout = case.counterfactuals.layout(case.index)
     if _each_share_alone(layout) != layout:
         yield clipped(mean_gradient(case.counterfactuals.parts(case.index, _each_share_alone(layout))), case.clip_norm)
 
 
-def _each_forward_alone(case: GradientCase) -> Gradients:
+def _each_forward_alone(case: OracleGradientCase) -> Gradients:
     """Predict that each forward of the model had a loss of its own, although several forwards make one batch."""
     groups = tuple(
         (forward,) for step in case.ranks for micro in step.micro_batches for forward in micro.forwards if forward
@@ -53,14 +53,14 @@ def _each_forward_alone(case: GradientCase) -> Gradients:
 def _coupled(predict: Any, wanted: bool) -> Any:
     """Return the same prediction, made only where samples depend on each other, or only where they do not."""
 
-    def predict_if(case: GradientCase) -> Gradients:
+    def predict_if(case: OracleGradientCase) -> Gradients:
         if case.counterfactuals.is_coupled(case.index) == wanted:
             yield from predict(case)
 
     return predict_if
 
 
-def _in_evaluation(case: GradientCase) -> Gradients:
+def _in_evaluation(case: OracleGradientCase) -> Gradients:
     """Predict that some ranks, or all, are in evaluation mode."""
     with case.counterfactuals.at(case.index) as oracle:
         oracle.model.eval()
@@ -84,7 +84,7 @@ def _has_batchnorm(oracle: Oracle) -> bool:
 
 
 def _evaluated(normalising: bool) -> Any:
-    def predict(case: GradientCase) -> Gradients:
+    def predict(case: OracleGradientCase) -> Gradients:
         with case.counterfactuals.at(case.index) as oracle:
             applies = _has_batchnorm(oracle) == normalising
         if applies:
@@ -167,7 +167,7 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
             del layer.forward
 
 
-def _shared_statistics(case: GradientCase) -> Gradients:
+def _shared_statistics(case: OracleGradientCase) -> Gradients:
     """Predict statistics of all ranks in the forward, and something else in the backward."""
     layout = case.counterfactuals.layout(case.index)
     if case.world == 1 or len(layout) > 1:
@@ -182,7 +182,7 @@ def _shared_statistics(case: GradientCase) -> Gradients:
                 yield clipped(mean_gradient(oracle.group_gradients(whole_batch)), case.clip_norm)
 
 
-def _coupled_otherwise(case: GradientCase) -> Gradients:
+def _coupled_otherwise(case: OracleGradientCase) -> Gradients:
     """Match, by elimination, where every step is wrong, ranks agree, and samples are coupled.
 
     Predict the gradient of the nearest loss, where a loss of the right outputs may be the mistake.

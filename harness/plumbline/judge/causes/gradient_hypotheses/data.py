@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.oracle.layout import Layout, sample_of, samples
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _held_out(case: GradientCase) -> Gradients:
+def _held_out(case: OracleGradientCase) -> Gradients:
     """Predict a training on the samples of the same numbers in the held-out set."""
     counterfactuals = case.counterfactuals
     layout = counterfactuals.layout(case.index)
@@ -23,7 +23,7 @@ def _held_out(case: GradientCase) -> Gradients:
     yield clipped(mean_gradient(parts), case.clip_norm)
 
 
-def _of_other_samples(case: GradientCase) -> Gradients:
+def _of_other_samples(case: OracleGradientCase) -> Gradients:
     """Predict that one column of the data comes from other samples than the rest, on one rank or on all.
 
     They are the neighbours in the batch, or those that the next rank, or the same rank's batch before, has in their

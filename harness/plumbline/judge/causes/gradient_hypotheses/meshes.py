@@ -9,14 +9,14 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.causes.held_parts import HeldParts
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _sizes(case: GradientCase) -> list[int]:
+def _sizes(case: OracleGradientCase) -> list[int]:
     """Return the numbers of ranks that compute with the same samples: along each dimension of the mesh, and in all."""
     cell = case.counterfactuals.cell
     if cell.contract.has_stages:
@@ -28,17 +28,17 @@ def _sizes(case: GradientCase) -> list[int]:
     return sorted({len(ranks), *(size for name, size in mesh.dimensions if name in names)} - {1})
 
 
-def _times_size(case: GradientCase) -> Gradients:
+def _times_size(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
         yield clipped(scaled(size, case.expected.raw), case.clip_norm)
 
 
-def _by_size(case: GradientCase) -> Gradients:
+def _by_size(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
         yield clipped(scaled(1 / size, case.expected.raw), case.clip_norm)
 
 
-def _partial_sums(case: GradientCase) -> Gradients:
+def _partial_sums(case: OracleGradientCase) -> Gradients:
     """Predict the first rank's part of a sum, or of a mean, from the parts that the other ranks have."""
     if case.clip_norm is not None or case.in_stages:  # what stages share are tied weights, which have causes
         return
@@ -49,18 +49,18 @@ def _partial_sums(case: GradientCase) -> Gradients:
         yield {**case.expected.raw, **parts}
 
 
-def _data_rank(case: GradientCase, rank: int) -> int:
+def _data_rank(case: OracleGradientCase, rank: int) -> int:
     """Return which share of the samples a rank has."""
     return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
 
 
-def _mean_over(case: GradientCase, ranks: tuple[int, ...]) -> Tensors:
+def _mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
     """Return the mean of the gradients of some ranks' samples."""
     shares = sorted({_data_rank(case, rank) for rank in ranks})
     return mean_gradient([[groups[share] for share in shares if share < len(groups)] for groups in case.expected.parts])
 
 
-def _shards_of_some_ranks(case: GradientCase) -> Gradients:
+def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
     """Predict that each rank's block is averaged over some dimensions of the mesh only, among them none."""
     held, cell = HeldParts(case), case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
@@ -72,7 +72,7 @@ def _shards_of_some_ranks(case: GradientCase) -> Gradients:
         yield held.assembled(parts, case.expected.raw)
 
 
-def _blocks_averaged(case: GradientCase) -> Gradients:
+def _blocks_averaged(case: OracleGradientCase) -> Gradients:
     """Predict that blocks of different rows, or columns, were averaged with each other."""
     held = HeldParts(case)
     if case.clip_norm is not None or not held.in_blocks:
@@ -89,7 +89,7 @@ def _blocks_averaged(case: GradientCase) -> Gradients:
         yield total
 
 
-def _own_experts(case: GradientCase) -> dict[str, int]:
+def _own_experts(case: OracleGradientCase) -> dict[str, int]:
     """Return the rank of each parameter that some of the ranks alone hold, of those that hold a model together."""
     cell = case.counterfactuals.cell
     (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
@@ -98,7 +98,7 @@ def _own_experts(case: GradientCase) -> dict[str, int]:
     return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}
 
 
-def _of_holders_samples(case: GradientCase) -> Gradients:
+def _of_holders_samples(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None or case.world == 1:
         return
     holders = _own_experts(case)
@@ -108,12 +108,12 @@ def _of_holders_samples(case: GradientCase) -> Gradients:
         yield {**case.expected.raw, **own}
 
 
-def _rest_missing(case: GradientCase) -> Gradients:
+def _rest_missing(case: OracleGradientCase) -> Gradients:
     if (experts := _own_experts(case)) and len(experts) < len(case.expected.contract):
         yield {name: value for name, value in case.expected.contract.items() if name in experts}
 
 
-def _missing_elsewhere(case: GradientCase) -> Gradients:
+def _missing_elsewhere(case: OracleGradientCase) -> Gradients:
     """Predict that a rank has no gradient of parameters of which another rank has the right one."""
     missing = {name for name, value in case.observed.items() if not norm(value)}
     ranks = [step.gradients for step in case.ranks]
@@ -121,7 +121,7 @@ def _missing_elsewhere(case: GradientCase) -> Gradients:
         yield {name: value for name, value in case.expected.contract.items() if name not in missing}
 
 
-def _some_tensors_scaled(case: GradientCase) -> Gradients:
+def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
     """Predict one factor, a small number or one part of it, for those tensors that are nearer to it then."""
     if case.batch_parts > 1:  # the stages of a pipeline say more
         return
@@ -130,7 +130,7 @@ def _some_tensors_scaled(case: GradientCase) -> Gradients:
             yield from case.with_nearer(scaled(factor, case.expected.raw))
 
 
-def _experts_scaled(case: GradientCase) -> Gradients:
+def _experts_scaled(case: OracleGradientCase) -> Gradients:
     """Predict the right direction of each tensor that one rank alone holds, and what is right of all others."""
     total = dict(case.expected.raw)
     for name in _own_experts(case) if case.clip_norm is None else ():
@@ -141,7 +141,7 @@ def _experts_scaled(case: GradientCase) -> Gradients:
     yield total
 
 
-def _counted_again(case: GradientCase) -> Gradients:
+def _counted_again(case: OracleGradientCase) -> Gradients:
     """Predict a norm in which whole tensors count once for each rank, or blocks once for each replica, or both."""
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
@@ -157,7 +157,7 @@ def _counted_again(case: GradientCase) -> Gradients:
                 yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), raw)
 
 
-def _parts_of_sequences(case: GradientCase) -> Gradients:
+def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
     """Predict the mean of each part's own mean, where ranks have parts of sequences whose entries a column masks."""
     counterfactuals = case.counterfactuals
     for size in _sizes(case):
@@ -171,20 +171,20 @@ def _parts_of_sequences(case: GradientCase) -> Gradients:
                         yield clipped(mean(own), case.clip_norm)
 
 
-def _positions_again(case: GradientCase) -> Gradients:
+def _positions_again(case: OracleGradientCase) -> Gradients:
     """Predict that each part of a sequence is numbered from zero."""
     for size in _sizes(case):
         for gradient in case.counterfactuals.with_positions_in_parts(case.index, size):
             yield clipped(gradient, case.clip_norm)
 
 
-def _unlike_members(case: GradientCase) -> Gradients:
+def _unlike_members(case: OracleGradientCase) -> Gradients:
     """Match where ranks that see the same samples differ in the gradient of a parameter that each of them holds."""
     if any(True for _ in HeldParts(case).unlike()):
         yield Match()
 
 
-def _exchanged_otherwise(case: GradientCase) -> Gradients:
+def _exchanged_otherwise(case: OracleGradientCase) -> Gradients:
     """Match, by elimination, where every step is wrong, and several ranks compute each sample."""
     if case.pattern.every_step and not case.pattern.only_scaled and _sizes(case):
         yield Match()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.layout import Share
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
@@ -26,7 +26,7 @@ def partners(count: int) -> Iterator[tuple[int, ...]]:
     yield from ((one,) * count for one in order)
 
 
-def _shares(case: GradientCase) -> list[list[Share]]:
+def _shares(case: OracleGradientCase) -> list[list[Share]]:
     """Return the samples of each micro-batch, batch by batch; nothing where a micro-batch has several shares."""
     layout, size = case.counterfactuals.layout(case.index), case.batch_parts
     if size == 1 or len(layout) % size or any(len(groups) > 1 or len(groups[0]) > 1 for groups in layout):
@@ -35,7 +35,7 @@ def _shares(case: GradientCase) -> list[list[Share]]:
     return [shares[first : first + size] for first in range(0, len(shares), size)]
 
 
-def _other_targets(case: GradientCase) -> Gradients:
+def _other_targets(case: OracleGradientCase) -> Gradients:
     """Predict losses of one micro-batch's outputs and another one's targets."""
     batches = _shares(case)
     made: dict[tuple[Share, Share], Tensors] = {}
@@ -50,7 +50,7 @@ def _other_targets(case: GradientCase) -> Gradients:
             yield clipped(mean_gradient([[made[pair]] for pair in pairs]), case.clip_norm)
 
 
-def _other_activations(case: GradientCase) -> Gradients:
+def _other_activations(case: OracleGradientCase) -> Gradients:
     """Predict that the gradient of one micro-batch's activations goes back through another one's, at one boundary.
 
     A boundary is a layer's output on which everything after it depends through this output alone.
@@ -66,7 +66,7 @@ def _other_activations(case: GradientCase) -> Gradients:
 
 
 def _crossed(
-    case: GradientCase,
+    case: OracleGradientCase,
     oracle: Oracle,
     passes: Sequence[tuple[list[tuple[nn.Module, Tensor]], Tensor]],
     number: int,
@@ -120,7 +120,7 @@ def _boundaries(layers: Sequence[nn.Module], ranks: dict[int, int]) -> Iterator[
             yield number
 
 
-def _in_another_order(case: GradientCase) -> Gradients:
+def _in_another_order(case: OracleGradientCase) -> Gradients:
     """Match, by elimination, where ranks took the micro-batches of a step in different orders."""
     orders = [[micro.samples for micro in step.micro_batches if micro.samples] for step in case.recorded.values()]
     if case.in_stages and case.pattern.every_step and case.clip_norm is None and _differ(orders):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from plumbline.judge.causes.combinations import factor_between, fit, fit_weights, mean, scaled, weighted
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.oracle.layout import samples
 from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _samples_not_divided(case: GradientCase) -> Gradients:
+def _samples_not_divided(case: OracleGradientCase) -> Gradients:
     """Predict a factor that is a number of samples: of a rank's share, of all, of the loader's batch."""
     layout = case.counterfactuals.layout(case.index)
     counts = {sum(map(len, group)) for groups in layout for group in groups} | {len(samples(layout))}
@@ -20,7 +20,7 @@ def _samples_not_divided(case: GradientCase) -> Gradients:
             yield clipped(scaled(factor, case.expected.raw), case.clip_norm)
 
 
-def _short_batch(case: GradientCase) -> Gradients:
+def _short_batch(case: OracleGradientCase) -> Gradients:
     """Predict that each share's sum is divided by the size of a full share, also where the share is shorter."""
     workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
     layout = case.counterfactuals.layout(case.index)
@@ -31,17 +31,17 @@ def _short_batch(case: GradientCase) -> Gradients:
         yield clipped(weighted(case.shares, weights, case.expected.raw), case.clip_norm)
 
 
-def _constant(case: GradientCase) -> Gradients:
+def _constant(case: OracleGradientCase) -> Gradients:
     if case.pattern.factor > 0:
         yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
 
 
-def _constant_at_some_steps(case: GradientCase) -> Gradients:
+def _constant_at_some_steps(case: OracleGradientCase) -> Gradients:
     yield from _constant(case)
     yield case.expected.contract
 
 
-def _shares_weighted(case: GradientCase) -> Gradients:
+def _shares_weighted(case: OracleGradientCase) -> Gradients:
     """Fit the weight of each share's gradient: a sum of the right shares, with the wrong weights."""
     if not case.pattern.only_scaled:
         fitted = fit(case.shares, case.observed, list(case.observed))
@@ -49,7 +49,7 @@ def _shares_weighted(case: GradientCase) -> Gradients:
             yield fitted
 
 
-def _some_samples(case: GradientCase) -> Gradients:
+def _some_samples(case: OracleGradientCase) -> Gradients:
     """Predict that only some samples had a gradient: those whose fitted weight is more than half of the largest."""
     if case.clip_norm is not None:
         return
@@ -64,7 +64,7 @@ def _some_samples(case: GradientCase) -> Gradients:
         yield scaled(len(kept) / len(each), mean(kept))
 
 
-def _weighted_in_some_tensors(case: GradientCase) -> Gradients:
+def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
     """Fit the weight of each rank's gradient to those tensors that are no multiple of the right ones."""
     analysis, raw, factor = case.counterfactuals.analysis, case.expected.raw, case.common_factor
     noise = {name: analysis.noise.at(name, unit) for name, unit in case.expected.units.items()}
@@ -80,14 +80,14 @@ def _weighted_in_some_tensors(case: GradientCase) -> Gradients:
             yield clipped({**raw, **fitted}, case.clip_norm)
 
 
-def _samples_weighted(case: GradientCase) -> Gradients:
+def _samples_weighted(case: OracleGradientCase) -> Gradients:
     if not case.pattern.only_scaled:
         fitted = fit(case.counterfactuals.each_sample(case.index), case.observed, list(case.observed))
         if fitted is not None:
             yield fitted
 
 
-def _another_loss(case: GradientCase) -> Gradients:
+def _another_loss(case: OracleGradientCase) -> Gradients:
     """Predict the gradient of the nearest loss of the same outputs, where not every gradient could be one."""
     if case.pattern.every_step and not case.pattern.only_scaled and case.ranks_agree and case.clip_norm is None:
         nearest = case.counterfactuals.nearest_loss_gradient(case.index, case.observed)
@@ -95,7 +95,7 @@ def _another_loss(case: GradientCase) -> Gradients:
             yield nearest
 
 
-def _mask_ignored(case: GradientCase) -> Gradients:
+def _mask_ignored(case: OracleGradientCase) -> Gradients:
     """Predict that entries which a boolean column masks out of the loss, such as padding, are counted."""
     for name, column in case.counterfactuals.analysis.oracle.data.columns.items():
         if column.dtype == torch.bool and not bool(column.all()):
@@ -103,7 +103,7 @@ def _mask_ignored(case: GradientCase) -> Gradients:
             yield clipped(counted, case.clip_norm)
 
 
-def _mean_of_samples(case: GradientCase) -> Gradients:
+def _mean_of_samples(case: OracleGradientCase) -> Gradients:
     """Predict the mean of each sample's own loss, where the loss of a batch is another mean."""
     if each := case.counterfactuals.each_sample(case.index):
         yield clipped(mean(each), case.clip_norm)

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.gradient_hypotheses import accumulation, sync
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import Match
+from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
+from plumbline.judge.mistakes.gradient_case import GradientMistake
+from plumbline.judge.mistakes.synchronisation import LATE
 from plumbline.judge.oracle.noise import length
 from plumbline.judge.oracle.oracle import clipped
 
 
-def _of_one(hypothesis: GradientHypothesis, specificity: float) -> GradientHypothesis:
+def _of_one(mistake: GradientMistake, specificity: float) -> GradientHypothesis:
     """Return the hypothesis that a mistake happened to one optimizer's gradients alone."""
 
-    def predict(case: GradientCase) -> Gradients:
+    def predict(case: OracleGradientCase) -> Gradients:
         optimizers = case.counterfactuals.parameters_of_optimizers()
-        for wrong in hypothesis.predict(case) if len(optimizers) > 1 else ():
-            if isinstance(wrong, Match):
-                continue
-            for names in optimizers:
-                yield {**case.expected.contract, **{name: value for name, value in wrong.items() if name in names}}
+        for prediction in mistake.predict(case) if len(optimizers) > 1 else ():
+            for wrong in () if isinstance(prediction, Match) else case.predicted(prediction):
+                for names in optimizers:
+                    yield {**case.expected.contract, **{name: value for name, value in wrong.items() if name in names}}
 
-    return replace(
-        hypothesis,
-        name=f"{hypothesis.name}-in-one-optimizer",
-        predict=predict,
-        description=f"right for one optimizer, and for another {hypothesis.description}",
-        specificity=specificity,
+    return GradientHypothesis(
+        f"{mistake.name}-in-one-optimizer",
+        mistake.family,
+        predict,
+        f"right for one optimizer, and for another {mistake.description}",
+        mistake.hint,
+        specificity,
     )
 
 
-def _passes_left_in(case: GradientCase) -> Gradients:
+def _passes_left_in(case: OracleGradientCase) -> Gradients:
     """Predict that a backward made for one optimizer stays in the gradients of the others until they step.
 
     Gradients from backward passes after an optimizer's own step remain until its next step. Where all passes come
@@ -55,7 +55,7 @@ def _passes_left_in(case: GradientCase) -> Gradients:
     yield total
 
 
-def _shortened(case: GradientCase) -> Gradients:
+def _shortened(case: OracleGradientCase) -> Gradients:
     """Predict one optimizer's gradients with the right direction, and whatever length they have if it is less."""
     right, observed = case.expected.contract, case.observed
     optimizers = case.counterfactuals.parameters_of_optimizers()
@@ -70,8 +70,8 @@ HYPOTHESES = (
     GradientHypothesis("left-in-by-another-optimizer", "optimizer", _passes_left_in,
         "the sum over the backward passes that were made for several optimizers",
         "zero all gradients between the optimizers' backward passes: each needs those of its own", 450),
-    _of_one(accumulation.PREVIOUS_STEP_NOT_ZEROED, 440),
-    *(_of_one(hypothesis, 430 - 10 * place) for place, hypothesis in enumerate(sync.LATE)),
+    _of_one(PREVIOUS_STEP_NOT_ZEROED, 440),
+    *(_of_one(hypothesis, 430 - 10 * place) for place, hypothesis in enumerate(LATE)),
     GradientHypothesis("clipped-in-one-optimizer", "clipping", _shortened,
         "right for one optimizer, and for another right in direction but too short",
         "the workload does not clip: does the trainer, for one of the optimizers?", 90),

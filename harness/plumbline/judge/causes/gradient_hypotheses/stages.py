@@ -8,13 +8,13 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.hypothesis import Match
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import distance, length
 from plumbline.judge.oracle.oracle import clipped
 
 
-def _without_gradient(case: GradientCase) -> Gradients:
+def _without_gradient(case: OracleGradientCase) -> Gradients:
     for rank in case.held.ranks if case.in_stages else ():
         for names in (case.held.on(rank), case.held.first_on(rank), case.held.only_on(rank)):
             if any(bool(case.observed[name].any()) for name in names & case.observed.keys()):
@@ -24,7 +24,7 @@ def _without_gradient(case: GradientCase) -> Gradients:
             yield {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.contract.items()}
 
 
-def _tied_not_added(case: GradientCase) -> Gradients:
+def _tied_not_added(case: OracleGradientCase) -> Gradients:
     """Predict that of each shared parameter only some uses have a gradient, those on its holder."""
     for name in case.shared:
         uses = case.counterfactuals.use_gradients(case.index, name)
@@ -32,13 +32,13 @@ def _tied_not_added(case: GradientCase) -> Gradients:
             yield clipped({**case.expected.raw, name: torch.stack(kept).sum(0)}, case.clip_norm)
 
 
-def _tied_scaled(case: GradientCase) -> Gradients:
+def _tied_scaled(case: OracleGradientCase) -> Gradients:
     for name, ranks in case.shared.items():
         for factor in (1 / len(ranks), len(ranks)):
             yield clipped({**case.expected.raw, name: case.expected.raw[name] * factor}, case.clip_norm)
 
 
-def _stages_scaled(case: GradientCase) -> Gradients:
+def _stages_scaled(case: OracleGradientCase) -> Gradients:
     """Predict one factor for each stage; a part that one of them adds to a shared gradient has that stage's factor."""
     factors = case.pattern.stages.factors
     if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
@@ -53,51 +53,51 @@ def _stages_scaled(case: GradientCase) -> Gradients:
     yield total
 
 
-def _by_stages(case: GradientCase) -> Gradients:
+def _by_stages(case: OracleGradientCase) -> Gradients:
     if case.in_stages:
         yield clipped(scaled(1 / len(case.held.ranks), case.expected.raw), case.clip_norm)
 
 
-def _times_stages(case: GradientCase) -> Gradients:
+def _times_stages(case: OracleGradientCase) -> Gradients:
     if case.in_stages:
         yield clipped(scaled(len(case.held.ranks), case.expected.raw), case.clip_norm)
 
 
-def _batch_not_divided(case: GradientCase) -> Gradients:
+def _batch_not_divided(case: OracleGradientCase) -> Gradients:
     if case.batch_parts > 1:
         yield clipped(scaled(case.batch_parts, case.expected.raw), case.clip_norm)
 
 
-def _batch_divided_twice(case: GradientCase) -> Gradients:
+def _batch_divided_twice(case: OracleGradientCase) -> Gradients:
     if case.batch_parts > 1:
         yield clipped(scaled(1 / case.batch_parts, case.expected.raw), case.clip_norm)
 
 
-def _own_norms(case: GradientCase) -> dict[int, Tensors]:
+def _own_norms(case: OracleGradientCase) -> dict[int, Tensors]:
     """Return what each rank holds of the gradient before it is clipped."""
     raw = case.expected.raw
     return {rank: {name: raw[name] for name in case.held.on(rank) & raw.keys()} for rank in case.held.ranks}
 
 
-def _clipped_stage_by_stage(case: GradientCase) -> Gradients:
+def _clipped_stage_by_stage(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.in_stages:
         own = {rank: clipped(held, case.clip_norm) for rank, held in _own_norms(case).items()}
         yield {name: own[case.held.holders[name][0]][name] for name in case.expected.raw}
 
 
-def _norm_of_one_stage(case: GradientCase) -> Gradients:
+def _norm_of_one_stage(case: OracleGradientCase) -> Gradients:
     for held in _own_norms(case).values() if case.clip_norm is not None and case.in_stages else ():
         if size := length(held):
             yield scaled(min(1.0, (case.clip_norm or 0.0) / (size + 1e-6)), case.expected.raw)
 
 
-def _shared_counted_again(case: GradientCase) -> Gradients:
+def _shared_counted_again(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.shared:
         size = sum(length(held) ** 2 for held in _own_norms(case).values()) ** 0.5
         yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), case.expected.raw)
 
 
-def _stage_not_clipped(case: GradientCase) -> Gradients:
+def _stage_not_clipped(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is None or not case.in_stages:
         return
     for rank in case.held.ranks:
@@ -105,7 +105,7 @@ def _stage_not_clipped(case: GradientCase) -> Gradients:
         yield {n: case.expected.raw[n] if n in names else v for n, v in case.expected.contract.items()}
 
 
-def _stage_wrong(case: GradientCase) -> Gradients:
+def _stage_wrong(case: OracleGradientCase) -> Gradients:
     """Match, by elimination, where what other stages hold is right."""
     stages, analysis = case.pattern.stages, case.counterfactuals.analysis
     if not case.in_stages or not stages.in_part or case.clip_norm is not None:

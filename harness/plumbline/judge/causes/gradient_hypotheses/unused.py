@@ -5,23 +5,24 @@ from __future__ import annotations
 import torch
 
 from plumbline.judge.causes.combinations import mean
-from plumbline.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from plumbline.judge.causes.gradient_hypotheses.sync import some_tensors_own
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _thrown_away(case: GradientCase) -> Gradients:
+def _thrown_away(case: OracleGradientCase) -> Gradients:
     if names := case.unused & case.expected.raw.keys():
         yield {name: value for name, value in case.expected.contract.items() if name not in names}
 
 
-def _averaged_over_users(case: GradientCase) -> Gradients:
+def _averaged_over_users(case: OracleGradientCase) -> Gradients:
     if case.unused and case.micro_batches == 1 and case.clip_norm is None:
         (parts,) = case.expected.parts
         yield {name: mean([part for part in parts if name in part])[name] for name in case.expected.raw}
 
 
-def _own_where_unused(case: GradientCase) -> Gradients:
+def _own_where_unused(case: OracleGradientCase) -> Gradients:
     if not case.unused or not (parts := case.own_parts(case.rank)):
         return
     own, right = mean_gradient(parts), case.expected.contract
@@ -30,11 +31,11 @@ def _own_where_unused(case: GradientCase) -> Gradients:
     }
     # Where every step is wrong, unused parameters are not the reason.
     if not case.pattern.every_step:
-        yield from some_tensors_own(case)
+        yield from case.predicted(SomeParameters(Combination(only({case.rank}, case.world))))
         yield clipped(own, case.clip_norm)
 
 
-def _stale_where_unused(case: GradientCase) -> Gradients:
+def _stale_where_unused(case: OracleGradientCase) -> Gradients:
     """Predict that a rank without a gradient takes part with the last one that it had."""
     if not case.unused or case.micro_batches > 1 or case.clip_norm is not None:
         return

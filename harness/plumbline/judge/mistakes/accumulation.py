@@ -1,0 +1,138 @@
+"""Micro-batches that were weighted wrongly, lost, or not synchronised."""
+
+from __future__ import annotations
+
+from plumbline.judge.mistakes.combination import Combination, Weight, even, scaled
+from plumbline.judge.mistakes.gradient_case import GradientCase, GradientMistake, Predictions
+
+
+def _not_divided(case: GradientCase) -> Predictions:
+    if case.micro_batches > 1:
+        yield scaled(case.micro_batches)
+
+
+def _divided_twice(case: GradientCase) -> Predictions:
+    if case.micro_batches > 1:
+        yield scaled(1 / case.micro_batches)
+
+
+def _divided_by_full_window_too(case: GradientCase) -> Predictions:
+    if case.accumulate > 1:
+        yield scaled(1 / case.accumulate)
+
+
+def _short_window_divided_by_full_length(case: GradientCase) -> Predictions:
+    if case.micro_batches < case.accumulate:
+        yield scaled(case.micro_batches / case.accumulate)
+
+
+def _kept(first: int, end: int, case: GradientCase) -> Predictions:
+    """Predict that only the micro-batches from ``first`` to before ``end`` count: their sum, or their mean."""
+    for factor in (1.0, case.micro_batches / (end - first)):
+        yield Combination(lambda r, b, n, f=factor: f * (first <= b < end))  # type: ignore[misc]
+
+
+def _only_last(case: GradientCase) -> Predictions:
+    if case.micro_batches > 1:
+        yield from _kept(case.micro_batches - 1, case.micro_batches, case)
+        # Each micro-batch replaces the gradient of the ones before, and none is averaged.
+        world, own = case.world, case.rank
+        yield Combination(lambda r, b, n: float(world * (r == own and b == n - 1)))
+
+
+def _first_missing(case: GradientCase) -> Predictions:
+    for lost in range(1, case.micro_batches):
+        yield from _kept(lost, case.micro_batches, case)
+
+
+def _last_missing(case: GradientCase) -> Predictions:
+    for kept in range(1, case.micro_batches):
+        yield from _kept(0, kept, case)
+
+
+def _middle_missing(case: GradientCase) -> Predictions:
+    count = case.micro_batches
+    for lost in range(1, count - 1):
+        for factor in (1.0, count / (count - 1)):
+            yield Combination(lambda r, b, n, f=factor, lost=lost: f * (b != lost))  # type: ignore[misc]
+
+
+def _not_zeroed(case: GradientCase) -> Predictions:
+    if case.has_earlier_step:
+        yield Combination(even(1.0), left_over=1.0)
+        if case.scale:  # what is left was unscaled before, and is unscaled again
+            yield Combination(even(1.0), left_over=1 / case.scale)
+
+
+def _partly_left_in(case: GradientCase) -> Predictions:
+    """Predict that some ranks begin with the step before, which is averaged, or divided by the window, once more."""
+    counts = range(1, case.world + 1)
+    factors = {count / part for count in counts for part in (1, case.world, case.micro_batches)}
+    factors |= {count / case.world / case.micro_batches for count in counts}
+    for factor in sorted(factors - {1.0}) if case.has_earlier_step else ():
+        yield Combination(even(1.0), left_over=factor)
+
+
+def _partly_synchronised(case: GradientCase) -> Predictions:
+    """Predict that only one micro-batch was averaged over the ranks, or all but one."""
+    if case.world > 1 and case.micro_batches > 1 and case.has_shares[case.rank]:
+        for place in range(case.micro_batches):
+            yield Combination(_alone(case, place, only=True))
+            yield Combination(_alone(case, place, only=False))
+
+
+def _alone(case: GradientCase, place: int, *, only: bool) -> Weight:
+    world, own = case.world, case.rank
+    return lambda r, b, n: float(world * (r == own)) if (b == place) == only else 1.0
+
+
+def _reduced_again(case: GradientCase) -> Predictions:
+    """Predict that the sum so far was summed over ranks, or divided by their number, after every micro-batch."""
+    if case.world > 1 and case.micro_batches > 1:
+        for base in (case.world, 1 / case.world):
+            for least in (0, 1, -1):
+                yield Combination(lambda r, b, n, base=base, least=least: base ** (n - 1 - b + least))  # type: ignore[misc]
+
+
+PREVIOUS_STEP_NOT_ZEROED = GradientMistake(
+    "previous-step-not-zeroed", "accumulation", _not_zeroed,
+    "this step's plus those of the step before",
+    "call zero_grad() before the first backward pass of each step", 605,
+)  # fmt: skip
+
+MISTAKES = (
+    GradientMistake("not-divided-by-micro-batches", "accumulation", _not_divided,
+        "the sum over {micro_batches} micro-batches, not their mean",
+        "divide the loss, or the gradients, by the number of micro-batches", 675),
+    GradientMistake("short-window-divided-by-full-length", "accumulation", _short_window_divided_by_full_length,
+        "divided by the length of a full window, although this one has only {micro_batches} micro-batches",
+        "divide the last window of an epoch by its own length", 670),
+    GradientMistake("only-last-micro-batch", "accumulation", _only_last,
+        "those of the last of {micro_batches} micro-batches",
+        "zero and synchronise gradients once a step, not once a micro-batch", 665),
+    GradientMistake("first-micro-batches-missing", "accumulation", _first_missing,
+        "without the first of {micro_batches} micro-batches",
+        "look for a zero_grad() or an evaluation that clears gradients within the window", 660),
+    GradientMistake("last-micro-batches-missing", "accumulation", _last_missing,
+        "without the last of {micro_batches} micro-batches",
+        "reduce, clip and step after the last backward pass of the window", 655),
+    GradientMistake("micro-batch-missing", "accumulation", _middle_missing,
+        "without one of {micro_batches} micro-batches",
+        "look for what loses or overwrites the gradient of a micro-batch", 650),
+    GradientMistake("divided-twice", "accumulation", _divided_twice,
+        "divided by the number of micro-batches twice",
+        "divide once: in the loss, or after the backward pass", 645),
+    GradientMistake("divided-twice", "accumulation", _divided_by_full_window_too,
+        "divided by the number of micro-batches, and by that of a full window too",
+        "divide once: in the loss, or after the backward pass", 640),
+    PREVIOUS_STEP_NOT_ZEROED,
+    GradientMistake("some-micro-batches-not-synchronised", "accumulation", _partly_synchronised,
+        "averaged over ranks for some of {micro_batches} micro-batches and rank {rank}'s own for others",
+        "run all micro-batches but the last inside no_sync(), and the last one outside", 320),
+    GradientMistake("previous-step-partly-left-in", "accumulation", _partly_left_in,
+        "this step's plus a part, or a multiple, of those of the step before",
+        "call zero_grad() before the first backward pass of each step, on every rank", 318),
+    GradientMistake("reduced-with-every-micro-batch", "accumulation", _reduced_again,
+        "reduced over ranks again with every micro-batch",
+        "reduce once a step, after the last backward pass: each earlier reduction is reduced again", 315),
+)  # fmt: skip

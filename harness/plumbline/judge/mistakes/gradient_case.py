@@ -1,0 +1,71 @@
+"""The gradient that one rank's optimizer received at one step: what a mistake in gradients predicts from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from plumbline.judge.hypothesis import Hypothesis, Match
+from plumbline.judge.mistakes.combination import Combination, SomeParameters
+
+
+class GradientCase(ABC):
+    """One rank at one step, whatever it is that knows the right gradient."""
+
+    index: int
+    """The step, counted from 0."""
+
+    rank: int
+
+    @property
+    @abstractmethod
+    def world(self) -> int:
+        """The number of ranks whose gradients are averaged."""
+
+    @property
+    @abstractmethod
+    def micro_batches(self) -> int:
+        """The number of micro-batches of this step."""
+
+    @property
+    @abstractmethod
+    def accumulate(self) -> int:
+        """The number of micro-batches of a full window."""
+
+    @property
+    @abstractmethod
+    def scales(self) -> Sequence[float | None]:
+        """The loss scale of each rank; None or 1 without one."""
+
+    @property
+    @abstractmethod
+    def has_shares(self) -> Sequence[bool]:
+        """For each rank, whether it has a share in every micro-batch."""
+
+    @property
+    @abstractmethod
+    def has_earlier_step(self) -> bool:
+        """Whether the right gradient of the step before is known, and what the optimizer received then."""
+
+    @property
+    @abstractmethod
+    def zeros(self) -> Sequence[bool]:
+        """For each parameter, whether the optimizer received a gradient of exact zeros, or none."""
+
+    @property
+    @abstractmethod
+    def factor(self) -> float:
+        """The number by which the right gradients come nearest to the wrong ones, at all steps."""
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale of this rank, None without one."""
+        own = self.scales[self.rank] if self.rank < len(self.scales) else None
+        return None if own == 1.0 else own
+
+
+Predictions = Iterator[Combination | SomeParameters | Match]
+"""What a mistake may have made of the right gradient, variant by variant."""
+
+GradientMistake = Hypothesis[GradientCase, Combination | SomeParameters | Match]
+"""A mistake that is known by how it combines the shares of ranks and micro-batches."""
