@@ -108,3 +108,15 @@ def test_a_report_knows_how_much_was_trained_on():
     watched.recorder.on_log("loss", 4.0)
     places = [(logged.step, logged.micro_batches, logged.value) for logged in watched.trace.logged]
     assert places == [(0, 0, 1.0), (0, 1, 2.0), (0, 2, 3.0), (1, 0, 4.0)]
+
+
+def test_of_several_models_the_one_that_is_trained_is_recorded():
+    """A trainer may ask for the models of all of its processes before it starts them."""
+    watched = Watched()
+    watched.recorder.watch(watched.workload.model())
+    watched.forward(0, 1).backward()
+    watched.recorder._before_step(watched.optimizer, (), {})
+    watched.optimizer.step()
+    watched.recorder._after_step(watched.optimizer, (), {})
+    (step,) = watched.trace.steps
+    assert any(not torch.equal(step.before[name], value) for name, value in step.after.items())

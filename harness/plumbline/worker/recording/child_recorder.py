@@ -33,6 +33,7 @@ class ChildRecorder(Recorder):
     def __setstate__(self, model: nn.Module) -> None:
         # It has no parameters yet: it is being unpickled itself, and holds the hook that brought us here.
         self._model = model
+        self._watched = [model]
 
     @property
     def is_active(self) -> bool:
@@ -40,10 +41,10 @@ class ChildRecorder(Recorder):
         return bool(self.steps or self.evaluations or self.rank is not None)
 
     def reset(self) -> None:
-        """Forget all but the model: what was recorded so far belongs to the parent process."""
-        model = self._model
+        """Forget all but the models: what was recorded so far belongs to the parent process."""
+        model, watched = self._model, self._watched
         self.__init__(self._store, self._report, self._finish)  # type: ignore[misc]
-        self._model = model
+        self._model, self._watched = model, watched
 
     def on_finished(self) -> None:
         """Write the evidence now: this process may be killed."""

@@ -42,6 +42,7 @@ class Recorder(StepHooks):
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
         self._model: nn.Module | None = None
+        self._watched: list[nn.Module] = []
         self._shapes: dict[str, torch.Size] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
         self._passes = Passes()
@@ -59,6 +60,7 @@ class Recorder(StepHooks):
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
         self._model = model
+        self._watched.append(model)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         model.register_forward_hook(self._on_outputs)
@@ -134,6 +136,8 @@ class Recorder(StepHooks):
         if not torch.is_grad_enabled():
             self._evaluated(len(self._passes), ids, module.training)
             return
+        if any(module is one for one in self._watched):
+            self._model = module  # of several models, this one is trained
         if not self._passes:
             self._note_world()  # here too: a window that is never stepped leaves no other trace of it
             self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
