@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.module import Module
-from plumbline.trainer.optimizers import SchedulerConfig
-from plumbline.trainer.precision_plugins import PrecisionPlugin
-
-
-@dataclass
-class TrainingState:
-    """What training changes on a rank.
-
-    ``batches`` of the current epoch are done; ``samples_per_batch`` counts over all ranks, None where not
-    known.
-    """
-
-    module: Module
-    precision: PrecisionPlugin
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    schedules: list[SchedulerConfig] = field(default_factory=list)
-    batches: int = 0
-    samples_per_batch: int | None = None
-
-    def tensors(self) -> dict[str, Any]:
-        """Return the state of module, optimizers and precision; its tensors are those in use, not copies."""
-        return {
-            "module": self.module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "precision": self.precision.state_dict(),
-        }
-
-    def load_tensors(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what ``tensors`` returned."""
-        self.module.load_state_dict(checkpoint["module"])
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.precision.load_state_dict(checkpoint["precision"])
+from plumbline.trainer.training_state import TrainingState
 
 
 def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:

@@ -21,7 +21,6 @@ class PrecisionPlugin:
 
     """
 
-    autocasts = False
     casts_batches = False
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
@@ -81,8 +80,6 @@ class Autocast(PrecisionPlugin):
     anything with an inf or a nan is not finite, so all of them find it or none does.
     """
 
-    autocasts = True
-
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         super().__init__(dtype, device_type)
         self.scaler = torch.amp.GradScaler(device_type, enabled=dtype is torch.float16)
@@ -131,7 +128,6 @@ class Autocast(PrecisionPlugin):
 class MasterWeights(Autocast):
     """O2: half weights except BatchNorm's, stepped through float32 masters; float16 has its loss scaled."""
 
-    autocasts = False
     casts_batches = True
     autocast = PrecisionPlugin.autocast
 

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from plumbline.trainer import checkpoint_file as checkpoints
-from plumbline.trainer.checkpoint_file import TrainingState
 from plumbline.trainer.connector import Plan
-from plumbline.trainer.data_sharding import rank_loader
 from plumbline.trainer.environments.roll_call import call_roll
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.loop import Work, share_buffers, train
+from plumbline.trainer.loop import ModuleEngine, RankResources, train
 from plumbline.trainer.module import Module
-from plumbline.trainer.optimizers import parameters_of, parse_optimizers
+from plumbline.trainer.optimizers import parameters_of
 from plumbline.trainer.step import StepModule
+from plumbline.trainer.training_state import TrainingState
 
 
 def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None) -> None:
@@ -63,14 +62,10 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     precision = plan.precision(plan.dtype, plan.accelerator)
     precision.convert(module)
     module.to(devices[0])
-    train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
-    val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
     state = TrainingState(module, precision)
-    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
+    train_loader, val_loader = state.prepare(trainer)
     trainer.optimizers = state.optimizers
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)
-    if getattr(train_loader, "batch_size", None):
-        state.samples_per_batch = train_loader.batch_size * trainer.world_size
     weights = [parameters_of(optimizer) for optimizer in state.optimizers]
 
     evaluate = forward = module.configure_dp(StepModule(module, precision), devices)
@@ -81,9 +76,9 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     precision.prepare(state.optimizers)
     if ckpt_path is not None:
         checkpoints.restore(checkpoints.read(ckpt_path), trainer, state)
-    train(trainer, state, Work(forward, evaluate, devices, train_loader, val_loader, weights))
-    if getattr(forward, "broadcast_buffers", False) and trainer.world_size > 1:
-        share_buffers(module)
+    engine = ModuleEngine(forward, module, precision, splits=len(devices) > 1)
+    train(trainer, state, RankResources(engine, evaluate, devices, train_loader, val_loader, weights))
+    engine.share_buffers()
 
 
 def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:

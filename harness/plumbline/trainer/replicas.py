@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,88 +23,32 @@ class Replicas(nn.Module):
         self.count = count
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the gathered outputs of ``module(*inputs)`` over the chunks of the inputs."""
         shares = scatter(inputs, self.count)
-        module: Any = self._modules["module"]  # self.module would cost 1 µs
-        replicas = replicate(module, len(shares))
+        replicas = replicate(self.module, len(shares))
         return gather([replica(*share) for replica, share in zip(replicas, shares, strict=True)])
 
 
 def replicate(module: nn.Module, count: int) -> list[nn.Module]:
-    """Return ``count`` replicas: shallow copies, with the module's hooks and its weights, whose gradients add up.
+    """Return ``count`` shallow copies that share the module's weights, so that gradients add up, and its hooks.
 
-    The first has the module's own buffers too, so what it does to one in place stays; the others begin with copies of
-    these. What a forward assigns to an attribute is lost with its replica, as with DataParallel.
+    The first copy has the module's own buffers, so in-place changes to them stay. The others start with clones. What a
+    forward assigns to an attribute is lost with its replica, as with DataParallel.
     """
-    layers: list[nn.Module] = []
-    _note_changeable(module, layers, {})
-    buffers = [buffer for layer in layers for buffer in layer._buffers.values() if buffer is not None]
-    replicas = [_replica(module, layers, {})]
-    for _ in range(count - 1):
-        replicas.append(_replica(module, layers, {id(buffer): buffer.clone() for buffer in buffers}))
-    return replicas
+    clones = [{id(buffer): buffer.clone() for buffer in module.buffers()} for _ in range(count - 1)]
+    return [_replica(module, buffers) for buffers in ({}, *clones)]
 
 
-def _note_changeable(layer: nn.Module, found: list[nn.Module], seen: dict[int, bool]) -> bool:
-    """Note the layers that a forward may change, and after them those above; return whether this is one.
-
-    Of torch's own those are the ones with buffers, recurrent ones, and where a hook could do anything.
-    """
-    key = id(layer)
-    known = seen.get(key)
-    if known is None:
-        own = layer.__dict__
-        kind: Any = type(layer)
-        known = bool(
-            _may_assign(kind)
-            or own["_buffers"]
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        )
-        for child in own["_modules"].values():
-            if child is not None and _note_changeable(child, found, seen):
-                known = True
-        if known:
-            found.append(layer)
-        seen[key] = known
-    return known
-
-
-@cache
-def _may_assign(kind: Any) -> bool:
-    return not kind.__module__.startswith("torch.nn.modules.") or _replicates_by_itself(kind)
-
-
-@cache
-def _replicates_by_itself(kind: Any) -> bool:
-    return bool(kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel)
-
-
-def _replica(module: nn.Module, layers: list[nn.Module], copies: dict[int, Tensor]) -> nn.Module:
-    """Return a shallow copy with copies of these layers below it, and of the buffers that ``copies`` has by id."""
-    made: dict[int, nn.Module] = {}
-    for layer in layers:
-        theirs = layer.__dict__
-        kind: Any = type(layer)
-        if _replicates_by_itself(kind):
-            # Recurrent layers keep their weights in a list as well.
-            replica = layer._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-            own = replica.__dict__
-        else:
-            # What that does, without asking of each attribute what kind of thing it is: 1 µs a layer, not 12.
-            replica = object.__new__(type(layer))
-            own = theirs.copy()
-            object.__setattr__(replica, "__dict__", own)
-        own["_is_replica"] = True
-        own["_parameters"] = theirs["_parameters"].copy()
-        buffers = theirs["_buffers"]
-        own["_buffers"] = {name: copies.get(id(one), one) for name, one in buffers.items()} if buffers else {}
-        own["_modules"] = below = {name: made.get(id(child), child) for name, child in theirs["_modules"].items()}
-        own.update(below)  # as attributes they are found without Module.__getattr__, in a tenth of the time
-        made[id(layer)] = replica
-    return made.get(id(module), module)
+def _replica(module: nn.Module, buffers: dict[int, Tensor]) -> nn.Module:
+    replicas: dict[int, nn.Module] = {
+        id(layer): layer._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for layer in module.modules()
+    }
+    for layer in module.modules():
+        replica = replicas[id(layer)]
+        replica._parameters = layer._parameters.copy()
+        replica._buffers = {name: buffers.get(id(buffer), buffer) for name, buffer in layer._buffers.items()}
+        replica._modules = {name: replicas.get(id(child)) for name, child in layer._modules.items()}
+    return replicas[id(module)]
 
 
 def scatter(inputs: Any, count: int) -> Sequence[Any]:

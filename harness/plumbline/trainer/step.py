@@ -26,19 +26,14 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
         self.precision = precision
-        self.plain = not (precision.autocasts or precision.casts_batches)
         self.ends = ends_itself(module)
 
     def forward(self, hook: str, batch: Any, *indices: int) -> Any:
         """Return what ``hook`` returns: a loss, outputs for ``training_step_end``, or weighted metrics."""
-        step = getattr(self._modules["module"], hook)  # self.module takes a detour that shows in short steps
-        if self.plain:
-            outputs = step(batch, *indices)
-        else:
-            if self.precision.casts_batches:
-                batch = cast(batch, self.precision.dtype)
-            with self.precision.autocast():
-                outputs = step(batch, *indices)
+        if self.precision.casts_batches:
+            batch = cast(batch, self.precision.dtype)
+        with self.precision.autocast():
+            outputs = getattr(self.module, hook)(batch, *indices)
         if hook == "validation_step":
             return weighted(outputs, batch_length(batch) or 1, self.precision.device_type)
         return outputs if self.ends else scalar_loss(outputs)
@@ -67,27 +62,18 @@ def scalar_loss(outputs: Any) -> Tensor:
 
 
 def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> Callable[[Any, Any], Tensor]:
-    """Return what turns the gathered outputs of a training step, and its whole batch, into the loss."""
+    """Return a function that computes the loss from the gathered outputs of a training step and its whole batch."""
     if not ends_itself(module):
         return lambda outputs, batch: outputs.mean() if splits else outputs
-    end: Callable[..., Any] = module.training_step_end
-    if not end_takes_batch(module):
-        return in_precision(lambda outputs, batch: end(outputs), precision)
-    if precision.casts_batches:
-        return in_precision(lambda outputs, batch: end(outputs, cast(batch, precision.dtype)), precision)
-    return in_precision(end, precision)
+    takes_batch = end_takes_batch(module)
 
-
-def in_precision(end: Callable[[Any, Any], Any], precision: PrecisionPlugin) -> Callable[[Any, Any], Tensor]:
-    """Return a function of outputs and batch: the loss in what ``end`` returns, under autocast where that is due."""
-    if not precision.autocasts:
-        return lambda outputs, batch: scalar_loss(end(outputs, batch))
-
-    def under_autocast(outputs: Any, batch: Any) -> Tensor:
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        if takes_batch and precision.casts_batches:
+            batch = cast(batch, precision.dtype)
         with precision.autocast():
-            return scalar_loss(end(outputs, batch))
+            return scalar_loss(module.training_step_end(outputs, *(batch,) * takes_batch))
 
-    return under_autocast
+    return loss
 
 
 def end_takes_batch(module: Module) -> bool:

@@ -18,14 +18,12 @@ from plumbline.trainer.balanced.partition import DoesNotFitError
 from plumbline.trainer.balanced.pipeline import split
 from plumbline.trainer.balanced.plan import best_plan, limits_of, measure_chain
 from plumbline.trainer.balanced.stages import Profile, StagePlan
-from plumbline.trainer.checkpoint_file import TrainingState
-from plumbline.trainer.data_sharding import rank_loader
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
 from plumbline.trainer.module import Module
-from plumbline.trainer.optimizers import parse_optimizers
 from plumbline.trainer.precision_plugins import map_tensors
 from plumbline.trainer.step import StepModule, loss_function
+from plumbline.trainer.training_state import TrainingState
 
 Trial = tuple[Callable[[Any], Any], Any]
 """A step, that of training or that of validation, and the batch on which it is tried."""
@@ -46,9 +44,7 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
     precision = trainer.plan.precision(trainer.plan.dtype, trainer.plan.accelerator)
     precision.convert(copied)
     state = TrainingState(copied, precision)
-    state.optimizers, state.schedules = parse_optimizers(copied.configure_optimizers(), copied)
-    loader = rank_loader(trainer, copied.train_dataloader(), training=True)
-    val_loader = rank_loader(trainer, copied.val_dataloader(), training=False)
+    loader, val_loader = state.prepare(trainer)
     threads = torch.get_num_threads()
     try:
         if device.type == "cpu":

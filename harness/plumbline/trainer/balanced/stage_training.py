@@ -25,10 +25,9 @@ from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, cli
 from plumbline.trainer.balanced.stage_memory import StageMemory
 from plumbline.trainer.balanced.stage_replicas import StageReplicas
 from plumbline.trainer.balanced.stage_state import StageState, keep_own
-from plumbline.trainer.data_sharding import rank_loader
-from plumbline.trainer.loop import Work, train
+from plumbline.trainer.loop import RankResources, train
 from plumbline.trainer.module import Module
-from plumbline.trainer.optimizers import parameters_of, parse_optimizers
+from plumbline.trainer.optimizers import parameters_of
 from plumbline.trainer.step import StepModule, loss_function
 
 
@@ -46,13 +45,10 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     checkpoint = None if ckpt_path is None else checkpoints.read(ckpt_path)
     if checkpoint is not None:
         module.load_state_dict(checkpoint["module"])
-    train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
-    val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
     state = StageState(module, precision)
-    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
+    train_loader, val_loader = state.prepare(trainer)
     trainer.optimizers = state.optimizers
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)
-    state.samples_per_batch = getattr(train_loader, "batch_size", None)
     box: list[Any] = [None]
     if rank == 0:
         with module.while_planning():
@@ -100,18 +96,17 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     allowed = None if balance.memory is None else balance.memory[number]
     memory = StageMemory(balance.stage_name(number), module, state.optimizers, device, allowed)
     running = RunningStage(pipeline, step, module, state, shared, beacon, memory, replicas)
-    work = Work(
-        forward=step,
+    resources = RankResources(
+        engine=running,
         evaluate=StageEvaluation(running),
         devices=[device],
         train_loader=SameBatches(train_loader, rank, control, patience),
         val_loader=None if val_loader is None else SameBatches(val_loader, rank, control, patience),
         weights=weights,
-        pipeline=running,
         waiting=patience.waiting,
     )
     with interception.installed(), module.while_staged(held[number]):
-        train(trainer, state, work)
+        train(trainer, state, resources)
     reports: list[Any] = [None] * trainer.world_size
     with patience.waiting("the end of training"):
         dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
@@ -175,7 +170,7 @@ class RunningStage:
         self.takes_loss = self.pipeline.place.is_last
         self.loss_of = loss_function(self.module, self.state.precision, False)
 
-    def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int) -> Tensor:
+    def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int, last: bool) -> Tensor:
         """Add the gradients of the batch's loss / ``share``; return the loss on the last stage, else 0."""
 
         def loss(micro_batch: Any) -> Tensor:
@@ -224,8 +219,6 @@ class StageEvaluation(nn.Module):
 
     def forward(self, hook: str, batch: Any, index: int) -> dict[str, Tensor]:
         """Return weighted metrics."""
-        if index == 0:
-            self.stage.share_buffers()
         pipeline = self.stage.pipeline
         if index % pipeline.place.replicas != pipeline.place.replica:
             return {}
