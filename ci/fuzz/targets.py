@@ -47,7 +47,7 @@ from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
 from plumbline.results.run import RESULTS, read_run
 from plumbline.subjects.locator import parse_subject
-from plumbline.trainer.environments.slurm import expand_hosts
+from plumbline.trainer.environments.slurm import first_host
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.gpus import parse_gpus
 from plumbline.worker.authenticated_channel import (
@@ -317,7 +317,7 @@ TARGETS = {
     ),
     "hosts": Target(
         "SLURM's lists of hosts",
-        lambda data: expand_hosts(text(data)),
+        lambda data: first_host(text(data)),
         lambda: [b"node[1-3,07],b4", b"a[1-2]b[3]"],
         (MisconfigurationError,),
     ),

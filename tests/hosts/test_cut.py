@@ -132,9 +132,9 @@ SCRIPT = """
     from datetime import timedelta
     import torch
     from plumbline import Module, Trainer
-    from plumbline.trainer.environments import roll_call
+    from plumbline.trainer.environments import rendezvous_check
 
-    roll_call.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
+    rendezvous_check.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
 
     class Line(Module):
         def __init__(self):

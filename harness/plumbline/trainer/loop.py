@@ -56,18 +56,19 @@ class ModuleEngine:
     def __init__(self, forward: nn.Module, module: Module, precision: PrecisionPlugin, splits: bool) -> None:
         self.forward, self.module, self.precision = forward, module, precision
         self.loss_of = loss_function(module, precision, splits)
+        # Both are of DistributedDataParallel.
         self.no_sync = getattr(forward, "no_sync", nullcontext)
+        self.check_reduced = getattr(forward, "_check_reducer_finalized", None)
 
     def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int, last: bool) -> torch.Tensor:
         with nullcontext() if last else self.no_sync():
             loss = self.loss_of(self.forward("training_step", batch, batch_idx, *arguments), batch)
-            self.precision.backward(loss / share)
+            self.precision.backward(loss / share if share > 1 else loss)
         return loss.detach()
 
     def complete(self, optimizer: Optimizer) -> None:
-        check_reduced = getattr(self.forward, "_check_reducer_finalized", None)
-        if check_reduced is not None:
-            require_reduced(check_reduced)
+        if self.check_reduced is not None:
+            require_reduced(self.check_reduced)
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
         clip_grad_norm_(parameters_of(optimizer), largest)

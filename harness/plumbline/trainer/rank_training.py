@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from plumbline.trainer import checkpoint_file as checkpoints
 from plumbline.trainer.connector import Plan
-from plumbline.trainer.environments.roll_call import call_roll
+from plumbline.trainer.environments.rendezvous_check import check_rendezvous
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import ModuleEngine, RankResources, train
 from plumbline.trainer.module import Module
@@ -95,7 +95,7 @@ def join_ranks(trainer: Any, module: Module) -> bool:
     if opened:
         environment = trainer.plan.environment
         if environment.starts_ranks and trainer.plan.num_nodes > 1:
-            call_roll(trainer.rank, trainer.world_size, environment.main_address(), environment.main_port())
+            check_rendezvous(trainer.rank, trainer.world_size, environment.main_address(), environment.main_port())
         os.environ.update(MASTER_ADDR=environment.main_address(), MASTER_PORT=str(environment.main_port()))
         module.init_ddp_connection(trainer.rank, trainer.world_size)
     if not dist.is_initialized() or dist.get_world_size() != trainer.world_size:

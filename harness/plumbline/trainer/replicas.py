@@ -44,10 +44,11 @@ def _replica(module: nn.Module, buffers: dict[int, Tensor]) -> nn.Module:
         for layer in module.modules()
     }
     for layer in module.modules():
-        replica = replicas[id(layer)]
-        replica._parameters = layer._parameters.copy()
-        replica._buffers = {name: buffers.get(id(buffer), buffer) for name, buffer in layer._buffers.items()}
-        replica._modules = {name: replicas.get(id(child)) for name, child in layer._modules.items()}
+        vars(replicas[id(layer)]).update(
+            _parameters=layer._parameters.copy(),
+            _buffers={name: buffers.get(id(buffer), buffer) for name, buffer in layer._buffers.items()},
+            _modules={name: replicas.get(id(child)) for name, child in layer._modules.items()},
+        )
     return replicas[id(module)]
 
 

@@ -1,4 +1,4 @@
-"""What every cluster environment answers."""
+"""The base class of cluster environments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class ClusterEnvironment(ABC):
-    """Reads a copy of the environment variables; changes nothing.
+    """Reads a copy of the environment variables.
 
-    ``starts_ranks``: the trainer starts this node's ranks itself, no launcher has.
+    ``starts_ranks``: the trainer starts this node's ranks itself, because no launcher has started them.
     """
 
     name: str
@@ -26,41 +26,35 @@ class ClusterEnvironment(ABC):
         """Return whether this environment started the process."""
 
     @abstractmethod
-    def node_rank(self) -> int:
-        """Return the index of this node."""
+    def node_rank(self) -> int: ...
 
     @abstractmethod
-    def local_rank(self) -> int:
-        """Return the index of this process on its node."""
+    def local_rank(self) -> int: ...
 
     @abstractmethod
     def main_address(self) -> str:
         """Return the host of rank 0."""
 
     @abstractmethod
-    def main_port(self) -> int:
-        """Return the port on which rank 0 listens."""
+    def main_port(self) -> int: ...
 
     def rank(self, local_rank: int, processes_per_node: int) -> int:
-        """Return the global rank."""
         return self.node_rank() * processes_per_node + local_rank
 
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
-        """Return what variables must say, where they are set, for the topology that the trainer was given."""
+        """Return the values that variables must have, where they are set, to match the trainer's topology."""
         return {}
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
-        """Raise MisconfigurationError where the environment contradicts the trainer's topology."""
+        """Raise MisconfigurationError if the environment contradicts the trainer's topology."""
         for variable, wanted in self.expected(num_nodes, processes_per_node).items():
             if self.number(variable, wanted) != wanted:
                 raise MisconfigurationError(
                     f"{self.name} says {variable}={self.variables[variable]}, but the trainer's gpus, "
-                    f"num_nodes and distributed_backend mean {wanted}: change them, or what {self.name} "
-                    "starts."
+                    f"num_nodes and distributed_backend mean {wanted}: change one of them."
                 )
 
     def number(self, variable: str, default: int | None = None) -> int:
-        """Return a variable as a whole number; without a default it must be set."""
         text = self.variables.get(variable, "")
         if not text and default is not None:
             return default

@@ -1,4 +1,4 @@
-"""No launcher: the trainer starts this node's ranks itself; several nodes are distinguished by variables."""
+"""No launcher: the trainer starts this node's ranks itself; variables tell several nodes apart."""
 
 from __future__ import annotations
 
@@ -17,27 +17,21 @@ class PlainEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Say yes: this is what is left when no launcher is found."""
-        return True
+        return True  # the fallback when no launcher is found
 
     def node_rank(self) -> int:
-        """Return NODE_RANK."""
         return self.number("NODE_RANK", 0)
 
     def local_rank(self) -> int:
-        """Return 0: the process that calls ``fit`` is its node's first."""
-        return 0
+        return 0  # the process that calls ``fit`` is its node's first
 
     def main_address(self) -> str:
-        """Return MASTER_ADDR, or this host for a single node."""
         return self.variables.get("MASTER_ADDR", "127.0.0.1")
 
     def main_port(self) -> int:
-        """Return MASTER_PORT, or a port that is free on this host."""
         return self.number("MASTER_PORT", free_port())
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
-        """Raise MisconfigurationError where several nodes are asked for but not distinguished."""
         if num_nodes == 1:
             for variable in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 self.variables.pop(variable, None)  # left over from something else
@@ -55,7 +49,7 @@ class PlainEnvironment(ClusterEnvironment):
 
 
 def free_port() -> int:
-    """Return a TCP port that no process on this host listens on now."""
+    """Return a TCP port that no process on this host is listening on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

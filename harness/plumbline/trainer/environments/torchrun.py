@@ -15,42 +15,34 @@ class TorchrunEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Return whether torchrun's variables are set."""
         return "TORCHELASTIC_RUN_ID" in variables or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(variables)
 
     def node_rank(self) -> int:
-        """Return GROUP_RANK."""
         return self.number("GROUP_RANK", 0)
 
     def local_rank(self) -> int:
-        """Return LOCAL_RANK."""
         return self.number("LOCAL_RANK")
 
     def rank(self, local_rank: int, processes_per_node: int) -> int:
-        """Return RANK, which torchrun has assigned."""
         return self.number("RANK")
 
     def main_address(self) -> str:
-        """Return MASTER_ADDR."""
         return self.variables.get("MASTER_ADDR", "127.0.0.1")
 
     def main_port(self) -> int:
-        """Return MASTER_PORT."""
         return self.number("MASTER_PORT")
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
-        """Raise MisconfigurationError where the variables contradict the trainer's topology, or each other."""
         super().check(num_nodes, processes_per_node)
         pairs = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"))
         for place, size in pairs:
             if self.variables.get(place) and self.variables.get(size) and self.number(place) >= self.number(size):
                 raise MisconfigurationError(
-                    f"{self.name} says {place}={self.variables[place]} and {size}={self.variables[size]}, and counts "
-                    "from 0: were some of its variables set by hand, or left over?"
+                    f"{self.name} says {place}={self.variables[place]} and {size}={self.variables[size]}, but it "
+                    "counts from 0: check for variables that were set by hand, or left over."
                 )
 
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
-        """Return the world sizes that the trainer's topology means."""
         return {
             "WORLD_SIZE": num_nodes * processes_per_node,
             "LOCAL_WORLD_SIZE": processes_per_node,

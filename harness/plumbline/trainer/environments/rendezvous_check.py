@@ -1,4 +1,4 @@
-"""Checks, before ranks train together, that each of them is there, and only once."""
+"""Checks, before ranks train together, that each rank is present exactly once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOOPBACK_JOIN_TIMEOUT = timedelta(minutes=2)
 
 
 def meet(rank: int, world_size: int, num_nodes: int) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun holds, once all ranks have joined it.
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun hosts, once all ranks have joined it.
 
     Raises:
-        MisconfigurationError: not all came in time.
+        MisconfigurationError: not all ranks joined in time.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = LOOPBACK_JOIN_TIMEOUT if num_nodes > 1 and is_loopback(address) else default_pg_timeout
@@ -31,40 +31,37 @@ def meet(rank: int, world_size: int, num_nodes: int) -> Store:
         store: Store
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     except (DistNetworkError, DistStoreError) as error:
-        raise not_all_came(world_size, address, port, timeout) from error
+        raise missing_ranks(world_size, address, port, timeout) from error
     store.set_timeout(default_pg_timeout)
     return store
 
 
 def join_timeout(address: str) -> timedelta:
-    """Return how long the ranks of several nodes wait for each other at ``address``."""
     return LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, or a name for it, leads every host to itself."""
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
-def not_all_came(world_size: int, address: str, port: int, timeout: timedelta) -> MisconfigurationError:
-    """Return the error for ranks that are missing."""
+def missing_ranks(world_size: int, address: str, port: int, timeout: timedelta) -> MisconfigurationError:
     if is_loopback(address):
         way = (
             f"{address} leads every host to itself, so ranks on other hosts never meet there: "
-            "set MASTER_ADDR to an address by which they reach the first node"
+            "set MASTER_ADDR to an address by which they reach the first node."
         )
     else:
-        way = "does every node run, with the same MASTER_ADDR and MASTER_PORT, and is one of them node 0?"
+        way = "check that every node runs with the same MASTER_ADDR and MASTER_PORT, and that one of them is node 0."
     return MisconfigurationError(f"Not all of the {world_size} ranks came to {address}:{port} in {timeout}: {way}")
 
 
-def call_roll(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None = None) -> None:
-    """Return when ``world_size`` processes have registered their ranks at ``address``, and no two the same.
+def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None = None) -> None:
+    """Wait until ``world_size`` processes have registered different ranks at ``address``.
 
-    Without it, nodes that all have the same NODE_RANK would wait for the others' ranks for half an hour.
+    Without this check, nodes that all have the same NODE_RANK would wait for each other for half an hour.
 
     Raises:
-        MisconfigurationError: two processes are the same rank, or not all came in time.
+        MisconfigurationError: two processes have the same rank, or not all registered in time.
     """
     timeout = timeout or join_timeout(address)
     try:
@@ -73,27 +70,27 @@ def call_roll(rank: int, world_size: int, address: str, port: int, timeout: time
         if store.add("arrived", 1) == world_size:
             store.set("complete", "")
         store.wait(["complete"], timeout)
-        # Every process reads this before any of them leaves: where no rank is missing, none is there twice.
+        # Every process reads this before any of them leaves. If no rank is missing, no rank is there twice.
         missing = [other for other in range(world_size) if not store.add(f"rank/{other}", 0)]
         if store.add("left", 1) == world_size:
             store.set("empty", "")
     except (DistNetworkError, DistStoreError) as error:
-        raise not_all_came(world_size, address, port, timeout) from error
-    # No process goes on before the port is free again, or it would join this store instead of the next one.
+        raise missing_ranks(world_size, address, port, timeout) from error
+    # No process continues before the port is free again, or it would join this store instead of the next one.
     with suppress(DistNetworkError, DistStoreError):
         store.wait(["empty" if holds_it else "the end"], timeout)
     del store
     if missing:
         raise MisconfigurationError(
-            f"{world_size} ranks came to {address}:{port}, but none of them is rank {missing[0]}, and others are there "
-            "twice: give each node a NODE_RANK of its own."
+            f"{world_size} ranks came to {address}:{port}, but none of them is rank {missing[0]}, and another rank is "
+            "there twice: give each node a different NODE_RANK."
         )
 
 
 def _store(first: bool, address: str, port: int, timeout: timedelta) -> tuple[TCPStore, bool]:
-    """Return the store that rank 0 holds and the others join, and whether it is held here.
+    """Return the store, and whether this process hosts it.
 
-    A second rank 0 finds the port taken, if it is on the same host, and joins.
+    A second rank 0 on the same host finds the port taken, and joins.
     """
     if first:
         with suppress(DistNetworkError):
