@@ -37,7 +37,8 @@ from turns import CORES, WARM_UP, Pace, Training, Turn
 from plumbline.trainer import Trainer
 from plumbline.trainer.balanced import plan
 from plumbline.trainer.balanced.measured import Balance
-from plumbline.trainer.balanced.stages import Profile, Stage, StagePlan
+from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stages import Profile, Stage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

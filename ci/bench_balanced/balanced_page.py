@@ -15,7 +15,7 @@ from plumbline.drawing.timeline import duration
 from plumbline.machine.hardware import cpu_model, usable_cores
 from plumbline.statistics.intervals import FigureInterval, figure_interval
 from plumbline.trainer.balanced.measured import Balance
-from plumbline.trainer.balanced.table import size
+from plumbline.trainer.balanced.stage_plan import size
 
 TIME, MEMORY = 0.15, 0.10
 """How far predictions may be off."""

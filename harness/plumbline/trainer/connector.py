@@ -1,4 +1,4 @@
-"""Turns what the user typed into a plan; nothing else parses flags."""
+"""Turns the Trainer's arguments into a plan."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from plumbline.trainer.strategies import STRATEGIES, Strategy
 
 LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
 STAGE_TIMEOUT = 1800.0
-"""Seconds; it is that of torch's process groups."""
+"""Seconds; the default of torch's process groups."""
 
 HALF = {"16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be trained on, and how.
+    """On what to train, and how.
 
-    ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
-    really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
-    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
-    ``device_memory`` how many bytes a device, or each of them, may hold, and ``stages`` how many stages it is divided
-    into; a stage waits ``stage_timeout`` seconds for another one.
+    ``devices`` are the indices of the devices that each node uses. If ranks share devices, ``shared`` is the number of
+    real ones. ``micro_batches``, ``device_memory`` (bytes), ``stages`` and ``stage_timeout`` (seconds) are those of
+    balanced.
     """
 
     backend: Strategy
@@ -59,27 +57,25 @@ class Plan:
 
     @property
     def comm(self) -> str:
-        """Return the backend of the process group: NCCL has no two ranks on one device."""
+        # NCCL cannot have two ranks on one device.
         return "nccl" if self.accelerator == "cuda" and self.shared is None else "gloo"
 
     @property
     def processes_per_node(self) -> int:
-        """Return how many ranks a node has."""
         return len(self.devices) if self.backend.synchronises and not self.backend.splits else 1
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks there are."""
         return self.num_nodes * self.processes_per_node
 
     @property
     def data_ranks(self) -> int:
-        """Return between how many ranks the samples are shared: stages all see the same."""
+        """The number of ranks that share the samples: all stages see the same ones."""
         return 1 if self.backend.stages else self.world_size
 
     @property
     def devices_per_process(self) -> int:
-        """Return over how many devices a rank spreads its batch."""
+        """The number of devices over which a rank spreads its batch."""
         return len(self.devices) if self.backend.splits else 1
 
 
@@ -106,6 +102,8 @@ def connect(
     device_memory: Any = None,
     stages: Any = None,
     stage_timeout: Any = None,
+    nb_gpu_nodes: Any = None,
+    node_rank: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -115,6 +113,14 @@ def connect(
         MisconfigurationError: They contradict each other, the machine or the launcher.
 
     """
+    if nb_gpu_nodes is not None:
+        if num_nodes not in (1, nb_gpu_nodes):
+            raise MisconfigurationError(
+                f"num_nodes={num_nodes} and its older name nb_gpu_nodes={nb_gpu_nodes} differ: give num_nodes alone."
+            )
+        num_nodes = nb_gpu_nodes
+    if node_rank is not None:
+        variables = {**variables, "NODE_RANK": str(node_rank)}
     cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
     one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
     one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2", "balanced"))
@@ -123,14 +129,16 @@ def connect(
     on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
     devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
     if accelerator == "cuda" and not devices:
-        raise MisconfigurationError(f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'.")
+        raise MisconfigurationError(
+            f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or accelerator='cpu'."
+        )
     on_cuda = on_cuda and bool(devices)
     if oversubscribe and accelerator == "cuda" and not cuda_devices:
         raise MisconfigurationError("oversubscribe=True has no CUDA device to share: give accelerator='cpu'.")
     if on_cuda and max(devices) >= cuda_devices and not oversubscribe:
         raise MisconfigurationError(
             f"gpus={gpus!r} needs CUDA device {max(devices)}, but there are {cuda_devices}, counted from 0: "
-            "ask for fewer, or simulate them with accelerator='cpu'."
+            "use fewer, or simulate them with accelerator='cpu'."
         )
     devices = devices or (0,)
     shared = cuda_devices if on_cuda and oversubscribe else None
@@ -156,7 +164,7 @@ def connect(
     ):  # fmt: skip
         if value is not None and name != "balanced":
             raise MisconfigurationError(
-                f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
+                f"{option}={value} works with distributed_backend='balanced' only, not with {name!r}: leave it out."
             )
     member, dtype = _precision(precision, use_amp, amp_level)
     whole("accumulate_grad_batches", accumulate_grad_batches, 1)
@@ -168,9 +176,9 @@ def connect(
     if isinstance(gradient_clip_val, bool) or not isinstance(gradient_clip_val or 0, (int, float)):
         raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None.")
     if not (gradient_clip_val or 0) >= 0:
-        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val} is no norm: give 0 or more, or None.")
+        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val} is not a norm: give 0 or more, or None.")
     if checkpoint_every and not checkpoint_path:
-        raise MisconfigurationError("checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'.")
+        raise MisconfigurationError("checkpoint_every needs a file to write: give checkpoint_path, as in 'last.ckpt'.")
     environment = detect_environment(variables)
     plan = Plan(
         backend=STRATEGIES[name],
@@ -180,9 +188,8 @@ def connect(
         environment=environment,
         precision=member,
         dtype=dtype,
-        # A fork takes milliseconds and pickles nothing. It is unsafe with CUDA, which does not survive it,
-        # also where this process merely differentiated something while it saw a device (autograd keeps a
-        # thread for each).
+        # A fork takes milliseconds and pickles nothing. CUDA does not survive it, not even if this process has only
+        # run a backward while a device was visible: autograd keeps a thread for each device.
         start_method=start_method or ("fork" if cuda_devices == 0 and hasattr(os, "fork") else "spawn"),
         accumulate=accumulate_grad_batches,
         clip_norm=float(gradient_clip_val or 0),
@@ -200,20 +207,19 @@ def connect(
     )
     if stages is not None and plan.world_size % stages:
         raise MisconfigurationError(
-            f"stages={stages} does not divide the {plan.world_size} devices, on which each replica of the stages needs "
-            "as many: use a divisor, or another number of gpus."
+            f"stages={stages} does not divide the {plan.world_size} devices: use a divisor of their number, or another "
+            "number of gpus."
         )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(
             f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "
-            f"in one process, and {shared} CUDA devices are here: only ranks can share a device, as those of 'ddp'."
+            f"in one process, but there are {shared} CUDA devices, and only ranks can share a device: use 'ddp'."
         )
     environment.check(num_nodes, plan.processes_per_node)
     return plan
 
 
 def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[PrecisionPlugin], torch.dtype]:
-    """Return the class and dtype of ``precision``, ``use_amp`` and ``amp_level``."""
     bits = None if precision is None else str(precision)
     if isinstance(precision, bool) or bits not in (None, "64", "32", "16", "bf16"):
         raise MisconfigurationError(f"precision={precision!r} does not exist: use 64, 32, 16 or 'bf16'.")
@@ -236,7 +242,7 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
 
 
 def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Raise MisconfigurationError, with the nearest choice, if ``value`` is none of them."""
+    """Raise MisconfigurationError, naming the nearest choice, unless ``value`` is one of ``choices``."""
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return
     spelled = {choice.lower(): choice for choice in choices if choice}
@@ -246,7 +252,7 @@ def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
 
 
 def whole(option: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Raise MisconfigurationError if ``value`` is no whole number, or less than ``least``."""
+    """Raise MisconfigurationError unless ``value`` is a whole number of at least ``least``."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -25,40 +25,41 @@ from plumbline.trainer.spawn import run_ranks
 class Trainer:
     """Trains a ``Module`` on one device or many.
 
-    After (and in) ``fit``: ``global_step`` counts optimizer steps, those that AMP skipped too;
-    ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's; they are
-    means over samples, on all ranks. ``balance`` is the plan of balanced, with what was measured: ``print`` shows it.
+    During and after ``fit``, ``global_step`` is the number of optimizer steps, including those that AMP skipped, and
+    ``current_epoch`` the number of completed epochs. ``metrics`` holds the means of the last validation and ``loss``,
+    that of the last step; both are means over samples, over all ranks. ``balance`` is the plan of balanced with its
+    measurements: ``print`` shows it.
 
     Args:
         gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
-            the cpu.
-        num_nodes: Nodes with so many gpus each. ``nb_gpu_nodes`` is its older name.
-        distributed_backend: ``"dp"`` splits each batch over the gpus of one process; ``"ddp"`` has a process
-            a gpu and averages gradients; ``"ddp2"`` averages over nodes and splits within them. None: dp for
-            several gpus. ``"balanced"`` has a process a gpu, each with consecutive blocks of the module, chosen to
-            take equal times within each device's memory; a batch passes through them in micro-batches.
+            the CPU.
+        num_nodes: The number of nodes, each with these gpus. ``nb_gpu_nodes`` is its older name.
+        distributed_backend: ``"dp"`` splits each batch over the gpus of one process. ``"ddp"`` has a process for each
+            gpu and averages gradients. ``"ddp2"`` averages over nodes and splits within them. ``"balanced"`` has a
+            process for each gpu, with consecutive blocks of the module, chosen so that all devices take equal time
+            within their memory; a batch passes through them in micro-batches. None: dp for several gpus.
         accelerator: ``"cuda"``, ``"cpu"`` (each gpu is simulated, -1 is the number of cores), or ``"auto"``.
         precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
         amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
             float32 masters, ``"O3"`` half weights.
-        accumulate_grad_batches: Micro-batches a step; gradients are of the mean of their losses.
-        gradient_clip_val: Largest 2-norm of an optimizer's gradients; None or 0: any.
-        max_epochs: One, if ``max_steps`` is not given either. ``max_steps`` counts optimizer steps.
-        val_check_interval: Validate every so many training batches; None: after each epoch.
-        checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) every so many steps.
-        seed: Of the order of the data.
-        node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
-        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
-            is.
-        micro_batches: With balanced, how many a batch is divided into; gradients are of the mean of their losses.
-            None: chosen for speed; give it where samples of a batch depend on one another, as through BatchNorm.
-        device_memory: With balanced, how many bytes a device may hold, or a list with a number for each. None: what a
-            CUDA device has.
-        stages: With balanced, how many parts the module is divided into. Where that is less than there are devices,
+        accumulate_grad_batches: Micro-batches of a step; gradients are those of the mean of their losses.
+        gradient_clip_val: The largest 2-norm of an optimizer's gradients. None or 0: no limit.
+        max_epochs: The number of epochs. None: 1, unless ``max_steps`` is given.
+        max_steps: The number of optimizer steps. None: no limit.
+        val_check_interval: Validate after every so many training batches. None: after each epoch.
+        checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) after every so many steps.
+        seed: The seed for the order of the data.
+        node_rank: The index of this node where no launcher sets it. None: NODE_RANK.
+        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts. None: fork where there is no CUDA.
+        micro_batches: With balanced, how many a batch is divided into; gradients are those of the mean of their losses.
+            None: chosen for speed. Set it if the samples of a batch depend on one another, as through BatchNorm.
+        device_memory: With balanced, how many bytes a device may hold, or a list with an entry for each device. None:
+            what a CUDA device has.
+        stages: With balanced, how many parts the module is divided into. If that is fewer than there are devices,
             replicas of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
-        stage_timeout: With balanced, for how many seconds a stage waits for another one; None: for half an hour. NCCL
-            has a limit of its own.
-        oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
+        stage_timeout: With balanced, how many seconds a stage waits for another one. None: half an hour. NCCL has a
+            limit of its own.
+        oversubscribe: Let ranks share CUDA devices if there are fewer than ``gpus``; they communicate over gloo.
 
     Raises:
         MisconfigurationError: The arguments contradict each other, the machine or the launcher.
@@ -92,34 +93,8 @@ class Trainer:
         stages: int | None = None,
         stage_timeout: float | None = None,
     ) -> None:
-        if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
-            raise MisconfigurationError(
-                f"num_nodes={num_nodes} and its older name nb_gpu_nodes={nb_gpu_nodes} differ: give num_nodes alone."
-            )
-        self.plan: Plan = connect(
-            gpus=gpus,
-            num_nodes=num_nodes if nb_gpu_nodes is None else nb_gpu_nodes,
-            distributed_backend=distributed_backend,
-            accelerator=accelerator,
-            precision=precision,
-            use_amp=use_amp,
-            amp_level=amp_level,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            val_check_interval=val_check_interval,
-            checkpoint_every=checkpoint_every,
-            checkpoint_path=checkpoint_path,
-            seed=seed,
-            start_method=start_method,
-            oversubscribe=oversubscribe,
-            micro_batches=micro_batches,
-            device_memory=device_memory,
-            stages=stages,
-            stage_timeout=stage_timeout,
-            variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
-        )
+        options = {name: value for name, value in locals().items() if name != "self"}
+        self.plan: Plan = connect(**options)
         self.global_step = 0
         self.current_epoch = 0
         self.metrics: dict[str, float] = {}
@@ -129,11 +104,11 @@ class Trainer:
         self.world_size = self.plan.world_size
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.balance: Any = None
-        self.stage_file: str | None = None  # where the process that started this rank reads what its stage is called
+        self.stage_file: str | None = None  # where a rank writes its stage's name, for the process that started it
         self._devices_shown = False
 
     def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:
-        """Train ``module``; with ``ckpt_path`` go on from that checkpoint, also in the middle of an epoch.
+        """Train ``module``; with ``ckpt_path``, resume from that checkpoint, even in the middle of an epoch.
 
         Raises:
             MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
@@ -162,7 +137,7 @@ class Trainer:
         from plumbline.trainer.balanced.planning import plan_without_training  # only this backend needs it
 
         if not self.plan.backend.stages:
-            raise MisconfigurationError("Only distributed_backend='balanced' plans stages: make the Trainer with it.")
+            raise MisconfigurationError("Only distributed_backend='balanced' plans stages: create the Trainer with it.")
         check_module(module, None)
         self._show_devices()
         return plan_without_training(self, module, rank_devices(self.plan, 0)[0])
@@ -170,10 +145,10 @@ class Trainer:
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.
 
-        With balanced all ranks must call this during ``fit``, as each has a part of it.
+        With balanced, all ranks must call this during ``fit``, since each has a part of the module.
         """
         if self.checkpoint is None:
-            raise MisconfigurationError("There is nothing to save before fit: call fit first.")
+            raise MisconfigurationError("There is nothing to save yet: call fit first.")
         if self.rank == 0 or self.plan.backend.stages:
             checkpoint = self.checkpoint()
             if self.rank == 0:
@@ -198,7 +173,7 @@ class Trainer:
         run_rank(self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path)
 
     def _show_devices(self) -> None:
-        """Set the CUDA variables for the user; under SLURM they are SLURM's."""
+        """Set the CUDA variables, unless SLURM has set them."""
         slurm = isinstance(self.plan.environment, SlurmEnvironment)
         shares = self.plan.shared is not None
         if self.plan.accelerator == "cuda" and not slurm and not shares and not self._devices_shown:
@@ -209,12 +184,11 @@ class Trainer:
             self._devices_shown = True
 
     def _check_data(self, module: Module) -> None:
-        """Refuse data that cannot be trained on, before any process starts."""
         for training in (True, False):
             try:
                 loader = module.train_dataloader() if training else module.val_dataloader()
             except Exception:
-                continue  # it may need its rank's process group; what is really wrong with it shows there
+                continue  # it may need its rank's process group; the rank will raise its real error
             if loader is not None:
                 check_loader(loader, self.plan, training)
                 if training and self.plan.micro_batches is not None:
@@ -224,7 +198,6 @@ class Trainer:
 
 
 def check_module(module: Module, ckpt_path: Any) -> None:
-    """Raise MisconfigurationError if a needed hook or the checkpoint is missing."""
     if not isinstance(module, Module):
         raise MisconfigurationError(f"fit was given a {type(module).__name__}: give it a subclass of Module.")
     needed = ["training_step", "configure_optimizers", "train_dataloader"]

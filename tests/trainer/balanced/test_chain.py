@@ -9,7 +9,6 @@ from torch import nn
 from plumbline.trainer import MisconfigurationError
 from plumbline.trainer.balanced.blocks import same_random_numbers
 from plumbline.trainer.balanced.chain import find_chain
-from plumbline.trainer.balanced.plan import plan
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -138,19 +137,19 @@ def test_finding_blocks_changes_nothing(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_of_them_is_planned(case):
+def test_each_of_them_is_planned(plan, case):
     make, batch, names = CASES[case]
-    found = plan(make(), batch, 2, micro_batches=2)
+    found = plan(make(), batch, 2, counts=[2])
     assert [block.name for block in found.blocks] == names
     assert all(seconds > 0 for seconds in found.predicted.stage_seconds)
 
 
-def test_tied_weights_are_noted():
-    found = plan(Language(), TOKENS, 2, micro_batches=2)
+def test_tied_weights_are_noted(plan):
+    found = plan(Language(), TOKENS, 2, counts=[2])
     assert [(tie.name, tie.blocks) for tie in found.ties] == [("tokens.weight", (0, 6))]
 
 
-def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches():
+def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches(plan):
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     assert plan(module, BATCH, 2).micro_batches in (1, 2)
 

@@ -323,7 +323,7 @@ def test_batches_that_do_not_divide_are_refused_before_ranks_start():
     module.samples = 27
     with pytest.raises(MisconfigurationError, match="A batch of 3 samples does not divide into 4 micro-batches"):
         balanced(2).fit(module)
-    with pytest.raises(MisconfigurationError, match="micro_batches=2 is of distributed_backend='balanced' alone"):
+    with pytest.raises(MisconfigurationError, match="micro_batches=2 works with distributed_backend='balanced' only"):
         Trainer(gpus=2, distributed_backend="ddp", accelerator="cpu", micro_batches=2)
 
 

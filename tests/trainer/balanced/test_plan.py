@@ -14,8 +14,10 @@ from torch import nn
 from plumbline.trainer import MisconfigurationError
 from plumbline.trainer.balanced.batches import divisors
 from plumbline.trainer.balanced.partition import partition
-from plumbline.trainer.balanced.plan import best_plan, plan, plan_stages
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Stage, StagePlan
+from plumbline.trainer.balanced.plan import best_plan, plan_stages
+from plumbline.trainer.balanced.planning import memory_limits
+from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stages import BlockCost, Profile, Stage
 
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,8 +40,8 @@ def made(samples, per_call, seconds=(1.0, 2.0, 1.0), saved=10, state=100):
     }
 
 
-def test_a_real_module_is_planned():
-    found = plan(network(), BATCH, 2, optimizers=[], micro_batches=4)
+def test_a_real_module_is_planned(plan):
+    found = plan(network(), BATCH, 2, [4])
     assert found.micro_batches == 4
     assert [block.name for block in found.blocks] == ["0", "1", "2", "3", "4"]
     assert found.stages[0].first == 0
@@ -53,7 +55,7 @@ def test_a_real_module_is_planned():
     assert predicted.stage_peak_bytes[0] > held * 42 * 4 * 2 + 2 * (held - 1) * 3 * 6 * 4  # and what backward needs
 
 
-def test_the_number_of_micro_batches_is_one_that_divides_the_batch():
+def test_the_number_of_micro_batches_is_one_that_divides_the_batch(plan):
     assert 12 % plan(network(), BATCH, 2).micro_batches == 0
 
 
@@ -126,19 +128,19 @@ def test_a_limit_is_met_with_more_micro_batches():
         best_plan(profiles, 2, [90, 90])
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"micro_batches": 5}, "12 samples does not divide into 5 micro-batches: use one of 1, 2, 3, 4, 6, 12"),
-        ({"devices": 6}, "5 blocks .*too few for 6 devices"),
-        ({"memory": 500}, "does not fit"),
-        ({"memory": [10**9]}, "memory has 1 limits for 2 devices"),
-        ({"batch": torch.tensor(3.0)}, "no tensor with samples in dim 0"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(asked, message):
-    with pytest.raises(MisconfigurationError, match=message):
-        plan(**{"module": network(), "batch": BATCH, "devices": 2, **asked})
+def test_what_does_not_fit_is_refused(plan):
+    with pytest.raises(MisconfigurationError, match=r"5 blocks .*too few for 6 devices"):
+        plan(network(), BATCH, 6)
+    with pytest.raises(MisconfigurationError, match="does not fit"):
+        plan(network(), BATCH, 2, memory=[500] * 2)
+
+
+def test_a_limit_is_for_each_device():
+    cpu = torch.device("cpu")
+    assert memory_limits(None, cpu, 2) is None
+    assert memory_limits(5, cpu, 2) == (5, 5)
+    with pytest.raises(MisconfigurationError, match="device_memory has 1 entries, but there are 2 devices"):
+        memory_limits([10**9], cpu, 2)
 
 
 names = st.text(st.characters(categories=["Lu", "Ll", "Nd", "Po", "Sm"]), min_size=1, max_size=120)

@@ -11,7 +11,6 @@ from plumbline.trainer.balanced.chain import find_chain
 from plumbline.trainer.balanced.live_bytes import LiveBytes
 from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
 from plumbline.trainer.balanced.partition import StageCosts
-from plumbline.trainer.balanced.plan import plan
 from plumbline.trainer.balanced.profile import profile
 from plumbline.trainer.balanced.stages import BlockCost, Profile, Travelling
 
@@ -39,7 +38,7 @@ def mixed():
     return module
 
 
-def test_the_module_is_left_as_it_was():
+def test_the_module_is_left_as_it_was(plan):
     module = mixed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     tensors = [*module.parameters(), *module.buffers()]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from plumbline.trainer import Module, Trainer
 from plumbline.trainer.balanced.chain import find_chain
 from plumbline.trainer.balanced.pipeline import note_gradient
-from plumbline.trainer.balanced.plan import measure_chain, plan
+from plumbline.trainer.balanced.planning import measure_chain
 
 CPU = torch.device("cpu")
 
@@ -380,9 +380,9 @@ def test_ranks_train_what_one_device_does(kind, devices):
     assert len(trainer.balance.plan.blocks) == MODELS[kind]
 
 
-def test_what_crosses_a_cut_is_counted_with_what_only_passes_through():
+def test_what_crosses_a_cut_is_counted_with_what_only_passes_through(plan):
     module, batch = UNet(), torch.randn(6, 4)
-    found = plan(module, batch, 2, micro_batches=1)
+    found = plan(module, batch, 2, counts=[1])
     first, second = 6 * 2 * 4 * 4, 6 * 4 * 2 * 4  # bytes of the encoders' features, of lengths 4 and 2
     middle, decoded = 6 * 4 * 1 * 4, 6 * 2 * 2 * 4
     # Features are cut before they are pooled, and decoders' inputs before they are enlarged and joined: that is least.

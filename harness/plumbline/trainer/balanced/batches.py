@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from plumbline.trainer.balanced.patience import Patience
+from plumbline.trainer.balanced.stage_timeout import StageTimeout
 from plumbline.trainer.data_sharding import known_length, set_epoch
 from plumbline.trainer.errors import MisconfigurationError
 
@@ -22,15 +22,15 @@ from plumbline.trainer.errors import MisconfigurationError
 class SameBatches:
     """Yields the batches of rank 0's loader on all ranks. On other ranks ``loader`` is not iterated."""
 
-    def __init__(self, loader: Any, rank: int, control: Any, patience: Patience) -> None:
-        self.loader, self.rank, self.control, self.patience = loader, rank, control, patience
+    def __init__(self, loader: Any, rank: int, control: Any, timeout: StageTimeout) -> None:
+        self.loader, self.rank, self.control, self.timeout = loader, rank, control, timeout
         self.sampler = self  # that is what is told the epoch
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader) if self.rank == 0 else iter(())
         while True:
             box: list[Any] = [(next(batches, END),) if self.rank == 0 else None]
-            with self.patience.waiting("the next batch"):
+            with self.timeout.waiting("the next batch"):
                 dist.broadcast_object_list(box, 0, self.control)
             if isinstance(box[0][0], End):
                 return

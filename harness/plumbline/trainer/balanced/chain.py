@@ -15,9 +15,9 @@ from plumbline.trainer.balanced.blocks import Block, held_tensors
 from plumbline.trainer.balanced.calls import ModuleCall, calls_of, open_up, record_calls
 from plumbline.trainer.balanced.data_flow import DataFlow
 from plumbline.trainer.balanced.flow_recorder import record_data_flow
-from plumbline.trainer.balanced.hidden_flow import find_obstacles
 from plumbline.trainer.balanced.interception import Interception
 from plumbline.trainer.balanced.labels import Carried, Label, Part
+from plumbline.trainer.balanced.obstacles import find_obstacles
 from plumbline.trainer.balanced.undisturbed import undisturbed
 from plumbline.trainer.errors import MisconfigurationError
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plumbline.trainer.balanced.patience import Patience, patient_group
+from plumbline.trainer.balanced.stage_timeout import StageTimeout, group_with_timeout
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -30,21 +30,21 @@ class Exchange:
 
     Activations and gradients have a process group each: under NCCL the two directions between a pair of ranks would
     otherwise wait for one another; shapes have one too. Stages are given by number; that of number 0 is on rank
-    ``patience.first``, the others on those after it.
+    ``timeout.first``, the others on those after it.
     """
 
-    def __init__(self, device: torch.device, patience: Patience) -> None:
+    def __init__(self, device: torch.device, timeout: StageTimeout) -> None:
         self.device = device
-        self.first = patience.first
-        self.patience = patience
-        self.control = control = patient_group(patience.limit)
+        self.first = timeout.first
+        self.timeout = timeout
+        self.control = control = group_with_timeout(timeout.limit)
         nccl = dist.get_backend() == "nccl"
         self.wire = device if nccl else torch.device("cpu")
         self.groups = {True: dist.new_group() if nccl else control, False: dist.new_group() if nccl else control}
         self.pending: dict[bool, deque[Sent]] = {True: deque(), False: deque()}
 
     def send(self, tensors: Sequence[Tensor], stage: int, *, forward: bool) -> None:
-        """Send tensors to a stage; they are kept until ``settle`` or ``finish``."""
+        """Send tensors to a stage; they are kept until ``wait_until_sent`` or ``finish``."""
         sent = [tensor.detach().to(self.wire).contiguous() for tensor in tensors]
         rank, group = self.first + stage, self.groups[forward]
         works = [dist.isend(tensor, rank, group) for tensor in sent]
@@ -69,7 +69,7 @@ class Exchange:
         present = torch.ones(len(shapes), dtype=torch.bool)
         if len(shapes) > 1:
             work: Any = dist.irecv(present, self.first + stage, self.control)
-            with self.patience.waiting(stage):
+            with self.timeout.waiting(stage):
                 work.wait()
         there = present.tolist()
         received = iter(self.receive([s for s, one in zip(shapes, there, strict=True) if one], stage, forward=False))
@@ -81,36 +81,36 @@ class Exchange:
         for shape, dtype in shapes:
             tensor = torch.empty(shape, dtype=dtype, device=self.wire)
             work: Any = dist.irecv(tensor, self.first + stage, self.groups[forward])
-            with self.patience.waiting(stage):
+            with self.timeout.waiting(stage):
                 work.wait()
             received.append(tensor.to(self.device))
         return received
 
-    def announce(self, tensors: Sequence[Tensor], stage: int) -> None:
+    def send_shapes(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Tell a stage the shapes and dtypes of what it will be sent."""
-        with self.patience.waiting(stage):
+        with self.timeout.waiting(stage):
             dist.send_object_list([shapes_of(tensors)], self.first + stage, self.control)
 
-    def hear(self, stage: int) -> list[Shape]:
+    def receive_shapes(self, stage: int) -> list[Shape]:
         """Wait for what a stage announces."""
         box: list[Any] = [None]
-        with self.patience.waiting(stage):
+        with self.timeout.waiting(stage):
             dist.recv_object_list(box, self.first + stage, self.control)
         return list(box[0])
 
-    def settle(self, *, forward: bool, but: int = 0) -> None:
+    def wait_until_sent(self, *, forward: bool, but: int = 0) -> None:
         """Wait until what was sent in a direction has gone, ``but`` for the last ones, and free it."""
         pending = self.pending[forward]
         while len(pending) > but:
             sent = pending.popleft()
-            with self.patience.waiting(sent.stage):
+            with self.timeout.waiting(sent.stage):
                 for work in sent.works:
                     work.wait()
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""
-        self.settle(forward=True)
-        self.settle(forward=False)
+        self.wait_until_sent(forward=True)
+        self.wait_until_sent(forward=False)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[Shape]:

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from plumbline.trainer.balanced.blocks import tensors_in
 from plumbline.trainer.balanced.calls import replaced_forwards
-from plumbline.trainer.balanced.elsewhere import Elsewhere, NoValuesError
 from plumbline.trainer.balanced.labels import Carried, Label, Part, Position
+from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor
 from plumbline.trainer.balanced.skipped_call import run_without_values
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import map_tensors
@@ -113,7 +113,7 @@ class Interception:
         """Note an operation between calls, and return its outputs, those drawn by another stage without values."""
         self.position.pass_operation(func)
         if self.position.place < self.part.first > 0 and self.position.label(0) in self.drawn:
-            outputs = map_tensors(lambda tensor: Elsewhere.like(tensor, self.device), outputs)
+            outputs = map_tensors(lambda tensor: RemoteTensor.like(tensor, self.device), outputs)
         self._note(outputs)
         return outputs
 
@@ -185,7 +185,7 @@ class Interception:
         key = (number, self.calls[number][1].training, *shapes, *plain_values_in((args, kwargs)))
         skipped = None if self.remembered is None else self.remembered.get(key)
         if skipped is None:
-            copies = {id(tensor): Elsewhere.like(tensor, self.device) for tensor in given}
+            copies = {id(tensor): RemoteTensor.like(tensor, self.device) for tensor in given}
             self.skipping = True
             try:
                 args, kwargs = map_tensors(lambda tensor: copies[id(tensor)], (args, kwargs))
@@ -203,9 +203,9 @@ class Interception:
         def elsewhere(tensor: Tensor) -> Tensor:
             place = skipped.given.get(id(tensor))
             same = None if place is None else given[place]
-            if isinstance(same, Elsewhere):
+            if isinstance(same, RemoteTensor):
                 return same
-            made = Elsewhere.like(tensor, self.device)
+            made = RemoteTensor.like(tensor, self.device)
             made.hidden_in = None
             return made
 
@@ -215,7 +215,7 @@ class Interception:
         """Give the tensors that arrive their values."""
         for carried, value in zip(self.part.arriving, self.inputs, strict=True):
             tensor = self.tensors.get(carried.label)
-            if not isinstance(tensor, Elsewhere):
+            if not isinstance(tensor, RemoteTensor):
                 raise MisconfigurationError(self._changed(carried))
             tensor.become(value)
         departing = {carried.label for carried in self.part.departing}
@@ -223,7 +223,7 @@ class Interception:
 
     def _departing(self) -> list[Tensor]:
         for carried in self.part.departing:
-            if isinstance(self.tensors.get(carried.label), (Elsewhere, type(None))):
+            if isinstance(self.tensors.get(carried.label), (RemoteTensor, type(None))):
                 raise MisconfigurationError(self._changed(carried))
         return [self.tensors[carried.label] for carried in self.part.departing]
 

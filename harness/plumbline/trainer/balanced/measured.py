@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from plumbline.trainer.balanced.clock import computing_clock, median_seconds, wall_clock
-from plumbline.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage, StagePlan
+from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage
 
 KEPT = 256
 """Of how many micro-batches, the last ones, times are kept."""

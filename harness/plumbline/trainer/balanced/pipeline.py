@@ -12,11 +12,11 @@ from torch import Tensor
 
 from plumbline.trainer.balanced.batches import indivisible
 from plumbline.trainer.balanced.blocks import tensors_in
-from plumbline.trainer.balanced.elsewhere import is_missing
 from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
 from plumbline.trainer.balanced.interception import Interception
 from plumbline.trainer.balanced.labels import Part
 from plumbline.trainer.balanced.measured import StageClock
+from plumbline.trainer.balanced.remote_tensor import is_remote
 from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import PrecisionPlugin
@@ -125,7 +125,7 @@ class Pipeline:
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
         """Return the outputs of ``step`` for a whole batch on the last stage, else None."""
         outputs = self._forward(step, batch, key, train=False)[1]
-        self.exchange.settle(forward=True, but=MOST_PENDING)
+        self.exchange.wait_until_sent(forward=True, but=MOST_PENDING)
         return outputs
 
     def _forward(self, step: Callable[[Any], Any], batch: Any, key: Any, *, train: bool) -> tuple[Passed, Any]:
@@ -134,9 +134,9 @@ class Pipeline:
         arriving: list[Tensor] = []
         if number:
             if not known:
-                self.shapes[key] = [self.exchange.hear(number - 1), None]
+                self.shapes[key] = [self.exchange.receive_shapes(number - 1), None]
             # In 1F1B the stage before takes all gradients that were sent to it, but for the last, before it sends.
-            self.exchange.settle(forward=False, but=1)
+            self.exchange.wait_until_sent(forward=False, but=1)
             arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
         shapes = shapes_of(arriving)
@@ -148,10 +148,10 @@ class Pipeline:
             outputs = self.interception.run(self.part, inputs, lambda: step(batch))
         if self.place.is_last:
             self.shapes.setdefault(key, [None, None])
-            insist_on_value(outputs)
+            require_values(outputs)
             return Passed(gradients, shapes, []), outputs
         if not known:
-            self.exchange.announce(outputs, number + 1)
+            self.exchange.send_shapes(outputs, number + 1)
             self.shapes.setdefault(key, [None, None])[1] = shapes_of(outputs)
         elif shapes_of(outputs) != self.shapes[key][1]:
             raise MisconfigurationError(
@@ -171,7 +171,7 @@ class Pipeline:
         else:
             received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
             # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
-            self.exchange.settle(forward=True, but=in_flight)
+            self.exchange.wait_until_sent(forward=True, but=in_flight)
             pairs = [
                 (tensor, gradient)
                 for tensor, gradient in zip(passed.departed, received, strict=True)
@@ -231,9 +231,9 @@ def split(batch: Any, micro_batches: int) -> Sequence[Any]:
     return [batch] if micro_batches == 1 else scatter(batch, micro_batches)
 
 
-def insist_on_value(outputs: Any) -> None:
+def require_values(outputs: Any) -> None:
     """Raise if the outputs of the last stage need values of another."""
-    if any(is_missing(tensor) for tensor in tensors_in(outputs)):
+    if any(is_remote(tensor) for tensor in tensors_in(outputs)):
         raise MisconfigurationError(
             "The step's outputs need what another stage than the last has computed: balanced needs the same data flow "
             "for every batch, in training and validation."

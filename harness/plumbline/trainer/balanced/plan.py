@@ -1,111 +1,15 @@
-"""The plan for a module and a batch: profile, partition and schedule for each number of micro-batches, and the best."""
+"""Chooses the plan with the shortest simulated step from profiles with different numbers of micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-import torch
-from torch import nn
-
-from plumbline.trainer.balanced.batches import divisors
-from plumbline.trainer.balanced.blocks import in_mode
-from plumbline.trainer.balanced.chain import Chain, find_chain
-from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
 from plumbline.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
-from plumbline.trainer.balanced.pipeline import split
-from plumbline.trainer.balanced.profile import profile
-from plumbline.trainer.balanced.stages import Prediction, Profile, Stage, StagePlan
-from plumbline.trainer.balanced.undisturbed import undisturbed
-from plumbline.trainer.data_sharding import batch_length
+from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stages import Prediction, Profile, Stage
 from plumbline.trainer.errors import MisconfigurationError
-
-
-def plan(
-    module: nn.Module,
-    batch: Any,
-    devices: int,
-    memory: int | Sequence[int] | None = None,
-    micro_batches: int | None = None,
-    *,
-    step: Callable[[Any], Any] | None = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    device: torch.device | None = None,
-) -> StagePlan:
-    """Return which blocks each device holds, and in how many micro-batches a batch passes, for the shortest step.
-
-    Each number of micro-batches that divides the batch is profiled with micro-batches of its own size, since a small
-    one takes longer a sample: nothing is interpolated. The step is the one that is simulated; of equally short ones
-    that with the lower peak memory is chosen.
-
-    Args:
-        module: In it nothing changes.
-        batch: A real one.
-        devices: As many stages.
-        memory: Bytes that each device may hold, or one number for all. None: no limit.
-        micro_batches: How many; None: the best of all that divide the batch.
-        step: What the module does with a micro-batch, such as its loss. None: its forward. The blocks are found in it,
-            or they are what the module's ``configure_blocks()`` returns; see ``chain.py``.
-        optimizers: Of the module's parameters; their state and steps count. None given: they do not.
-        device: Where to measure. None: where the module's first parameter is.
-
-    Raises:
-        MisconfigurationError: The module has no such blocks, the batch does not divide, or the memory does not suffice.
-
-    """
-    samples = batch_length(batch)
-    counts = divisors(samples) if micro_batches is None else [micro_batches]
-    if micro_batches is not None and (not samples or samples % micro_batches):
-        raise MisconfigurationError(
-            f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use one of "
-            f"{', '.join(map(str, divisors(samples)))}."
-        )
-    if not samples:
-        raise MisconfigurationError("The batch has no tensor with samples in dim 0: balanced divides it there.")
-    limits = limits_of(memory, devices)
-    if device is None:
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    run = step or module
-    declare = getattr(module, "configure_blocks", None)
-    with in_mode(module, training=True):
-        first = split(batch, counts[0])[0]
-        chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
-    return best_plan(
-        measure_chain(module, chain, run, batch, counts, device=device, optimizers=optimizers), devices, limits
-    )
-
-
-def measure_chain(
-    module: nn.Module,
-    chain: Chain,
-    step: Callable[[Any], Any],
-    batch: Any,
-    counts: Iterable[int],
-    *,
-    device: torch.device,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> dict[int, Profile]:
-    """Return a profile of a chain's blocks for each number of micro-batches in ``counts``.
-
-    A number whose micro-batches the step cannot take, as BatchNorm cannot take one sample, is left out.
-    """
-    state = optimizer_state_bytes(module, optimizers)
-    profiles: dict[int, Profile] = {}
-    refusal: Exception | None = None
-    interception = chain.interception(module, device)
-    with interception.installed(), undisturbed(module, device):
-        blocks = chain.runnable(interception, step)
-        for count in sorted(counts, reverse=True):
-            try:
-                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state, optimizers)
-            except (RuntimeError, ValueError) as error:
-                refusal = error
-    if not profiles:
-        assert refusal is not None
-        raise refusal
-    return profiles
 
 
 def best_plan(
@@ -228,20 +132,3 @@ def plan_stages(
         period_seconds=schedule.period(unknown.optimizer_seconds),
     )
     return replace(planned, predicted=predicted)
-
-
-def limits_of(memory: int | Sequence[int] | None, devices: int) -> tuple[int, ...] | None:
-    """Return a limit for each device.
-
-    Raises:
-        MisconfigurationError: There are not as many as devices.
-
-    """
-    if memory is None:
-        return None
-    limits = (memory,) * devices if isinstance(memory, int) else tuple(memory)
-    if len(limits) != devices:
-        raise MisconfigurationError(
-            f"memory has {len(limits)} limits for {devices} devices: give one for each, or one number for all."
-        )
-    return limits

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plumbline.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
 from plumbline.trainer.balanced.blocks import in_mode
 from plumbline.trainer.balanced.chain import Chain, find_chain
 from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
 from plumbline.trainer.balanced.partition import DoesNotFitError
 from plumbline.trainer.balanced.pipeline import split
-from plumbline.trainer.balanced.plan import best_plan, limits_of, measure_chain
-from plumbline.trainer.balanced.stages import Profile, StagePlan
+from plumbline.trainer.balanced.plan import best_plan
+from plumbline.trainer.balanced.profile import profile
+from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stages import Profile
+from plumbline.trainer.balanced.undisturbed import undisturbed
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
 from plumbline.trainer.module import Module
@@ -26,14 +30,14 @@ from plumbline.trainer.step import StepModule, loss_function
 from plumbline.trainer.training_state import TrainingState
 
 Trial = tuple[Callable[[Any], Any], Any]
-"""A step, that of training or that of validation, and the batch on which it is tried."""
+"""The training or validation step, and the batch on which it is tried."""
 
 MOST_DEVICES = 64
-"""How many devices are tried to name a number that would do."""
+"""The largest number of devices that is tried to find one that would do."""
 
 
 def plan_without_training(trainer: Any, module: Module, device: torch.device) -> Balance:
-    """Return how ``module`` would be distributed; itself it is not changed.
+    """Return how ``module`` would be distributed. ``module`` is not changed.
 
     Raises:
         MisconfigurationError: As ``make_plan``.
@@ -63,17 +67,16 @@ def make_plan(
         MisconfigurationError: The module has too few blocks, the batches do not divide, or the memory does not suffice.
 
     """
-    plan, module, precision, devices = trainer.plan, state.module, state.precision, trainer.world_size
+    plan, module, devices = trainer.plan, state.module, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
     batch = first_batch(loader, trainer.current_epoch)
-    step = StepModule(module, precision)
-    loss_of = loss_function(module, precision, False)
+    step = StepModule(module, state.precision)
+    loss_of = loss_function(module, state.precision, False)
     first_turn = (0,) * step_takes_number(state)
+    stages = possible_stages(plan)
 
     def run(inputs: Any) -> Tensor:
         return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
-
-    stages = possible_stages(plan)
 
     def evaluate(inputs: Any) -> Any:
         with in_mode(module, training=False):
@@ -86,30 +89,62 @@ def make_plan(
     def find(devices: int, least: int) -> Chain:
         try:
             return blocks_on(device, trainer, module, tried, devices, least)
-        except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
+        except torch.cuda.OutOfMemoryError:  # the module may fit in stages only; blocks are measured one by one
             return blocks_on(torch.device("cpu"), trainer, module, tried, devices, least)
+
+    def measure(chain: Chain) -> dict[int, Profile]:
+        return measure_chain(module, chain, run, batch, counts, device=device, optimizers=state.optimizers)
 
     chain = find(devices, min(stages))
     batch = map_tensors(lambda tensor: tensor.to(device), batch)
     limits = memory_limits(plan.device_memory, device, devices)
-    measure = partial(
-        measure_chain, module, step=run, batch=batch, counts=counts, device=device, optimizers=state.optimizers
-    )
     profiles = measure(chain)
     try:
         return chain, best_plan(profiles, devices, limits, stages)
     except DoesNotFitError as refusal:
-        assert limits is not None  # else everything fits
+        assert limits is not None  # otherwise everything fits
         enough = devices_that_would_do(lambda count: find(count, count), measure, devices, min(limits))
         if enough is None:
             raise
         raise DoesNotFitError(f"{refusal} {enough} devices of {min(limits):,} bytes each would do.") from None
 
 
+def measure_chain(
+    module: nn.Module,
+    chain: Chain,
+    step: Callable[[Any], Any],
+    batch: Any,
+    counts: Iterable[int],
+    *,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, Profile]:
+    """Return a profile of a chain's blocks for each number of micro-batches in ``counts``.
+
+    Each number is profiled with micro-batches of its own size, since a small one takes longer per sample. A number is
+    left out if the step cannot take its micro-batches, as BatchNorm cannot take one sample.
+    """
+    state = optimizer_state_bytes(module, optimizers)
+    profiles: dict[int, Profile] = {}
+    refusal: Exception | None = None
+    interception = chain.interception(module, device)
+    with interception.installed(), undisturbed(module, device):
+        blocks = chain.runnable(interception, step)
+        for count in sorted(counts, reverse=True):
+            try:
+                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state, optimizers)
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+    if not profiles:
+        assert refusal is not None
+        raise refusal
+    return profiles
+
+
 def devices_that_would_do(
     find: Callable[[int], Chain], measure: Callable[[Chain], dict[int, Profile]], devices: int, memory: int
 ) -> int | None:
-    """Return how many devices, more than ``devices``, would hold the module; None where no number up to 64 does."""
+    """Return the least number of devices that would hold the module, None if no number up to 64 does."""
     profiles: dict[Chain, dict[int, Profile]] = {}
     for count in range(devices + 1, MOST_DEVICES + 1):
         try:
@@ -126,7 +161,7 @@ def devices_that_would_do(
 
 
 def possible_stages(plan: Any) -> list[int]:
-    """Return into how many stages the module may be divided: what the user wants, or else any number but one.
+    """Return the numbers of stages to choose from: the user's, or any number above one.
 
     Each node has whole pipelines, or each pipeline has whole nodes.
     """
@@ -145,10 +180,10 @@ def blocks_on(
     devices: int,
     least: int,
 ) -> Chain:
-    """Return the blocks, ``least`` or more, found on a device by the steps ``tried``; the module stays there."""
+    """Move the module to a device and return the blocks, ``least`` or more, that the steps ``tried`` find there."""
     module.to(device)
     steps = [partial(run, map_tensors(lambda tensor: tensor.to(device), inputs)) for run, inputs in tried]
-    training_device, trainer.device = trainer.device, device  # what the user's step asks for
+    training_device, trainer.device = trainer.device, device  # the user's step reads it
     try:
         return find_chain(module, steps[0], devices, device, module.configure_blocks(), least, *steps[1:])
     finally:
@@ -156,7 +191,15 @@ def blocks_on(
 
 
 def memory_limits(given: int | Sequence[int] | None, device: torch.device, devices: int) -> tuple[int, ...] | None:
-    """Return how many bytes each device may hold; None: any."""
+    """Return how many bytes each device may hold, None for no limit."""
     if given is None and device.type == "cuda":
         given = torch.cuda.get_device_properties(device).total_memory
-    return limits_of(given, devices)
+    if given is None:
+        return None
+    limits = (given,) * devices if isinstance(given, int) else tuple(given)
+    if len(limits) != devices:
+        raise MisconfigurationError(
+            f"device_memory has {len(limits)} entries, but there are {devices} devices: give an entry for each device, "
+            "or one number for all."
+        )
+    return limits

@@ -1,16 +1,16 @@
-"""When each stage works on which micro-batch: 1F1B and GPipe, simulated with each stage's seconds."""
+"""When each stage works on which micro-batch: 1F1B, simulated with each stage's seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FORWARD, BACKWARD = "F", "B"
+FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
 class Box:
-    """One forward or backward of one micro-batch on one stage; times in seconds from the begin of the step."""
+    """One forward or backward of one micro-batch on one stage; times in seconds from the start of the step."""
 
     stage: int
     kind: str  # FORWARD or BACKWARD
@@ -33,28 +33,20 @@ class StageSchedule:
 
     @property
     def bubble_share(self) -> float:
-        """The part of all stages' time within the makespan in which they wait: 0 to 1."""
+        """The share of all stages' time within the makespan in which they wait: 0 to 1."""
         available = self.stages * self.makespan
         return 1 - sum(box.end - box.start for box in self.boxes) / available if available else 0.0
 
     def period(self, after: Sequence[float]) -> float:
-        """Return the seconds from this step's begin to the next one's.
+        """Return the seconds from the start of this step to the start of the next one.
 
-        Each stage has ``after`` seconds of work between its last backward and the next step's first forward.
+        Each stage works for ``after`` seconds between its last backward and the next step's first forward.
         """
         own = [[box for box in self.boxes if box.stage == stage] for stage in range(self.stages)]
         return max(
             max(box.end for box in boxes) + more - min(box.start for box in boxes)
             for boxes, more in zip(own, after, strict=True)
         )
-
-    def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches that the stage keeps for backward at one time."""
-        held = most = 0
-        for box in sorted((box for box in self.boxes if box.stage == stage), key=lambda box: box.start):
-            held += 1 if box.kind == FORWARD else -1
-            most = max(most, held)
-        return most
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
@@ -70,31 +62,14 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, 
     return order + [(BACKWARD, index) for index in range(micro_batches - ahead, micro_batches)]
 
 
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Return a stage's order of work: all forwards, then all backwards (Huang et al., "GPipe", 2019)."""
-    return [(kind, index) for kind in (FORWARD, BACKWARD) for index in range(micro_batches)]
+def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> StageSchedule:
+    """Return the schedule of one step, given each stage's seconds for one micro-batch.
 
-
-ORDERS = {"1f1b": one_f_one_b, "gpipe": gpipe}
-
-
-def simulate(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, order: str = "1f1b"
-) -> StageSchedule:
-    """Return the schedule of one step.
-
-    A stage does its work in its order, each piece as soon as what it needs is there: a forward needs that of the stage
-    before, a backward that of the stage after. Transfers take no time.
-
-    Args:
-        forward: Seconds of one micro-batch on each stage.
-        backward: As long as ``forward``.
-        micro_batches: At least one.
-        order: ``"1f1b"`` or ``"gpipe"``.
-
+    A stage works in the order of 1F1B and starts each piece as soon as its input is there: a forward needs that of the
+    stage before, a backward that of the stage after. Transfers take no time.
     """
     stages = len(forward)
-    waiting = [iter(ORDERS[order](stage, stages, micro_batches)) for stage in range(stages)]
+    waiting = [iter(one_f_one_b(stage, stages, micro_batches)) for stage in range(stages)]
     ends: dict[tuple[str, int, int], float] = {}
     free = [0.0] * stages
     boxes: list[Box] = []
@@ -116,7 +91,7 @@ def simulate(
 
 
 def _ready(ends: dict[tuple[str, int, int], float], kind: str, stage: int, index: int, stages: int) -> float | None:
-    """Return when the input of this piece of work is there; None: that is not known yet."""
+    """Return when the input of this piece of work is there, None if that is not known yet."""
     if kind == FORWARD:
         return ends.get((FORWARD, stage - 1, index)) if stage else 0.0
     return ends.get((BACKWARD, stage + 1, index)) if stage < stages - 1 else ends.get((FORWARD, stage, index))

@@ -13,9 +13,6 @@ from torch.optim import Optimizer
 
 from plumbline.trainer.balanced.pipeline import Place
 
-SMALL = 1 << 18
-"""Bytes up to which gradients are summed in one message: a message of its own costs more than a copy."""
-
 
 class SharedWeights:
     """Adds the gradients of weights that several stages hold, as tied ones, over these stages.
@@ -53,22 +50,14 @@ def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
     found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     found = found.to(weights[0].device)
     dist.all_reduce(found, group=group)
-    gradients: list[Tensor] = []
+    sums = []
     for weight, count in zip(weights, found.tolist(), strict=True):
         if count:
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
-            gradients.append(weight.grad)
-    buckets = [[gradient] for gradient in gradients if gradient.nbytes > SMALL]
-    small = [gradient for gradient in gradients if gradient.nbytes <= SMALL]
-    buckets += [[one for one in small if one.dtype is dtype] for dtype in {one.dtype: None for one in small}]
-    flat = [bucket[0] if len(bucket) == 1 else torch.cat([one.view(-1) for one in bucket]) for bucket in buckets]
-    for sums in [dist.all_reduce(one, group=group, async_op=True) for one in flat]:
-        sums.wait()
-    for bucket, total in zip(buckets, flat, strict=True):
-        if len(bucket) > 1:
-            for gradient, part in zip(bucket, torch.split(total, [one.numel() for one in bucket]), strict=True):
-                gradient.view(-1).copy_(part)
+            sums.append(dist.all_reduce(weight.grad, group=group, async_op=True))
+    for pending in sums:
+        pending.wait()
 
 
 def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:

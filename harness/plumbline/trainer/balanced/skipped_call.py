@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plumbline.trainer.balanced.elsewhere import NoValuesError, runs_without_values, takes_values_by
+from plumbline.trainer.balanced.remote_tensor import NoValuesError, runs_without_values, takes_values_by
 from plumbline.trainer.balanced.undisturbed import private_buffers
 
 

@@ -18,13 +18,13 @@ from plumbline.trainer.balanced.batches import SameBatches
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.balanced.exchange import Exchange
 from plumbline.trainer.balanced.measured import Balance
-from plumbline.trainer.balanced.patience import Patience, limit_group_of_all, patient_group
 from plumbline.trainer.balanced.pipeline import Pipeline, Place
 from plumbline.trainer.balanced.planning import make_plan
 from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
 from plumbline.trainer.balanced.stage_memory import StageMemory
 from plumbline.trainer.balanced.stage_replicas import StageReplicas
 from plumbline.trainer.balanced.stage_state import StageState, keep_own
+from plumbline.trainer.balanced.stage_timeout import StageTimeout, group_with_timeout, limit_default_group
 from plumbline.trainer.loop import RankResources, train
 from plumbline.trainer.module import Module
 from plumbline.trainer.optimizers import parameters_of
@@ -64,13 +64,13 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         name = balance.stage_name(number)
         Path(trainer.stage_file).write_text(name[0].lower() + name[1:], "utf-8")
     # From here on the user's code runs on all ranks, and each of them may wait for another.
-    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store(), place.count)
-    limit_group_of_all(patience.limit)
-    control = patient_group(patience.limit)
-    replicas = StageReplicas.meet(place, control, patience.limit)
+    timeout = StageTimeout(plan.stage_timeout, number, place.first_rank, _get_default_store(), place.count)
+    limit_default_group(timeout.limit)
+    control = group_with_timeout(timeout.limit)
+    replicas = StageReplicas.meet(place, control, timeout.limit)
     held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
     state.held, state.owned = held[number], held[number].difference(*held[:number])
-    state.control, state.replica, state.waiting = replicas.control, replica, patience.waiting
+    state.control, state.replica, state.waiting = replicas.control, replica, timeout.waiting
     keep_stage(module, held[number], device)
     interception = chain.interception(module, device)
 
@@ -82,7 +82,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     names = {id(tensor): name for name, tensor in held_tensors(module).items()}
     state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
     weights = [[slot.weight for slot in part.slots] for part in state.parts]
-    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place, patience.limit)
+    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place, timeout.limit)
     precision.prepare(state.optimizers)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer, state)
@@ -90,7 +90,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     stage = balance.stages[number]
     pipeline = Pipeline(
         place, chain.part(stage.first, stage.last), balance.micro_batches, interception,
-        Exchange(device, patience), precision,
+        Exchange(device, timeout), precision,
     )  # fmt: skip
     step = StepModule(module, precision)
     allowed = None if balance.memory is None else balance.memory[number]
@@ -100,19 +100,19 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         engine=running,
         evaluate=StageEvaluation(running),
         devices=[device],
-        train_loader=SameBatches(train_loader, rank, control, patience),
-        val_loader=None if val_loader is None else SameBatches(val_loader, rank, control, patience),
+        train_loader=SameBatches(train_loader, rank, control, timeout),
+        val_loader=None if val_loader is None else SameBatches(val_loader, rank, control, timeout),
         weights=weights,
-        waiting=patience.waiting,
+        waiting=timeout.waiting,
     )
     with interception.installed(), module.while_staged(held[number]):
         train(trainer, state, resources)
     reports: list[Any] = [None] * trainer.world_size
-    with patience.waiting("the end of training"):
+    with timeout.waiting("the end of training"):
         dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
     trainer.balance = trainer.balance.with_measured(reports)
     box = [checkpoints.capture(trainer, state)]
-    with patience.waiting("the trained weights"):
+    with timeout.waiting("the trained weights"):
         dist.broadcast_object_list(box, 0, control)
     state.take_whole(box[0]["module"])
     trainer.checkpoint = lambda: box[0]

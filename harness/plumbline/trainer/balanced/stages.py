@@ -1,11 +1,8 @@
-"""The values that planning and running exchange: what a block costs, which blocks a device holds, what is expected."""
+"""Values that planning and running exchange: the cost of blocks, the blocks of a stage, and predictions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from plumbline.trainer.balanced import picture, table
-from plumbline.trainer.balanced.schedule import StageSchedule, simulate
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Shared:
-    """What several blocks count, and a device which holds several of these blocks has once: bytes, and their step."""
+    """A parameter or buffer that several blocks use: a device that holds several of them stores and steps it once."""
 
     name: str
     blocks: tuple[int, ...]  # ascending
@@ -34,7 +31,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Travelling:
-    """A tensor that leaves a block: a device has it if it begins, or ends, where the tensor travels, or keeps it."""
+    """A tensor that passes between blocks.
+
+    A device holds it if its first block is given the tensor, its last block returns it, or a block keeps it.
+    """
 
     bytes: int
     keepers: tuple[int, ...]  # blocks that keep it for backward: it is within their saved_bytes
@@ -61,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of the plan is expected to take."""
+    """What a step of the plan is expected to take, or was measured to take."""
 
     step_seconds: float  # all forwards and backwards of one step, without the optimizer
     stage_seconds: tuple[float, ...]  # forward + backward of one micro-batch
@@ -69,42 +69,3 @@ class Prediction:
     bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
     optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once a step
     period_seconds: float = 0.0  # from a step's begin to the next one's, with the optimizers
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Which blocks each device holds, and in how many micro-batches a batch passes through them."""
-
-    blocks: tuple[BlockCost, ...]
-    stages: tuple[Stage, ...]
-    micro_batches: int  # of a batch, over all replicas
-    predicted: Prediction
-    memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
-    ties: tuple[Shared, ...] = ()
-    replicas: int = 1  # of each stage; they share the micro-batches of a batch
-
-    def stage_name(self, number: int) -> str:
-        """Return what a message calls the stage: its number and its blocks."""
-        names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
-        return f"Stage {number} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
-
-    def schedule(self) -> StageSchedule:
-        """Return the simulated step: 1F1B with each stage's predicted times."""
-        held = [self.blocks[stage.first : stage.last] for stage in self.stages]
-        forward = [sum(block.seconds * block.forward_share for block in blocks) for blocks in held]
-        both = [sum(block.seconds for block in blocks) for blocks in held]
-        return simulate(
-            forward, [b - f for b, f in zip(both, forward, strict=True)], self.micro_batches // self.replicas
-        )
-
-    def table(self, measured: Prediction | None = None) -> str:
-        """Return a headline and a line a stage, at most 100 columns wide; ``measured`` adds columns."""
-        return table.table(self, measured)
-
-    def picture(self) -> str:
-        """Return the simulated step as the text of an SVG."""
-        labels = [
-            f"stage {number}: {table.count(stage.last - stage.first, 'block')}, {table.size(peak)}"
-            for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
-        ]
-        return picture.picture(self.schedule(), table.headline(self), labels)

@@ -10,16 +10,16 @@ from torch.overrides import TorchFunctionMode
 
 from plumbline.trainer.balanced.blocks import tensors_in
 from plumbline.trainer.balanced.data_flow import DataFlow
-from plumbline.trainer.balanced.elsewhere import Elsewhere, NoValuesError
 from plumbline.trainer.balanced.interception import Interception
 from plumbline.trainer.balanced.labels import Part
+from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor
 
 
 def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[], Any]) -> None:
     """Run ``step`` as a stage behind all its blocks would, and note in ``flow`` where it cannot be cut."""
     with interception.installed():
         try:
-            with HiddenFlow(flow, interception) as hidden:
+            with HiddenTensorUse(flow, interception) as hidden:
                 outputs = interception.run(Part(flow.end, flow.end), [], step)
             hidden.use(tensors_in(outputs))
         except Exception as error:
@@ -30,7 +30,7 @@ def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[]
             flow.forbid(position.place, flow.end, reason)
 
 
-class HiddenFlow(TorchFunctionMode):
+class HiddenTensorUse(TorchFunctionMode):
     """Notes where a step, run without values, uses what a block has kept to itself, in an attribute for example."""
 
     def __init__(self, flow: DataFlow, interception: Interception) -> None:
@@ -45,7 +45,7 @@ class HiddenFlow(TorchFunctionMode):
         outputs = func(*args, **(kwargs or {}))
         if self.interception.skipping:
             for tensor in tensors_in(outputs):
-                if isinstance(tensor, Elsewhere) and tensor.hidden_in is None:
+                if isinstance(tensor, RemoteTensor) and tensor.hidden_in is None:
                     tensor.hidden_in = self.interception.position.call
         return outputs
 
@@ -53,7 +53,7 @@ class HiddenFlow(TorchFunctionMode):
         """Forbid the cuts between where tensors are hidden and where they are used."""
         position = self.interception.position
         for tensor in given:
-            hidden_in = tensor.hidden_in if isinstance(tensor, Elsewhere) else None
+            hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
             if hidden_in is not None and not (self.interception.skipping and hidden_in == position.call):
                 reason = f"{self.flow.calls[hidden_in]} makes a tensor that is used later and that it does not return"
                 self.flow.forbid(2 * hidden_in, position.place, reason)

@@ -19,7 +19,7 @@ class NoValuesError(RuntimeError):
     """An operation needs the values of a tensor that are on another stage."""
 
 
-class Elsewhere(Tensor):
+class RemoteTensor(Tensor):
     """Stands for the output of a block of another stage, and for all that is computed from it.
 
     Its operations run on the meta device and return tensors of this class: shapes and dtypes are known, values are not.
@@ -32,11 +32,11 @@ class Elsewhere(Tensor):
     hidden_in: int | None
 
     @classmethod
-    def like(cls, tensor: Tensor, at: torch.device) -> Elsewhere:
+    def like(cls, tensor: Tensor, at: torch.device) -> RemoteTensor:
         """Return one with the shape and dtype of ``tensor``; user code is told that it is on the device ``at``."""
-        hidden_in = tensor.hidden_in if isinstance(tensor, Elsewhere) else None
-        meta = tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
-        made = meta.as_subclass(Elsewhere)
+        hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
+        meta = tensor.meta if isinstance(tensor, RemoteTensor) else tensor.detach().to("meta")
+        made = meta.as_subclass(RemoteTensor)
         made.meta, made.at, made.hidden_in = meta, at, hidden_in
         return made
 
@@ -50,7 +50,7 @@ class Elsewhere(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run ``func`` on the meta device; what it changes in place and returns stays the same object."""
-        given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, Elsewhere)]
+        given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, RemoteTensor)]
         at = given[0].at
         if func == DEVICE:
             return at
@@ -69,9 +69,9 @@ class Elsewhere(Tensor):
         return map_tensors(lambda tensor: same[id(tensor)] if id(tensor) in same else cls.like(tensor, at), outputs)
 
 
-def is_missing(tensor: Tensor) -> bool:
+def is_remote(tensor: Tensor) -> bool:
     """Return whether the tensor's values are on another stage."""
-    return isinstance(tensor, Elsewhere)
+    return isinstance(tensor, RemoteTensor)
 
 
 def takes_values(func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
@@ -95,7 +95,7 @@ def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
-    return tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
+    return tensor.meta if isinstance(tensor, RemoteTensor) else tensor.detach().to("meta")
 
 
 def _on_meta(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

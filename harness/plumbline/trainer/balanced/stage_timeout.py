@@ -25,7 +25,7 @@ class StageTimeoutError(RuntimeError):
     """Another rank has sent, or received, nothing for too long."""
 
 
-class Patience:
+class StageTimeout:
     """Waits for the stages of one pipeline, and for all ranks.
 
     Args:
@@ -100,11 +100,11 @@ def _key(who: int | str) -> str:
     return f"stage waits/{who}"
 
 
-def patient_group(limit: float) -> Any:
+def group_with_timeout(limit: float) -> Any:
     """Return a gloo group of all ranks, on which nobody waits longer than ``limit`` seconds."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
 
 
-def limit_group_of_all(limit: float) -> None:
+def limit_default_group(limit: float) -> None:
     """Let nobody wait longer than ``limit`` seconds on the group of all ranks."""
     _set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)

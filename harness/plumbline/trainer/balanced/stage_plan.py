@@ -1,0 +1,132 @@
+"""A plan: which blocks each device holds, as a table of at most 100 columns, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plumbline.drawing.timeline import Box, duration, timeline
+from plumbline.trainer.balanced.schedule import StageSchedule, simulate
+from plumbline.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage
+
+WIDTH = 100
+NAMES = 2  # the column with the names of blocks
+HEADERS = ("stage", "blocks", "time", "of slowest", "peak memory")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which blocks each device holds, and how many micro-batches a batch is divided into."""
+
+    blocks: tuple[BlockCost, ...]
+    stages: tuple[Stage, ...]
+    micro_batches: int  # of a batch, over all replicas
+    predicted: Prediction
+    memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
+    ties: tuple[Shared, ...] = ()
+    replicas: int = 1  # of each stage; they share the micro-batches of a batch
+
+    def stage_name(self, number: int) -> str:
+        """Return a stage's name for messages: its number and its blocks."""
+        names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
+        return f"Stage {number} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
+
+    def schedule(self) -> StageSchedule:
+        """Return the simulated step: 1F1B with each stage's predicted times."""
+        held = [self.blocks[stage.first : stage.last] for stage in self.stages]
+        forward = [sum(block.seconds * block.forward_share for block in blocks) for blocks in held]
+        both = [sum(block.seconds for block in blocks) for blocks in held]
+        return simulate(
+            forward, [b - f for b, f in zip(both, forward, strict=True)], self.micro_batches // self.replicas
+        )
+
+    def table(self, measured: Prediction | None = None) -> str:
+        """Return a headline and a line for each stage, at most 100 columns wide; ``measured`` adds columns."""
+        predicted = self.predicted
+        slowest = max(predicted.stage_seconds) or 1.0
+        headers = list(HEADERS)
+        if self.memory is not None:
+            headers.append("allowed")
+        if measured is not None:
+            headers += ["measured", "peak"] if measured.stage_peak_bytes else ["measured"]
+        rows = []
+        for number, stage in enumerate(self.stages):
+            seconds = predicted.stage_seconds[number]
+            row = [
+                str(number),
+                str(stage.last - stage.first),
+                duration(seconds),
+                f"{seconds / slowest:.0%}",
+                size(predicted.stage_peak_bytes[number]),
+            ]
+            if self.memory is not None:
+                row.append(size(self.memory[number]))
+            if measured is not None:
+                row.append(duration(measured.stage_seconds[number]))
+                row += map(size, measured.stage_peak_bytes[number : number + 1])
+            rows.append(row)
+        # The names of blocks get what the other columns leave.
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        room = WIDTH - sum(widths) - 2 * len(widths)
+        names = [_span([block.name for block in self.blocks[stage.first : stage.last]], room) for stage in self.stages]
+        headers.insert(2, "")
+        widths.insert(2, max(map(len, names)))
+        for row, name in zip(rows, names, strict=True):
+            row.insert(2, name)
+        lines = [self._headline(measured), "", _line(headers, widths), *(_line(row, widths) for row in rows)]
+        return "\n".join(lines) + "\n"
+
+    def picture(self) -> str:
+        """Return the simulated step as the text of an SVG."""
+        labels = [
+            f"stage {number}: {_count(stage.last - stage.first, 'block')}, {size(peak)}"
+            for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
+        ]
+        boxes = [Box(box.stage, box.kind, str(box.micro_batch), box.start, box.end) for box in self.schedule().boxes]
+        return timeline(self._headline(), labels, boxes)
+
+    def _headline(self, measured: Prediction | None = None) -> str:
+        predicted = self.predicted
+        replicas = "" if self.replicas == 1 else f"{_count(self.replicas, 'replica')} of "
+        line = (
+            f"{replicas}{_count(len(self.stages), 'stage')}, {_count(self.micro_batches, 'micro-batch', 'es')}: "
+            f"{duration(predicted.step_seconds)} a step, {predicted.bubble_share:.0%} bubble"
+        )
+        if measured is not None:
+            line += f"; measured {duration(measured.step_seconds)}, {measured.bubble_share:.0%} bubble"
+        return line
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"
+
+
+def size(number: int) -> str:
+    """Return bytes with three digits and a unit; 1 MB is 10⁶ bytes."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}" if number < 999.5 * scale else f"{number / scale:.0f} {unit}"
+    return f"{number} B"
+
+
+def _span(names: Sequence[str], room: int) -> str:
+    if len(names) == 1 or names[0] == names[-1]:
+        return _shortened(names[0], room)
+    each = (room - 3) // 2
+    return f"{_shortened(names[0], each)} … {_shortened(names[-1], each)}"
+
+
+def _shortened(name: str, room: int) -> str:
+    if len(name) <= room:
+        return name
+    head = max(0, room - 1) // 2
+    tail = max(0, room - 1 - head)
+    return f"{name[:head]}…{name[len(name) - tail :]}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (
+        cell.ljust(width) if place == NAMES else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(padded).rstrip()
