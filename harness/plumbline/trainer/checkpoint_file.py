@@ -1,4 +1,4 @@
-"""What training changes, as a dict of tensors and numbers: written by rank 0, read by all ranks."""
+"""Checkpoints: a dict of tensors and numbers, written by rank 0 and read by all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.trainer.training_state import TrainingState
 
 
 def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
-    """Return the checkpoint of this moment; its tensors are those in use, not copies."""
+    """Return the current checkpoint; its tensors are those in use, not copies."""
     return {
         **state.tensors(),
         "schedulers": [schedule.scheduler.state_dict() for schedule in state.schedules],
@@ -26,10 +26,10 @@ def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
 
 
 def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> None:
-    """Go on where the checkpoint was taken, also with another number of ranks.
+    """Resume from the checkpoint, even with another number of ranks.
 
     Raises:
-        MisconfigurationError: It was taken in the middle of what is now one batch, or of another training.
+        MisconfigurationError: It was taken in the middle of what is now one batch, or in another training.
 
     """
     found = {name: len(checkpoint[name]) for name in ("optimizers", "schedulers")}
@@ -56,13 +56,12 @@ def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> N
 
 
 def restore_progress(checkpoint: dict[str, Any], trainer: Any) -> None:
-    """Set the trainer's counters and metrics to those of the checkpoint."""
     trainer.global_step, trainer.current_epoch = checkpoint["global_step"], checkpoint["epoch"]
     trainer.metrics = dict(checkpoint["metrics"])
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a file that is either whole or not there: a crash in between leaves the one before it."""
+    """Write the file atomically: after a crash, the previous file is still there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -71,6 +70,6 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint onto the cpu; it holds no code, and none is run."""
+    """Read a checkpoint onto the CPU, without running any code from it."""
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return checkpoint

@@ -1,4 +1,4 @@
-"""Which samples a rank sees: the sampler that is put in for the user, and what is refused."""
+"""Which samples a rank sees: samplers for its share of the data, and data that is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class ShardedSampler(Sampler[Any]):
         return (count + (self.world - 1 if self.rest == "pad" else 0)) // self.world * self.world
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the source, if it wants to know."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
 
@@ -150,7 +149,6 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 
 def check_loader(loader: Any, plan: Any, training: bool) -> None:
-    """Raise MisconfigurationError if the loader cannot serve the plan's ranks and devices."""
     name = "train_dataloader" if training else "val_dataloader"
     share = loader
     ready_made = isinstance(getattr(loader, "sampler", None), DistributedSampler)
@@ -169,7 +167,7 @@ def check_loader(loader: Any, plan: Any, training: bool) -> None:
 
 
 def known_length(loader: Any) -> int | None:
-    """Return the number of batches, None where it is not known ahead."""
+    """Return the number of batches, None if it is unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -177,7 +175,7 @@ def known_length(loader: Any) -> int | None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to whatever in the loader orders the samples."""
+    """Pass the epoch to everything in the loader that orders the samples."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in {id(part): part for part in (*parts, getattr(loader, "dataset", None))}.values():

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from plumbline.trainer.data_sharding import batch_length, set_epoch
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.module import Module
+from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.optimizers import OnlyItsOwn, parameters_of
 from plumbline.trainer.precision_plugins import PrecisionPlugin, map_tensors
 from plumbline.trainer.step import end_takes_batch, loss_function
@@ -240,17 +240,13 @@ def require_reduced(check_reduced: Callable[[], None]) -> None:
 
 def validate(trainer: Any, module: Module, resources: RankResources) -> None:
     """Set the metrics to their means over all validation samples; gradients and training modes stay."""
-    modes = [(layer, layer.training) for layer in resources.evaluate.modules()]
     resources.engine.share_buffers()
     totals: dict[str, torch.Tensor] = {}
-    resources.evaluate.eval()
-    with torch.no_grad():
+    with torch.no_grad(), in_mode(resources.evaluate, training=False):
         for index, batch in enumerate(resources.val_loader):
             rows = resources.evaluate("validation_step", to_device(batch, resources.devices), index)
             for name, row in rows.items():
                 totals[name] = row.sum(0) + totals.get(name, 0)
-    for layer, mode in modes:
-        layer.training = mode
     sums = {name: tuple(total.tolist()) for name, total in totals.items()}
     with resources.waiting("metrics"):
         means = means_over_ranks(sums, trainer.world_size)

@@ -1,9 +1,10 @@
-"""What the user writes: a module with its training step, optimizers and data."""
+"""The base class of the user's module: its training step, optimizers and data."""
 
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,18 @@ from plumbline.trainer.environments.rendezvous_check import meet
 from plumbline.trainer.strategies import split
 
 _connections = itertools.count()
+
+
+@contextmanager
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set training or evaluation mode, and restore each module's own mode afterwards."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
 
 
 class Module(nn.Module):

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returned, put in order."""
+"""Parses what ``configure_optimizers`` returned."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from plumbline.trainer.errors import MisconfigurationError
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """A scheduler and when it steps; ``monitor`` is the metric it is given, if any."""
+    """A scheduler and when it steps; ``monitor`` is the metric that it is given, if any."""
 
     scheduler: Any
     interval: str = "epoch"
     monitor: str | None = None
 
     def step(self, metrics: dict[str, float]) -> None:
-        """Step the scheduler."""
         if self.monitor is None:
             self.scheduler.step()
         elif self.monitor in metrics:
@@ -51,15 +50,15 @@ class OnlyItsOwn:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups of an optimizer, in their order."""
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedules in what ``configure_optimizers`` returned.
+    """Return the optimizers and schedules.
 
     Raises:
-        MisconfigurationError: It is none of these, or an optimizer steps what is not the module's.
+        MisconfigurationError: It is none of the allowed forms, or an optimizer has parameters of another module.
 
     """
     optimizers, schedulers = returned, []

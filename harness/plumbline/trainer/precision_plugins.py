@@ -13,12 +13,9 @@ from torch.optim import Optimizer
 
 
 class PrecisionPlugin:
-    """O0, 32 bits: what torch does by itself. The other classes change a part of this.
+    """O0, 32 bits: torch's defaults. The other classes change a part of this.
 
-    Args:
-        dtype: The dtype that the class is about.
-        device_type: ``"cuda"`` or ``"cpu"``.
-
+    ``dtype`` is that of the class's precision, ``device_type`` is ``"cuda"`` or ``"cpu"``.
     """
 
     casts_batches = False
@@ -28,56 +25,52 @@ class PrecisionPlugin:
         self.device_type = device_type
 
     def convert(self, module: nn.Module) -> None:
-        """Bring the weights into their dtype, in place."""
+        """Convert the weights to their dtype, in place."""
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Get ready for these optimizers; the weights are those that all ranks agree on."""
+        """Prepare for these optimizers. All ranks have the same weights by now."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a new context in which the forward pass runs."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Differentiate the loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Make the gradients of the optimizer's own parameters the true ones, before they are clipped."""
+        """Undo the loss scaling in the gradients of the optimizer's own parameters, before they are clipped."""
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update the weights."""
         optimizer.step()
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Return whether the last ``step`` changed weights, or was skipped."""
+        """Return whether the last ``step`` changed weights, rather than being skipped."""
         return True
 
     def update(self) -> None:
         """End a step of all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs beyond weights and optimizers."""
+        """Return what resuming needs beyond weights and optimizers."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over ``state_dict`` of the same class."""
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Converted(PrecisionPlugin):
-    """O3, or 64 bits: weights, gradients and floating batches have one dtype; nothing is scaled."""
+    """O3, or 64 bits: weights, gradients and floating-point batches have one dtype; nothing is scaled."""
 
     casts_batches = True
 
     def convert(self, module: nn.Module) -> None:
-        """Convert all floating parameters and buffers."""
         module.to(self.dtype)
 
 
 class Autocast(PrecisionPlugin):
-    """O1: float32 weights, the forward pass under autocast; float16 has its loss scaled.
+    """O1: float32 weights, the forward pass under autocast; for float16 the loss is scaled.
 
-    Ranks need not agree on found infs: the scaler looks at gradients after the all-reduce, and the mean of
-    anything with an inf or a nan is not finite, so all of them find it or none does.
+    Ranks need not agree on overflows: the scaler looks at gradients after the all-reduce, and a mean with an inf or a
+    nan is not finite, so all ranks find it or none does.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
@@ -86,60 +79,50 @@ class Autocast(PrecisionPlugin):
         self._stepped: set[Optimizer] = set()
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notice from the optimizers themselves whether they step: the scaler does not tell."""
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return torch's autocast; a new one each time, as replicas enter it from threads of their own."""
         return torch.autocast(self.device_type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Differentiate the scaled loss."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale."""
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step unless a gradient is not finite."""
         self._stepped.discard(optimizer)
         self.scaler.step(optimizer)
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has stepped."""
         return optimizer in self._stepped
 
     def update(self) -> None:
-        """Adapt the scale, once for all optimizers."""
         self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state."""
         return {"scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the scaler's state."""
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
 
 class MasterWeights(Autocast):
-    """O2: half weights except BatchNorm's, stepped through float32 masters; float16 has its loss scaled."""
+    """O2: half weights except BatchNorm's, stepped through float32 masters; for float16 the loss is scaled."""
 
     casts_batches = True
     autocast = PrecisionPlugin.autocast
 
     def convert(self, module: nn.Module) -> None:
-        """Convert all floating parameters and buffers outside BatchNorm layers."""
         for layer in module.modules():
             if not isinstance(layer, _BatchNorm):
                 cast_layer: Any = layer._apply
                 cast_layer(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put a float32 master in the place of each half weight in the optimizers."""
+        """Replace each half weight in the optimizers by a float32 master."""
         super().prepare(optimizers)
         self._pairs: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         for optimizer in optimizers:
@@ -154,26 +137,23 @@ class MasterWeights(Autocast):
                         pairs.append((weight, master))
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Move the weights' gradients to the masters, in float32, and unscale them there."""
+        """Move the gradients to the masters, in float32, and unscale them there."""
         for weight, master in self._pairs[optimizer]:
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         super().unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the masters and round them into the weights."""
         super().step(optimizer)
         with torch.no_grad():
             for weight, master in self._pairs[optimizer]:
                 weight.copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state and the masters."""
         masters = [[master.detach() for _, master in pairs] for pairs in self._pairs.values()]
         return {**super().state_dict(), "masters": masters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the scaler's state, the masters and with them the weights."""
         super().load_state_dict(state)
         with torch.no_grad():
             for pairs, masters in zip(self._pairs.values(), state["masters"], strict=True):
@@ -183,7 +163,7 @@ class MasterWeights(Autocast):
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return nested dicts, lists and tuples with ``function`` applied to their tensors."""
+    """Apply ``function`` to the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -195,5 +175,5 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with its floating tensors in ``dtype``."""
+    """Return the batch with its floating-point tensors in ``dtype``."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)

@@ -1,4 +1,4 @@
-"""One rank's training: join the others, build what it trains with, train, leave."""
+"""One rank's training: join the others, set up, train, leave."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
 
 
 def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
-    """Return the devices of one rank; simulated ones are all the cpu."""
+    """Return the devices of one rank; simulated ones are all the CPU."""
     mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
     if plan.shared is not None:
         mine = tuple(index % plan.shared for index in mine)
@@ -111,22 +111,21 @@ def join_ranks(trainer: Any, module: Module) -> bool:
 def leave_ranks() -> None:
     """Close the process group.
 
-    The DDP object must be gone before: its destructor waits for a gloo thread that may be waiting for the
-    GIL.
+    The DDP object must be gone by then: its destructor waits for a gloo thread that may be waiting for the GIL.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def drawn_seed() -> int:
-    """Return a seed that follows from the user's, and is another one at the next call: a second fit is no replay."""
+    """Return a new seed at each call, derived from the user's, so that a second fit does not repeat the first one."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 def seed_devices(rank: int, devices: list[torch.device]) -> None:
-    """Give every device random numbers of its own: equal dropout masks would be no noise.
+    """Give every device its own random numbers, so that dropout masks differ.
 
-    The first device goes on with the user's generator.
+    The first device continues with the user's generator.
     """
     if rank == 0 and len(devices) == 1:
         return

@@ -80,7 +80,7 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _chunks(length: int, count: int) -> int:
-    """Return how many ``torch.chunk(count)`` makes of so many samples: they are all as long, but for the last."""
+    """Return how many chunks ``torch.chunk(count)`` makes: all have the same length, except the last one."""
     return -(-length // -(-length // count)) if length else count
 
 
@@ -124,5 +124,5 @@ def gather(outputs: list[Any]) -> Any:
 
 
 def _like(value: Any, items: Any) -> Any:
-    """Return ``items`` as the kind of list, tuple or named tuple that ``value`` is."""
+    """Return ``items`` as the same kind of list, tuple or named tuple as ``value``."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,4 +1,4 @@
-"""Starts this node's ranks and brings back what they trained."""
+"""Starts this node's ranks and returns what they trained."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from plumbline.trainer.rank_training import drawn_seed, run_rank
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
-    """Train in one process a device of this node; return the checkpoint of the end.
-
-    Forked or spawned (``Plan.start_method``): a fork has the parent's module at once; a spawn gets it
-    pickled.
+    """Train in one process for each device of this node; return the last checkpoint.
 
     Raises:
         RankError: A rank failed; the others have been ended.
@@ -72,13 +69,12 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
 
 
 def _name(rank: int, result: str) -> str:
-    """Return what a message calls a rank: with its stage, if it has come to have one."""
     stage = Path(stage_file(result, rank))
     return f"Rank {rank}, {stage.read_text('utf-8')}," if stage.exists() else f"Rank {rank}"
 
 
 def stage_file(result: str, rank: int) -> str:
-    """Return where a rank writes what its stage is called."""
+    """Return the file in which a rank writes the name of its stage."""
     return f"{result}.stage{rank}"
 
 
@@ -91,7 +87,6 @@ def _rank(
     result: str,
     seed: int,
 ) -> None:
-    """Be one of the started ranks."""
     plan = trainer.plan
     if plan.accelerator == "cpu":
         # One thread a rank, as torchrun does. After a fork it must be one: the parent's OpenMP threads are
@@ -107,10 +102,9 @@ def _rank(
 
 
 def own_memory(module: torch.nn.Module) -> None:
-    """Give weights and buffers memory of this rank's own.
+    """Copy weights and buffers to memory of this rank's own.
 
-    Pickled tensors arrive in shared memory, and a fork keeps what was shared before: ranks would step one
-    copy.
+    Pickled tensors arrive in shared memory, and a fork keeps shared what was shared before: ranks would step one copy.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()

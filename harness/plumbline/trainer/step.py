@@ -1,4 +1,4 @@
-"""The module that is split and synchronised: its forward is the user's training or validation step."""
+"""The user's training or validation step as a module, which can be split and synchronised."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from plumbline.trainer.precision_plugins import PrecisionPlugin, cast
 class StepModule(nn.Module):
     """Calls a step of the user's module in the right precision.
 
-    DataParallel runs this forward in threads, which do not inherit autocast: so it is entered here, in the
-    replica.
+    DataParallel runs this forward in threads, which do not inherit autocast, so autocast is entered here.
     """
 
     def __init__(self, module: Module, precision: PrecisionPlugin) -> None:
@@ -40,7 +39,7 @@ class StepModule(nn.Module):
 
 
 def ends_itself(module: Module) -> bool:
-    """Return whether the user wrote a ``training_step_end``."""
+    """Return whether the user wrote ``training_step_end``."""
     return type(module).training_step_end is not Module.training_step_end
 
 
@@ -77,7 +76,7 @@ def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> C
 
 
 def end_takes_batch(module: Module) -> bool:
-    """Return whether the user's ``training_step_end`` has a second argument: it is given the whole batch."""
+    """Return whether the user's ``training_step_end`` has a second argument, for the whole batch."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.training_step_end).parameters.values()
     return sum(parameter.kind in positional for parameter in parameters) > 1

@@ -1,4 +1,4 @@
-"""What ``distributed_backend=`` means: independent choices."""
+"""The meanings of ``distributed_backend=``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plumbline.trainer.replicas import Replicas
 class Strategy:
     """A way to use several devices.
 
-    ``splits``: a process spreads its batch over all devices of its node (otherwise: a process a device).
-    ``synchronises``: there are several processes; DistributedDataParallel averages gradients over them, unless the
-    strategy ``stages``: then each process has a part of the module, and all of them the same batches.
+    ``splits``: each node has one process, which splits its batch over all devices; otherwise each device has a process.
+    ``synchronises``: there are several processes, and DistributedDataParallel averages gradients over them. With
+    ``stages``, each process has a part of the module instead, and all of them the same batches.
     """
 
     name: str

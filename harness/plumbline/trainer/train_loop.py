@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from plumbline.trainer.connector import one_of, whole
 from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.module import Module
+from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.optimizers import parameters_of
 from plumbline.trainer.precision_plugins import map_tensors
 from plumbline.trainer.strategies import split
@@ -154,7 +154,6 @@ class TrainLoop:
         return concatenate([answer for answer, _ in self._ask("get_predictions", loader)])
 
     def _ask(self, method: str, loader: Any, *arguments: Any) -> list[tuple[Any, int]]:
-        """Return the model's answer for each batch, in evaluation, and the number of its samples."""
         check_model(self.model, [method])
         loader = self.test_loader if loader is None else loader
         if loader is None:
@@ -164,17 +163,12 @@ class TrainLoop:
         for part in (self.model, self.criterion):
             if isinstance(part, nn.Module):
                 part.to(device)
-        modes = [(layer, layer.training) for layer in self.model.modules()]
-        self.model.eval()
         answers = []
-        try:
-            with torch.no_grad(), torch.autocast(device.type, torch.float16, enabled=self.use_amp):
-                for batch in loader:
-                    answer = getattr(self.model, method)(moved(batch, device), *arguments, device)
-                    answers.append((moved(answer, torch.device("cpu")), batch_length(batch) or 1))
-        finally:
-            for layer, mode in modes:
-                layer.training = mode
+        autocast = torch.autocast(device.type, torch.float16, enabled=self.use_amp)
+        with torch.no_grad(), in_mode(self.model, training=False), autocast:
+            for batch in loader:
+                answer = getattr(self.model, method)(moved(batch, device), *arguments, device)
+                answers.append((moved(answer, torch.device("cpu")), batch_length(batch) or 1))
         if not answers:
             raise MisconfigurationError("The loader has no batch to give: it needs samples, or drop_last=False.")
         return answers
@@ -194,7 +188,6 @@ class Trained(Module):
         self.splitting: Any = nullcontext()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss."""
         device = self.trainer.device
         with self.splitting:
             loss = self.model.get_loss(moved(batch, device), self.criterion, device)
@@ -206,34 +199,30 @@ class Trained(Module):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return ``val_loss``."""
         device = self.trainer.device
         with self.splitting:
             return self.model.get_loss_eval(moved(batch, device), self.criterion, device)
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the user's optimizer; a state that it has already comes along, as this rank's own, to the device."""
+        """Return the user's optimizer, with its state copied to this rank's device."""
         if self.optimizer.state:
             self.optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
         return self.optimizer
 
     def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:
-        """Return ``model`` as it is, and split what it calls."""
         if len(devices) > 1:
             self.splitting = SplitForward(self.model, devices)
         return model
 
     def train_dataloader(self) -> Any:
-        """Return the user's."""
         return self.loaders[0]
 
     def val_dataloader(self) -> Any:
-        """Return the user's, or None."""
         return self.loaders[1]
 
 
 class SplitForward:
-    """A context in which a call of the model spreads its batch over the devices, and gathers on the first."""
+    """A context in which the model's forward splits its batch over the devices and gathers on the first."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
         self.model = model
@@ -247,19 +236,17 @@ class SplitForward:
 
 
 class ClassForward(nn.Module):
-    """Calls the model's forward as its class has it, whatever the model has been given in its place."""
+    """Calls the model's forward as its class defines it, even while the instance has another one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return the model's outputs."""
         return type(self.model).forward(self.model, *inputs, **named)
 
 
 def check_model(model: Any, methods: list[str]) -> None:
-    """Raise MisconfigurationError if the model is none, or has not all of the methods."""
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(f"The model is a {type(model).__name__}: give a torch.nn.Module.")
     arguments = {"get_predictions": "batch, device"}
@@ -270,7 +257,6 @@ def check_model(model: Any, methods: list[str]) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise MisconfigurationError if it is no optimizer, or one of other weights than the model's."""
     if not isinstance(optimizer, Optimizer):
         raise MisconfigurationError(
             f"The optimizer is a {type(optimizer).__name__}: give one of torch.optim, over model.parameters()."
@@ -285,12 +271,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return nested dicts, lists and tuples with their tensors on ``device``."""
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def concatenate(parts: list[Any]) -> Any:
-    """Return the batches' nested predictions as if they were of one batch."""
+    """Concatenate the nested predictions of batches."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts) if first.dim() else torch.stack(parts)

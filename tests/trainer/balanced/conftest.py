@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from plumbline.trainer.balanced.batches import divisors
-from plumbline.trainer.balanced.blocks import in_mode
 from plumbline.trainer.balanced.chain import find_chain
 from plumbline.trainer.balanced.plan import best_plan
 from plumbline.trainer.balanced.planning import measure_chain
+from plumbline.trainer.module import in_mode
 
 
 @pytest.fixture

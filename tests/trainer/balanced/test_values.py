@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from plumbline.trainer import MisconfigurationError, Module, Trainer
-from plumbline.trainer.balanced.blocks import in_mode
 from plumbline.trainer.balanced.chain import find_chain
 from plumbline.trainer.balanced.stage_training import keep_stage
+from plumbline.trainer.module import in_mode
 
 CPU = torch.device("cpu")
 

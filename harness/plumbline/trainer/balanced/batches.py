@@ -1,4 +1,4 @@
-"""One stage's rank draws the batches, and all stages see them: data order and augmentation as on one device."""
+"""Draws batches on one rank for all stages, so that data order and augmentation are as on one device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class SameBatches:
-    """Yields the batches of rank 0's loader on all ranks. On other ranks ``loader`` is not iterated."""
+    """Yields the batches of rank 0's loader on all ranks; on other ranks ``loader`` is not iterated."""
 
     def __init__(self, loader: Any, rank: int, control: Any, timeout: StageTimeout) -> None:
         self.loader, self.rank, self.control, self.timeout = loader, rank, control, timeout
@@ -37,26 +36,29 @@ class SameBatches:
             yield box[0][0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to what orders the samples."""
         set_epoch(self.loader, epoch)
 
 
 class End:
-    """What follows the last batch."""
+    """Follows the last batch."""
 
 
 END = End()
 
 
 def first_batch(loader: Any, epoch: int) -> Any:
-    """Return a batch as training will see it, and leave all that draws batches as it was."""
+    """Return a batch as training will see it, without advancing the loader or random numbers."""
     set_epoch(loader, epoch)
-    with unchanged_random_numbers():
-        return next(iter(_copied(loader)))
+    state = random.getstate()
+    with torch.random.fork_rng([]):
+        try:
+            return next(iter(_copied(loader)))
+        finally:
+            random.setstate(state)
 
 
 def _copied(loader: Any) -> Any:
-    """Return a loader that draws in this process, from samplers of its own; the dataset is the same."""
+    """Return a loader that draws in this process, from copies of the samplers; the dataset is the same."""
     if not isinstance(loader, DataLoader):
         return loader
     clone, memo = copy.copy(loader), {id(loader.dataset): loader.dataset}
@@ -69,19 +71,8 @@ def _copied(loader: Any) -> Any:
     return clone
 
 
-@contextmanager
-def unchanged_random_numbers() -> Iterator[None]:
-    """Run something and leave Python's and torch's random numbers as they were."""
-    state = random.getstate()
-    with torch.random.fork_rng([]):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-
-
 def sizes_of_batches(loader: Any) -> set[int]:
-    """Return how many samples batches have, as far as that is known ahead: the usual number, and the last one's."""
+    """Return the sizes of batches as far as they are known in advance: the usual one and that of the last batch."""
     batch_size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "dataset", ()))
     if batch_size is None:
         return set()
@@ -92,10 +83,10 @@ def sizes_of_batches(loader: Any) -> set[int]:
 
 
 def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
-    """Return into how many micro-batches all batches of the loader divide; ``wanted`` alone if that is given.
+    """Return the numbers of micro-batches that divide all batches of the loader, or ``wanted`` alone if it is given.
 
     Raises:
-        MisconfigurationError: They do not divide into ``wanted``.
+        MisconfigurationError: ``wanted`` does not divide all batches.
 
     """
     sizes = sizes_of_batches(loader)
@@ -115,12 +106,10 @@ def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def indivisible(samples: int, micro_batches: int) -> str:
-    """Return the message for a batch that does not fall into so many micro-batches."""
     return (
         f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use a batch_size that is a "
         "multiple of micro_batches, and drop_last=True where the last batch is shorter."

@@ -1,4 +1,4 @@
-"""A block that can be run by itself, the tensors it holds, and how to run it without a trace."""
+"""A block that can be run by itself, the tensors it holds, and contexts in which to run it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from plumbline.trainer.precision_plugins import map_tensors
 class Block:
     """A piece of the user's module.
 
-    ``run(value, inputs)`` returns what travels to the next block, nested tensors: ``value`` is what the block before
-    returned, ``inputs`` what the whole module is given, of the same samples. Of the first block that is ``()``.
+    ``run(value, inputs)`` returns the nested tensors that are passed to the next block. ``value`` is what the previous
+    block returned (``()`` for the first one), ``inputs`` the inputs of the whole module, of the same samples.
     """
 
     name: str  # qualified, in the user's module
@@ -39,37 +39,33 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Leave the random number generators of the cpu and all devices as they were."""
+    """Restore the random number generators of the CPU and all devices afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         yield
 
 
-@contextmanager
-def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the mode of training or evaluation, and give each module below its own mode back."""
-    modes = [(layer, layer.training) for layer in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for layer, mode in modes:
-            layer.training = mode
+def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Return for each buffer the dict it is registered in, its name there, and itself."""
+    return [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
 
 
 class Holder(nn.Module):
-    """Calls a function while ``functional_call`` has put other tensors into the modules that are held here."""
+    """Calls a function while ``functional_call`` has replaced the tensors of the modules that are held here."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
         self.held = nn.ModuleList(modules)
 
     def forward(self, function: Any) -> Any:
-        """Return what the function returns."""
         return function()

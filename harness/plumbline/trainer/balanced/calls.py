@@ -1,4 +1,4 @@
-"""The calls of modules that a user's step makes: those that blocks are made of, and what stands in for them."""
+"""The module calls of a user's step: those that become blocks, and how to replace them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModuleCall:
 
 
 def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[ModuleCall]:
-    """Run ``step`` and return the calls of modules that it made itself, in order."""
+    """Run ``step`` and return its direct module calls, in order."""
     open_calls = [ModuleCall(module, "")]
 
     def enter(name: str) -> Callable[..., None]:
@@ -46,7 +46,7 @@ def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[ModuleCall]
 
 
 def open_up(calls: Sequence[ModuleCall], largest: float) -> list[ModuleCall]:
-    """Replace containers by the calls inside them: each Sequential, and what has more than ``largest`` weights."""
+    """Replace containers by their inner calls: each Sequential, and modules with more than ``largest`` weights."""
     opened = []
     for call in calls:
         weights = sum(parameter.numel() for parameter in call.module.parameters())
@@ -70,7 +70,7 @@ def calls_of(calls: Sequence[ModuleCall], blocks: Sequence[nn.Module]) -> list[M
 def replaced_forwards(
     modules: Iterable[nn.Module], stand_in: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace each module's forward by what ``stand_in`` returns for it, for as long as the context lasts."""
+    """Replace each module's forward by what ``stand_in`` returns for it."""
     different = {id(module): module for module in modules}.values()
     previous = [(module, module.__dict__.get("forward")) for module in different]
     for module in different:

@@ -1,4 +1,4 @@
-"""The blocks of a user's module, found by running a step: where it can be cut, and what each block needs."""
+"""Finds the blocks of a user's module by running a step: where it can be cut, and what each block needs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class CallRange:
-    """Consecutive calls, with the code that follows them: places from ``first`` on, up to the next block's first.
+    """Consecutive calls with the code that follows them: places from ``first`` up to the next block's first.
 
-    ``arriving`` are the tensors that it or a block after it uses, and that blocks before it have computed; ``holds``
-    names the parameters and buffers that it uses.
+    ``arriving`` are the tensors that earlier blocks compute and this or a later block uses. ``holds`` names the
+    parameters and buffers that it uses.
     """
 
     name: str
@@ -40,25 +40,24 @@ class CallRange:
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks of a step; ``calls`` names the modules of the calls that they are made of."""
+    """The blocks of a step; ``calls`` names the modules that the step calls."""
 
     calls: tuple[str, ...]
     blocks: tuple[CallRange, ...]
     drawn: frozenset[Label] = frozenset()
 
     def part(self, first: int, last: int) -> Part:
-        """Return the part of a step that is blocks ``first`` to ``last - 1``."""
+        """Return the part of a step that consists of blocks ``first`` to ``last - 1``."""
         begin = self.blocks[first]
         if last == len(self.blocks):
             return Part(begin.first, 2 * len(self.calls), begin.arriving, ())
         return Part(begin.first, self.blocks[last].first, begin.arriving, self.blocks[last].arriving)
 
     def holds(self, first: int, last: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers that blocks ``first`` to ``last - 1`` use."""
         return frozenset().union(*(block.holds for block in self.blocks[first:last]))
 
     def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[Block]:
-        """Return the blocks one by one as functions of what arrives and of the inputs of ``step``."""
+        """Return each block as a function of what arrives and of the inputs of ``step``."""
 
         def run(number: int, value: Any, inputs: Any) -> Any:
             arrived = [] if number == 0 else value
@@ -70,7 +69,6 @@ class Chain:
         ]
 
     def interception(self, module: nn.Module, device: torch.device) -> Interception:
-        """Return what runs parts of the steps of ``module``."""
         modules = dict(module.named_modules())
         return Interception([(name, modules[name]) for name in self.calls], device, self.drawn)
 
@@ -84,14 +82,14 @@ def find_chain(
     least: int | None = None,
     validation: Step | None = None,
 ) -> Chain:
-    """Run ``step``, and ``validation`` where there is one, and return their blocks.
+    """Run ``step``, and ``validation`` if given, and return their blocks.
 
-    Blocks are calls of modules: those ``declared``, or else the largest ones of which none has more than a device's
-    share of the weights. Calls between which a step cannot be cut become one, see ``flow_recorder.py``. The module is
-    not changed, and random numbers are drawn as if nothing had run.
+    Blocks are module calls: those of ``declared``, or else the largest ones, none of which has more than a device's
+    share of the weights. Calls between which a step cannot be cut are merged, see ``flow_recorder.py``. The module and
+    the random numbers are left as they were.
 
     Raises:
-        MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
+        MisconfigurationError: There are fewer blocks than ``least``, or than devices if ``least`` is None.
 
     """
     tried = partial(_undisturbed, module, device)
@@ -129,7 +127,6 @@ def _trial(calls: Sequence[ModuleCall], flow: DataFlow, device: torch.device) ->
 
 
 def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
-    """Forbid cuts between two calls of one module with buffers: one stage has them."""
     first: dict[int, int] = {}
     for number, call in enumerate(calls):
         if next(call.module.buffers(), None) is not None:
@@ -150,7 +147,6 @@ def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow:
 
 
 def _calls_at(calls: list[ModuleCall], first: int, last: int) -> list[ModuleCall]:
-    """Return the calls at places ``first`` to ``last - 1``."""
     return calls[(first + 1) // 2 : (last + 1) // 2]
 
 

@@ -1,4 +1,4 @@
-"""How seconds are taken on a device: by events of its stream, or by a clock of the cpu."""
+"""Measures seconds on a device: by CUDA events, or by a CPU clock."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Clock = Callable[[], Any]
 
 
 def computing_clock(device: torch.device) -> Clock:
-    """Return a clock for what this thread computes on a device.
+    """Return a clock for this thread's computation on a device.
 
-    One thread's own time does not count when other processes have its core: simulated devices may share cores.
+    On the CPU it counts this thread's own time, since simulated devices may share cores with other processes.
     """
     if device.type != "cuda" and torch.get_num_threads() == 1:
         return thread_time
@@ -24,12 +24,12 @@ def computing_clock(device: torch.device) -> Clock:
 
 
 def wall_clock(device: torch.device) -> Clock:
-    """Return a clock that also counts waiting."""
+    """Return a clock that includes waiting."""
     return _event if device.type == "cuda" else perf_counter
 
 
 def median_seconds(spans: Iterable[tuple[Any, Any]]) -> float:
-    """Return the median of the seconds between pairs of points in time; 0 where there are none."""
+    """Return the median seconds between pairs of points in time, 0 if there are none."""
     spans = list(spans)
     if not spans:
         return 0.0

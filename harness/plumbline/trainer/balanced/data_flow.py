@@ -1,4 +1,4 @@
-"""Which tensors a step computes between its blocks, where it uses them, and between which calls it cannot be cut."""
+"""Which tensors a step computes between its blocks, where it uses them, and where it cannot be cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.trainer.balanced.labels import Carried, Label
 
 @dataclass
 class CarriedTensor:
-    """A tensor that a step computes from what blocks return: ``last_use`` is the last place where it is used."""
+    """A tensor that a step computes from the outputs of blocks; ``last_use`` is the last place that uses it."""
 
     last_use: int
     differentiable: bool
@@ -19,12 +19,12 @@ class CarriedTensor:
 
 @dataclass
 class DataFlow:
-    """The tensors of a step between calls, by label, and why it cannot be cut before a place, by its number.
+    """The labelled tensors of a step, and the places before which it cannot be cut, each with the reason.
 
-    ``weights`` has for each place the names of parameters and buffers that are used there, and ``uses`` for each of
-    them the first and the last place; ``changes`` has where they are changed, with the place up to which each stage has
-    to make the change itself, None: one stage makes it. ``drawn`` labels what operations between calls draw at random,
-    ``called`` has the numbers of the calls that are made. ``labels.Position`` tells what places are.
+    ``labels.Position`` explains places. ``weights`` has the names of the parameters and buffers used at each place,
+    ``uses`` their first and last places. ``changes`` has the places where each is changed, with the place up to which
+    every stage has to make the change itself, None if only one stage makes it. ``drawn`` are the labels of tensors that
+    operations between calls draw at random, ``called`` the numbers of the calls that are made.
     """
 
     calls: Sequence[str]
@@ -37,39 +37,38 @@ class DataFlow:
     obstacles: dict[int, str] = field(default_factory=dict)
 
     def live(self, cut: int) -> tuple[Carried, ...]:
-        """Return the tensors that cross the cut before place ``cut``: computed before it, and used later."""
+        """Return the tensors that cross the cut before place ``cut``: computed before it and used later."""
         crossing = [label for label, one in self.tensors.items() if label.place < cut <= one.last_use and cut]
         return tuple(Carried(label, self.tensors[label].differentiable) for label in sorted(crossing))
 
     @property
     def end(self) -> int:
-        """The number of places."""
         return 2 * len(self.calls)
 
     def cuts(self) -> list[int]:
-        """Return the places where blocks begin: between two calls where fewest bytes cross, if the step can be cut."""
+        """Return the places where blocks begin: between two calls, where fewest bytes cross."""
         possible = [[cut for cut in between if cut not in self.obstacles] for between in self._between_calls()]
         return [0, *(min(cuts, key=self._crossing_bytes) for cuts in possible if cuts)]
 
     def reasons(self) -> list[str]:
-        """Return why there are no cuts between some calls."""
+        """Return why some calls cannot be separated."""
         missing = [cuts[0] for cuts in self._between_calls() if self.obstacles.keys() >= set(cuts)]
         return list(dict.fromkeys(self.obstacles[cut] for cut in missing))
 
     def _between_calls(self) -> list[tuple[int, int]]:
-        """Return the places before which two calls can be parted: the second one, and the code after the first one."""
+        """Return, for each pair of calls, the places before which they can be separated."""
         return [(2 * call, 2 * call - 1) for call in range(1, len(self.calls))]
 
     def _crossing_bytes(self, cut: int) -> int:
         return sum(self.tensors[carried.label].bytes for carried in self.live(cut))
 
     def forbid(self, first: int, last: int, reason: str) -> None:
-        """Note that the step cannot be cut after place ``first``, up to before place ``last``."""
+        """Forbid cuts after place ``first``, up to before place ``last``."""
         for cut in range(max(first + 1, 1), min(last + 1, self.end)):
             self.obstacles.setdefault(cut, reason)
 
     def use(self, name: str, *, here_only: bool, place: int) -> None:
-        """Note that a parameter or buffer is used, at a place only or by each stage that runs the code there."""
+        """Note that a parameter or buffer is used: at this place only, or by each stage that runs this code."""
         for weights in self.weights[place : place + 1 if here_only else None]:
             weights.add(name)
         self._extend_use(name, place, place if here_only else self.end)
@@ -79,7 +78,7 @@ class DataFlow:
         self.uses[name] = (min(first, known_first), max(last, known_last))
 
     def agree_with(self, other: DataFlow) -> None:
-        """Forbid the cuts that another step cannot have, the one of validation: it makes calls of these, no others."""
+        """Forbid the cuts that validation does not allow; it may make fewer calls, but no others."""
         for cut, reason in other.obstacles.items():
             self.obstacles.setdefault(cut, f"in validation, {reason}")
         self.drawn |= other.drawn
@@ -96,7 +95,7 @@ class DataFlow:
                 self.obstacles.setdefault(cut, reason)
 
     def keep_changed_together(self) -> None:
-        """Forbid the cuts between where a parameter or buffer is changed and where it is used."""
+        """Forbid cuts between a change of a parameter or buffer and its uses."""
         for name, changes in self.changes.items():
             first, last = self.uses[name]
             for place, until in changes:
@@ -104,5 +103,4 @@ class DataFlow:
                 self.forbid(first, last if until is None else until, reason)
 
     def after(self, call: int) -> str:
-        """Return what a message calls a call together with the code that follows it."""
         return f"{self.calls[call] or 'the module itself'} or the code after it" if call >= 0 else "the step's begin"

@@ -1,4 +1,4 @@
-"""What travels between neighboring stages: activations forward, their gradients backward."""
+"""Exchanges activations and gradients between neighboring stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors on the way to a stage: they are kept until they have gone."""
+    """Tensors on the way to a stage, kept until they have been sent."""
 
     stage: int
     works: list[Any]
@@ -28,9 +28,9 @@ class Sent:
 class Exchange:
     """Sends to and receives from neighboring stages, in order; sending does not wait.
 
-    Activations and gradients have a process group each: under NCCL the two directions between a pair of ranks would
-    otherwise wait for one another; shapes have one too. Stages are given by number; that of number 0 is on rank
-    ``timeout.first``, the others on those after it.
+    Activations and gradients have separate process groups: under NCCL the two directions between a pair of ranks would
+    otherwise wait for one another. Shapes have a group too. Stages are given by number; stage 0 is on rank
+    ``timeout.first``, the others on the following ranks.
     """
 
     def __init__(self, device: torch.device, timeout: StageTimeout) -> None:
@@ -44,14 +44,14 @@ class Exchange:
         self.pending: dict[bool, deque[Sent]] = {True: deque(), False: deque()}
 
     def send(self, tensors: Sequence[Tensor], stage: int, *, forward: bool) -> None:
-        """Send tensors to a stage; they are kept until ``wait_until_sent`` or ``finish``."""
+        """Send tensors to a stage, and keep them until ``wait_until_sent`` or ``finish``."""
         sent = [tensor.detach().to(self.wire).contiguous() for tensor in tensors]
         rank, group = self.first + stage, self.groups[forward]
         works = [dist.isend(tensor, rank, group) for tensor in sent]
         self.pending[forward].append(Sent(stage, works, sent))
 
     def send_gradients(self, gradients: Sequence[Tensor | None], shapes: Sequence[Shape], stage: int) -> None:
-        """Send those gradients that there are, and which these are; a single one as zeros where there is none."""
+        """Send which gradients exist, and those; a single missing gradient is sent as zeros."""
         if len(gradients) == 1:
             (shape, dtype), gradient = shapes[0], gradients[0]
             one = torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
@@ -65,7 +65,7 @@ class Exchange:
             self.pending[False][-1].tensors.append(present)
 
     def receive_gradients(self, shapes: Sequence[Shape], stage: int) -> list[Tensor | None]:
-        """Wait for the gradients of tensors of these shapes; None where a stage has none."""
+        """Return gradients of these shapes, None where a stage has none."""
         present = torch.ones(len(shapes), dtype=torch.bool)
         if len(shapes) > 1:
             work: Any = dist.irecv(present, self.first + stage, self.control)
@@ -76,7 +76,6 @@ class Exchange:
         return [next(received) if one else None for one in there]
 
     def receive(self, shapes: Sequence[Shape], stage: int, *, forward: bool) -> list[Tensor]:
-        """Wait for tensors of these shapes and dtypes from a stage."""
         received = []
         for shape, dtype in shapes:
             tensor = torch.empty(shape, dtype=dtype, device=self.wire)
@@ -87,19 +86,17 @@ class Exchange:
         return received
 
     def send_shapes(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Tell a stage the shapes and dtypes of what it will be sent."""
         with self.timeout.waiting(stage):
             dist.send_object_list([shapes_of(tensors)], self.first + stage, self.control)
 
     def receive_shapes(self, stage: int) -> list[Shape]:
-        """Wait for what a stage announces."""
         box: list[Any] = [None]
         with self.timeout.waiting(stage):
             dist.recv_object_list(box, self.first + stage, self.control)
         return list(box[0])
 
     def wait_until_sent(self, *, forward: bool, but: int = 0) -> None:
-        """Wait until what was sent in a direction has gone, ``but`` for the last ones, and free it."""
+        """Wait until everything in a direction has been sent, except the last ``but`` messages, and free it."""
         pending = self.pending[forward]
         while len(pending) > but:
             sent = pending.popleft()
@@ -108,11 +105,9 @@ class Exchange:
                     work.wait()
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone."""
         self.wait_until_sent(forward=True)
         self.wait_until_sent(forward=False)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[Shape]:
-    """Return shape and dtype of each tensor."""
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Finds the data flow of a step by running it, and noting each of its operations."""
+"""Finds the data flow of a step by running it and recording each operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, tensors_in
+from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, registered_buffers, tensors_in
 from plumbline.trainer.balanced.calls import ModuleCall, replaced_forwards
 from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow
 from plumbline.trainer.balanced.interception import ADVICE
@@ -24,10 +24,10 @@ from plumbline.trainer.errors import MisconfigurationError
 def record_data_flow(
     module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any], *, all_calls: bool = True
 ) -> DataFlow:
-    """Run ``step`` and return how its tensors go from call to call.
+    """Run ``step`` and return how tensors flow from call to call.
 
     Raises:
-        MisconfigurationError: It makes other calls than ``calls``, or leaves some out; unless ``all_calls`` it may.
+        MisconfigurationError: It makes other calls than ``calls``, or with ``all_calls`` leaves some out.
 
     """
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
@@ -47,10 +47,10 @@ class Change:
 
 
 class FlowRecorder(TorchFunctionMode):
-    """Notes each operation of a step, within blocks and between them.
+    """Records each operation of a step, within blocks and between them.
 
-    Tensors that depend on a block's output, or are drawn, have labels: one stage computes them. Others, as those that
-    are computed from the batch alone, are computed by each stage.
+    Tensors that depend on a block's output, or are drawn at random, have labels: one stage computes them. Every stage
+    computes the others, such as those computed from the batch alone.
     """
 
     def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall], *, all_calls: bool) -> None:
@@ -69,7 +69,7 @@ class FlowRecorder(TorchFunctionMode):
         self.spoiled: dict[int, int] = {}
 
     def standing_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that notes the call, unless another block makes it."""
+        """Return a forward that records the call, unless another block makes it."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if self.position.inside:
@@ -100,7 +100,6 @@ class FlowRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and note what it uses, makes and changes."""
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         before, random_before = versions(given), [] if self.position.inside else random_state()
@@ -137,12 +136,10 @@ class FlowRecorder(TorchFunctionMode):
         return outputs
 
     def leave(self, outputs: Any) -> None:
-        """Note that the step returns ``outputs``."""
         self._note_assigned()
         self._use(tensors_in(outputs))
 
     def _count(self, module: nn.Module) -> int:
-        """Return the number of this call."""
         following = range(self.position.call + 1, len(self.calls))
         number = next((number for number in following if self.calls[number].module is module), None)
         if number is None or (self.all_calls and number != following[0]):
@@ -178,7 +175,7 @@ class FlowRecorder(TorchFunctionMode):
             self._use_changed(tensor, label)
 
     def _use_changed(self, tensor: Tensor, label: Label | None) -> None:
-        """Forbid cuts that would part the tensor from one that shares its memory and was changed in place."""
+        """Forbid cuts that would separate the tensor from one that shares its memory and was changed in place."""
         key = self._memory(tensor)
         if key in self.spoiled:
             place = self.spoiled[key]
@@ -212,7 +209,7 @@ class FlowRecorder(TorchFunctionMode):
                 self.spoiled.setdefault(memory, place)
 
     def _note_change(self, name: str, *, everywhere: bool = False) -> None:
-        """Note that a parameter or buffer is changed here, ``everywhere``: by each stage that runs this code."""
+        """Record a change of a parameter or buffer; ``everywhere``: each stage that runs this code makes it."""
         place = self.position.place
         if everywhere:
             until: int | None = place
@@ -222,7 +219,7 @@ class FlowRecorder(TorchFunctionMode):
         self.flow.changes.setdefault(name, []).append((place, until))
 
     def _note_assigned(self) -> None:
-        """Note which buffers have been replaced by other tensors, by an assignment to the module's attribute."""
+        """Record buffers that were replaced by assignment."""
         for slot, (buffers, key, previous) in enumerate(self.buffers):
             tensor = buffers.get(key)
             if tensor is not None and tensor is not previous:
@@ -232,7 +229,7 @@ class FlowRecorder(TorchFunctionMode):
                 self._note_change(name, everywhere=not self.position.inside and tensor not in self.labels)
 
     def _memory(self, tensor: Tensor) -> int:
-        """Return what is equal for tensors that share memory."""
+        """Return a key that tensors with shared memory have in common."""
         if tensor.is_sparse:
             return -1
         storage = tensor.untyped_storage()
@@ -245,28 +242,17 @@ class FlowRecorder(TorchFunctionMode):
         return key
 
 
-def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Return where each buffer of a module is registered: the dict, its name in it, and itself."""
-    return [
-        (part._buffers, name, buffer)
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-
-
 def versions(tensors: list[Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place."""
     return [version_of(tensor) for tensor in tensors]
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the tensor, or one with its memory, was changed in place."""
+    """Return how often the tensor's memory was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def random_state() -> list[Tensor]:
-    """Return the state of the generators of cpu and current device."""
+    """Return the states of the generators of the CPU and the current device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())

@@ -1,4 +1,4 @@
-"""Runs a part of a user's step: calls of blocks before it are skipped, and the step ends at the first call after it."""
+"""Runs a part of a user's step: calls of earlier blocks are skipped, and the step ends before the first later one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StageOver(BaseException):
 
 @dataclass(frozen=True)
 class Skipped:
-    """What a call returned without values; ``given`` maps an output that is an argument to the argument's number."""
+    """The outputs of a call without values; ``given`` maps those that are arguments to the argument's number."""
 
     outputs: Any
     given: dict[int, int]
@@ -43,10 +43,10 @@ class Interception:
 
     Args:
         calls: The name and module of each call of the step, in order.
-        device: Where the tensors of skipped calls are said to be.
-        drawn: Labels of what operations between calls draw at random, on one stage.
-        trial: Whether the step is tried: then what is skipped is not remembered, and a call that returns numbers which
-            follow from values raises ``NoValuesError``.
+        device: The device that tensors of skipped calls report.
+        drawn: Labels of tensors that operations between calls draw at random, on one stage.
+        trial: Whether this is a trial run. Then the outputs of skipped calls are not cached, and a call that returns
+            numbers that depend on values raises ``NoValuesError``.
 
     """
 
@@ -71,17 +71,16 @@ class Interception:
 
     @contextmanager
     def installed(self) -> Iterator[Interception]:
-        """Stand in for the forward of each block, for as long as the context lasts."""
         with replaced_forwards([module for _, module in self.calls], self._standing_in):
             yield self
 
     def run(self, part: Part, inputs: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run a part of ``step``, with ``inputs`` as what arrives; return what departs, or else the step's outputs.
+        """Run a part of ``step`` on the arriving tensors ``inputs``; return what departs, or the step's outputs.
 
-        The tensors ``inputs`` must not be used after it.
+        ``inputs`` must not be used afterwards.
 
         Raises:
-            MisconfigurationError: The step does not call the blocks in the order known, or needs what is elsewhere.
+            MisconfigurationError: The step calls the blocks in another order than before, or needs a remote value.
 
         """
         self.part, self.inputs, self.tensors = part, inputs, {}
@@ -110,7 +109,7 @@ class Interception:
         return outputs
 
     def note_operation(self, func: Any, outputs: Any) -> Any:
-        """Note an operation between calls, and return its outputs, those drawn by another stage without values."""
+        """Record an operation between calls; outputs that another stage draws at random have no values."""
         self.position.pass_operation(func)
         if self.position.place < self.part.first > 0 and self.position.label(0) in self.drawn:
             outputs = map_tensors(lambda tensor: RemoteTensor.like(tensor, self.device), outputs)
@@ -143,7 +142,6 @@ class Interception:
         return stand_in
 
     def _begin_or_end(self) -> None:
-        """Take in what arrives where the part begins, and end the step where the part ends."""
         if self.position.place == self.part.first:
             self._take_in()
         if self.position.place == self.part.last:
@@ -151,7 +149,6 @@ class Interception:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Number no operations and intercept no calls within the context."""
         numbering = _get_current_function_mode() is self._between  # type: ignore[no-untyped-call]
         self.active = False
         if numbering:  # it costs time in each operation
@@ -164,7 +161,7 @@ class Interception:
             self.active = True
 
     def _count(self, module: nn.Module) -> int:
-        """Return the number of this call; calls that a batch leaves out are passed over, but not where stages meet."""
+        """Return the number of this call. A batch may leave calls out, but not where stages meet."""
         left_out = range(self.next_call, len(self.calls))
         number = next((number for number in left_out if self.calls[number][1] is module), None)
         meets = {place // 2 for place in (self.part.first, self.part.last)}
@@ -179,7 +176,6 @@ class Interception:
         return number
 
     def _skip(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what the call would, without values."""
         given = tensors_in((args, kwargs))
         shapes = [(tensor.shape, tensor.dtype) for tensor in given]
         key = (number, self.calls[number][1].training, *shapes, *plain_values_in((args, kwargs)))
@@ -200,7 +196,7 @@ class Interception:
             if self.remembered is not None:
                 self.remembered[key] = skipped
 
-        def elsewhere(tensor: Tensor) -> Tensor:
+        def remote(tensor: Tensor) -> Tensor:
             place = skipped.given.get(id(tensor))
             same = None if place is None else given[place]
             if isinstance(same, RemoteTensor):
@@ -209,10 +205,9 @@ class Interception:
             made.hidden_in = None
             return made
 
-        return map_tensors(elsewhere, skipped.outputs)
+        return map_tensors(remote, skipped.outputs)
 
     def _take_in(self) -> None:
-        """Give the tensors that arrive their values."""
         for carried, value in zip(self.part.arriving, self.inputs, strict=True):
             tensor = self.tensors.get(carried.label)
             if not isinstance(tensor, RemoteTensor):
@@ -248,13 +243,12 @@ class OperationsBetween(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation."""
         outputs = func(*args, **(kwargs or {}))
         return self.interception.note_operation(func, outputs) if self.interception.active else outputs
 
 
 def plain_values_in(value: Any) -> list[Any]:
-    """Return the numbers and strings in nested dicts, lists and tuples, in order."""
+    """Return the numbers and strings in nested dicts, lists and tuples."""
     if isinstance(value, dict):
         return [found for key, item in value.items() for found in (key, *plain_values_in(item))]
     if isinstance(value, (list, tuple)):

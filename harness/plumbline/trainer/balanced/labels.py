@@ -1,4 +1,4 @@
-"""Names of the tensors that a step computes between its blocks: equal on all stages, which run the same code."""
+"""Labels of the tensors that a step computes between its blocks. All stages run the same code and so agree on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 
 class Label(NamedTuple):
-    """Output number ``output`` of an operation that follows call number ``call``, or of that call, ``operation`` "".
+    """Output ``output`` of an operation that follows call ``call``, or of the call itself if ``operation`` is empty.
 
-    Call -1 stands for the begin of the step.
+    Call -1 is the start of the step.
     """
 
     call: int
@@ -19,14 +19,13 @@ class Label(NamedTuple):
 
     @property
     def place(self) -> int:
-        """The place where it is computed, see ``Position``."""
         return 2 * self.call + bool(self.operation)
 
 
 class Position:
-    """Where a step is: in call number ``call`` or after it, and at which operation.
+    """The current position in a step: inside call ``call`` or after it, and at which operation.
 
-    Places are numbered: call c is place 2c, the code that follows it 2c + 1, and the code before all calls -1.
+    Places are numbered: call c is place 2c, the code after it place 2c + 1, and the code before all calls place -1.
     """
 
     def __init__(self) -> None:
@@ -35,33 +34,30 @@ class Position:
         self._counts: Counter[str] = Counter()
 
     def enter(self, call: int) -> None:
-        """Note that a call begins."""
         self.call, self.operation, self.inside = call, "", True
         self._counts.clear()
 
     def leave(self) -> None:
-        """Note that the call ends."""
         self.inside = False
 
     @property
     def place(self) -> int:
-        """The number of the place."""
         return 2 * self.call + (not self.inside)
 
     def pass_operation(self, func: Any) -> None:
-        """Note an operation; those of one name are numbered, so that others may be left out, or added."""
+        """Record an operation. Operations are numbered by name, so that others may be added or left out."""
         name = getattr(func, "__name__", type(func).__name__)
         self._counts[name] += 1
         self.operation = f"{name} {self._counts[name]}"
 
     def label(self, output: int) -> Label:
-        """Return the label of an output of the operation, or call, that has been noted last."""
+        """Return the label of an output of the last recorded operation or call."""
         return Label(self.call, self.operation, output)
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A tensor that crosses a cut; with ``differentiable`` its gradient comes back."""
+    """A tensor that crosses a cut; if it is ``differentiable``, its gradient comes back."""
 
     label: Label
     differentiable: bool
@@ -69,7 +65,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Part:
-    """The places ``first`` to ``last - 1`` of a step, what arrives before them, and what departs after them."""
+    """Places ``first`` to ``last - 1`` of a step, with the tensors that arrive before them and depart after them."""
 
     first: int
     last: int

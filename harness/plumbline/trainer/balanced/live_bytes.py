@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive while something runs: on any device, also where the allocator does not count."""
+"""Counts the bytes of live tensors on any device, including those whose allocator does not count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from plumbline.trainer.balanced.blocks import tensors_in
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations allocate within the context, until they are freed.
 
-    What was there before does not count, nor what an operation allocates and frees within itself, nor tensors without
-    values, those of the meta device.
+    It does not count earlier storages, what an operation allocates and frees internally, or tensors on the meta device.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and count the storages of its results that are not those of its arguments."""
         for tensor in tensors_in((args, kwargs or {})):
             self._note(tensor, new=False)
         outputs = func(*args, **(kwargs or {}))

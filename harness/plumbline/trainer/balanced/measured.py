@@ -1,4 +1,4 @@
-"""What stages really took: seconds of computing on each, of whole batches, and memory, beside the plan."""
+"""Measures what stages take: seconds of computing and of whole batches, and memory, beside the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = 256
 
 
 class StageClock:
-    """Measures what this stage computes, without what it waits for, and whole batches, with it."""
+    """Measures the computation of this stage without waiting, and whole batches with it."""
 
     def __init__(self, device: torch.device) -> None:
         computing = computing_clock(device)
@@ -36,7 +36,7 @@ class StageClock:
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Measure a piece of work; one that raises is not kept."""
+        """Measure a piece of work, unless it raises."""
         if self.disturbed:
             self.disturbed = False
             for spans in self.spans.values():
@@ -47,17 +47,17 @@ class StageClock:
         self.spans[kind].append((start, clock()))
 
     def seconds(self, kind: str) -> float:
-        """Return the median of the last ones of this kind, 0 where there was none."""
+        """Return the median of the latest measurements, 0 if there are none."""
         return median_seconds(self.spans[kind])
 
     def report(self) -> tuple[float, float]:
-        """Return seconds of a micro-batch and seconds of a batch."""
+        """Return the seconds of a micro-batch and of a batch."""
         return self.seconds("forward") + self.seconds("backward"), self.seconds("batch")
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What was planned for a training, and what was measured in it; as text it is a table of the stages."""
+    """The plan of a training and its measurements; as text it is a table of the stages."""
 
     plan: StagePlan
     measured: Prediction | None = None
@@ -66,7 +66,7 @@ class Balance:
         return self.plan.table(self.measured)
 
     def with_measured(self, reports: Sequence[tuple[float, float, int]]) -> Balance:
-        """Return the same plan with what all ranks report: seconds, as ``StageClock.report``, and peak bytes."""
+        """Return the plan with what all ranks measured: seconds, as from ``StageClock.report``, and peak bytes."""
         stages = len(self.plan.stages)
         of_stages = [reports[stage::stages] for stage in range(stages)]  # of each its replicas
         busy = tuple(fmean(seconds for seconds, _, _ in replicas) for replicas in of_stages)
@@ -83,7 +83,6 @@ class Balance:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Balance:
-        """Return what ``as_dict`` was called on."""
         plan, measured = values["plan"], values["measured"]
         parts = {"blocks": BlockCost, "stages": Stage, "ties": Shared}
         nested = {name: tuple(kind(**value) for value in plan[name]) for name, kind in parts.items()}

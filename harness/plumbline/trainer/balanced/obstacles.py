@@ -1,4 +1,4 @@
-"""Finds what of a step does not run without values, and what its blocks keep to themselves."""
+"""Finds operations that need real values, and tensors passed between blocks out of band."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor
 
 
 def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[], Any]) -> None:
-    """Run ``step`` as a stage behind all its blocks would, and note in ``flow`` where it cannot be cut."""
+    """Run ``step`` without values, and record in ``flow`` where it cannot be cut."""
     with interception.installed():
         try:
             with HiddenTensorUse(flow, interception) as hidden:
@@ -31,7 +31,7 @@ def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[]
 
 
 class HiddenTensorUse(TorchFunctionMode):
-    """Notes where a step, run without values, uses what a block has kept to itself, in an attribute for example."""
+    """Records where a step uses a tensor that a block kept to itself, in an attribute for example."""
 
     def __init__(self, flow: DataFlow, interception: Interception) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class HiddenTensorUse(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation; what is made while a call is skipped is hidden in it, unless the call returns it."""
+        """Run the operation. Tensors made inside a skipped call are hidden in it, unless the call returns them."""
         self.use(tensors_in((args, kwargs or {})))
         outputs = func(*args, **(kwargs or {}))
         if self.interception.skipping:
@@ -50,7 +50,7 @@ class HiddenTensorUse(TorchFunctionMode):
         return outputs
 
     def use(self, given: list[Tensor]) -> None:
-        """Forbid the cuts between where tensors are hidden and where they are used."""
+        """Forbid cuts between where tensors are hidden and where they are used."""
         position = self.interception.position
         for tensor in given:
             hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None

@@ -1,4 +1,4 @@
-"""What optimizers cost: how many bytes of state they keep for each parameter, and how long a step takes."""
+"""Measures optimizers: the bytes of state for each parameter, and the time of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Op
     """Return the bytes of optimizer state of each parameter, by its name.
 
     A copy of the optimizer, without state, steps one parameter after the other on the meta device, where nothing is
-    allocated. An optimizer that cannot do this steps a copy of the parameter; its gradient is zeros, dense or sparse.
+    allocated. An optimizer that cannot do this steps a copy of the parameter, with zeros as its gradient, dense or
+    sparse.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sizes: dict[str, int] = {}
@@ -51,10 +52,10 @@ def _stepped_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], para
 def time_steps(
     optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor], clock: Callable[[], Any], repeats: int
 ) -> list[tuple[Any, Any]]:
-    """Step copies of the optimizers, after a warm-up, and return what ``clock`` says before and after each time.
+    """Step copies of the optimizers, after a warm-up, and return the points in time before and after each step.
 
-    ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out,
-    and none is changed. Nothing is returned where there is nothing to step, or no memory for another copy.
+    ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out;
+    none is changed. Returns nothing if there is nothing to step, or no memory for another copy.
     """
     try:
         stepping = _copies_to_step(optimizers, copies)
@@ -93,7 +94,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer that has made no step, with these groups."""
+    """Return a copy of an optimizer with these groups and without state."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.state = type(optimizer.state)(dict)
@@ -107,7 +108,7 @@ def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Keep the hooks that watch every optimizer of this process from a step that is none of the training."""
+    """Disable global optimizer hooks, so that they do not see these steps."""
     every: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [dict(hooks) for hooks in every]
     for hooks in every:

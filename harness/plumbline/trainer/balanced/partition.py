@@ -49,10 +49,10 @@ class StageCosts:
         return self._optimizer[first][last - first]
 
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
-        """Return what the device of stage number ``stage`` holds at most.
+        """Return the peak memory of stage number ``stage``.
 
-        That is state, the activations of the micro-batches in flight, of one of them what is alive while it passes, and
-        the gradient that the stage before has not received by then.
+        It is the sum of its state, the activations of the micro-batches in flight, the working memory of one of them,
+        and the gradient that the previous stage has not received yet.
         """
         others = min(self.stages - stage, self.micro_batches) - 1
         place = last - first
@@ -139,7 +139,6 @@ def _least_maximum(
 
 
 def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
-    """Return the sentence that names the block which fits nowhere, or else the first that is left over."""
     blocks, stages = len(costs.names), len(memory)
     advice = "Use more devices or memory, or a smaller batch."
     for block in range(blocks):
@@ -174,7 +173,6 @@ def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
 
 
 def _sums(costs: Sequence[float]) -> list[list[float]]:
-    """Return for each first block the sums over 0, 1, … blocks from it on."""
     return [list(accumulate(costs[first:], initial=0.0)) for first in range(len(costs))]
 
 

@@ -1,4 +1,4 @@
-"""One stage of the pipeline: one forward, one backward, over the micro-batches of a batch."""
+"""One stage of the pipeline: forward and backward of the micro-batches of a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plumbline.trainer.replicas import scatter
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: stage ``number`` of ``count`` in pipeline ``replica`` of ``replicas``.
+    """The position of a rank: stage ``number`` of ``count`` in pipeline ``replica`` of ``replicas``.
 
     The ranks of a pipeline are consecutive.
     """
@@ -37,12 +37,11 @@ class Place:
 
     @property
     def first_rank(self) -> int:
-        """The rank of this pipeline's first stage."""
         return self.replica * self.count
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is taken here."""
+        """Whether the loss is computed here."""
         return self.number == self.count - 1
 
 
@@ -50,7 +49,8 @@ class Place:
 class Passed:
     """A micro-batch between its forward and its backward on this stage.
 
-    ``gradients`` are those of what arrived, ``arrived`` its shapes, and ``departed`` is what gradients come back for.
+    ``gradients`` are those of the arrived tensors, ``arrived`` their shapes. ``departed`` are the tensors whose
+    gradients come back.
     """
 
     gradients: list[Tensor | None]
@@ -61,12 +61,11 @@ class Passed:
 class Pipeline:
     """Runs this rank's stage of each batch.
 
-    Stages after each other exchange what crosses the cut between them: what later stages use, whichever has computed
-    it. A stage passes on what it does not use itself, and the gradients of a tensor that several use are summed on the
-    way back. The order is 1F1B (Narayanan et al. 2019,
-    PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward and backward as
-    there are stages from it to the end. The loss of a batch is the mean over its micro-batches, ``micro_batches`` of
-    which each replica of the pipeline takes an equal share.
+    Neighboring stages exchange the tensors that cross the cut between them. A stage passes on what it does not use
+    itself; the gradients of a tensor that several stages use are summed on the way back. The order is 1F1B (Narayanan
+    et al. 2019, PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward
+    and backward as there are stages from it to the end. The loss of a batch is the mean over its ``micro_batches``;
+    each replica of the pipeline takes an equal share of them.
     """
 
     def __init__(
@@ -84,15 +83,15 @@ class Pipeline:
         self.clock = StageClock(exchange.device)
 
     def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
-        """Add the gradients of the batch's mean loss, divided by ``share``: those of this replica's micro-batches.
+        """Add the gradients of the batch's mean loss / ``share``, those of this replica's micro-batches.
 
         Returns the mean loss of these on the last stage, else 0.
 
         Args:
             step: Returns the loss of a micro-batch.
             batch: A whole batch; dim 0 of its tensors is split.
-            share: How many batches the optimizer's step has.
-            key: What distinguishes this step from others with batches of the same shapes.
+            share: The number of batches in an optimizer step.
+            key: Distinguishes this step from others with batches of the same shapes.
 
         """
         mine = self.micro_batches // self.place.replicas
@@ -195,24 +194,22 @@ MOST_PENDING = 16
 
 
 class Arrival(torch.autograd.Function):
-    """Makes a received tensor part of a graph, and notes its gradient; the block may change the tensor in place."""
+    """Makes a received tensor part of the graph and records its gradient; blocks may change the tensor in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
-        """Return ``tensor`` itself."""
         ctx.gradients, ctx.place = gradients, place
         ctx.mark_dirty(tensor)  # else autograd returns a view, which must not be changed in place
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        """Note the gradient."""
         ctx.gradients[ctx.place] = gradients[0]
         return None, None, None, None
 
 
 def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
-    """Return ``tensor`` such that a backward writes its gradient to ``gradients[place]``."""
+    """Return ``tensor`` such that backward writes its gradient to ``gradients[place]``."""
     anchor = torch.empty(0, requires_grad=True)
     noted: Tensor = Arrival.apply(anchor, tensor, gradients, place)  # type: ignore[no-untyped-call]
     return noted
@@ -232,7 +229,6 @@ def split(batch: Any, micro_batches: int) -> Sequence[Any]:
 
 
 def require_values(outputs: Any) -> None:
-    """Raise if the outputs of the last stage need values of another."""
     if any(is_remote(tensor) for tensor in tensors_in(outputs)):
         raise MisconfigurationError(
             "The step's outputs need what another stage than the last has computed: balanced needs the same data flow "

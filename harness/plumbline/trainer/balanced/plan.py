@@ -61,15 +61,15 @@ WORTH_IMPROVING = 2.0
 
 
 def cost(planned: StagePlan) -> tuple[float, int]:
-    """Return what a plan is chosen by: the seconds from one step to the next, then the largest peak memory."""
+    """Return the cost by which plans are compared: the seconds from step to step, then the largest peak memory."""
     return planned.predicted.period_seconds, max(planned.predicted.stage_peak_bytes)
 
 
 def improved(best: StagePlan, measured: Profile) -> StagePlan:
-    """Return the plan to which moving one block at a time from stage to stage leads, as long as that makes it faster.
+    """Return the plan that results from moving single blocks between stages as long as that makes it faster.
 
-    In a partition the slowest stage is as fast as can be, and it is what many micro-batches wait for. With few of them
-    the beginning and the end of a step count as well, and the optimizers' steps there, which the simulation knows.
+    A partition minimises the slowest stage, which is what counts with many micro-batches. With few of them the start
+    and the end of a step count as well, and so do the optimizers' steps there.
     """
     while True:
         others = (
@@ -106,7 +106,7 @@ def plan_stages(
     memory: Sequence[int] | None = None,
     replicas: int = 1,
 ) -> StagePlan:
-    """Return the plan for stages that are given, with what it is expected to take."""
+    """Return the plan for given stages, with its prediction."""
     costs = StageCosts(measured, len(stages), micro_batches // replicas)
     unknown = Prediction(
         step_seconds=0.0,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
-from plumbline.trainer.balanced.blocks import in_mode
 from plumbline.trainer.balanced.chain import Chain, find_chain
 from plumbline.trainer.balanced.measured import Balance
 from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
@@ -24,7 +23,7 @@ from plumbline.trainer.balanced.stages import Profile
 from plumbline.trainer.balanced.undisturbed import undisturbed
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
-from plumbline.trainer.module import Module
+from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.precision_plugins import map_tensors
 from plumbline.trainer.step import StepModule, loss_function
 from plumbline.trainer.training_state import TrainingState

@@ -1,4 +1,4 @@
-"""What each block costs on a device, measured on a real micro-batch; the module stays as it was."""
+"""Measures each block on a device with a real micro-batch, without changing the module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from plumbline.trainer.balanced.blocks import (
     Holder,
     bytes_of,
     held_tensors,
-    in_mode,
     same_random_numbers,
     tensors_in,
 )
@@ -24,6 +23,7 @@ from plumbline.trainer.balanced.clock import computing_clock, median_seconds
 from plumbline.trainer.balanced.live_bytes import LiveBytes
 from plumbline.trainer.balanced.optimizer_state import time_steps
 from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
+from plumbline.trainer.module import in_mode
 from plumbline.trainer.precision_plugins import map_tensors
 
 REPEATS = 7
@@ -31,7 +31,7 @@ REPEATS = 7
 
 @dataclass
 class Journey:
-    """A storage that travels between blocks; see ``stages.Travelling``."""
+    """A storage that is passed between blocks, see ``stages.Travelling``."""
 
     bytes: int
     keepers: list[int] = field(default_factory=list)
@@ -39,19 +39,18 @@ class Journey:
     leaves: list[int] = field(default_factory=list)
 
     def done(self) -> Travelling:
-        """Return it as a value."""
         return Travelling(self.bytes, tuple(self.keepers), tuple(self.enters), tuple(self.leaves))
 
 
 @dataclass
 class Journeys:
-    """The storages that travel; ``here`` has that of each tensor that enters the next block."""
+    """The storages that are passed between blocks; ``here`` has that of each tensor that enters the next block."""
 
     every: list[Journey] = field(default_factory=list)
     here: list[Journey] = field(default_factory=list)
 
     def note(self, block: int, entering: list[Tensor], saved: Mapping[int, int], leaving: list[Tensor]) -> None:
-        """Note what a block is given, keeps and returns; ``saved`` has bytes by the address of the storage."""
+        """Record what a block is given, keeps and returns; ``saved`` has bytes by the address of the storage."""
         known: dict[int, Journey] = dict(zip(map(address, entering), self.here, strict=True)) if self.here else {}
         for tensors, ends in ((entering, "enters"), (leaving, "leaves")):
             for where, tensor in {address(tensor): tensor for tensor in tensors}.items():
@@ -67,7 +66,7 @@ class Journeys:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """One block's times and sizes, and what it returned."""
+    """One block's times and sizes, and its outputs."""
 
     forward: float
     backward: float
@@ -156,7 +155,7 @@ def _measure(
     journeys: Journeys,
     index: int,
 ) -> BlockProfile:
-    """Run the block: for what it keeps, for what is alive meanwhile, and ``repeats`` times for the time."""
+    """Run the block: for what it keeps, for its live memory, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -199,7 +198,7 @@ def _measure(
 
 
 def _arrived(value: Any) -> Any:
-    """Return copies of travelling tensors, such that a block may change them in place and gives them gradients."""
+    """Return copies of travelling tensors that a block may change in place and that receive gradients."""
 
     def arrive(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad).clone()
@@ -215,19 +214,18 @@ def _backward(outputs: Any) -> None:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a parameter's values with gradients of their own, or a copy of a buffer."""
+    """Return a parameter's values with a gradient of its own, or a copy of a buffer."""
     if isinstance(tensor, nn.Parameter):
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
     return tensor.detach().to(device, copy=True)
 
 
 def _state_bytes(name: str, tensor: Tensor, optimizer_state: Mapping[str, int]) -> int:
-    """Return the bytes of a parameter, its gradient and its optimizer state, or of a buffer."""
     return bytes_of(tensor) * (1 + tensor.requires_grad) + optimizer_state.get(name, 0)
 
 
 def _step_seconds(tensor: Tensor, block: Block, cost: BlockCost, held: Mapping[str, Tensor]) -> float:
-    """Return the part of a block's optimizer step that is one parameter's, by its elements."""
+    """Return one parameter's share of a block's optimizer step, by its elements."""
     trained = sum(held[name].numel() for name in block.holds if held[name].requires_grad)
     return cost.optimizer_seconds * tensor.numel() / trained if tensor.requires_grad else 0.0
 
@@ -241,5 +239,4 @@ def _holders(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
 
 
 def address(tensor: Tensor) -> int:
-    """Return where the tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()

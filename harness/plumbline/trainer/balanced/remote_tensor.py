@@ -20,11 +20,10 @@ class NoValuesError(RuntimeError):
 
 
 class RemoteTensor(Tensor):
-    """Stands for the output of a block of another stage, and for all that is computed from it.
+    """Stands for an output of another stage's block, and for everything computed from it.
 
-    Its operations run on the meta device and return tensors of this class: shapes and dtypes are known, values are not.
-    So the code of the user around the blocks runs unchanged on every stage, and a loss that needs what is not there is
-    known as such. ``hidden_in`` is the number of the call inside which it was made, where nobody returned it.
+    Its operations run on the meta device and return tensors of this class, so the user's code around the blocks runs
+    unchanged on every stage. ``hidden_in`` is the number of the call that made it without returning it, None otherwise.
     """
 
     meta: Tensor
@@ -33,7 +32,7 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor, at: torch.device) -> RemoteTensor:
-        """Return one with the shape and dtype of ``tensor``; user code is told that it is on the device ``at``."""
+        """Return one with the shape and dtype of ``tensor`` that reports the device ``at`` to user code."""
         hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
         meta = tensor.meta if isinstance(tensor, RemoteTensor) else tensor.detach().to("meta")
         made = meta.as_subclass(RemoteTensor)
@@ -41,7 +40,7 @@ class RemoteTensor(Tensor):
         return made
 
     def become(self, value: Tensor) -> None:
-        """Turn into ``value``, wherever this tensor is referred to; ``value`` must not be used any more."""
+        """Turn into ``value`` wherever this tensor is referenced; ``value`` must not be used afterwards."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(self, value)  # type: ignore[no-untyped-call]
 
@@ -49,7 +48,7 @@ class RemoteTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the meta device; what it changes in place and returns stays the same object."""
+        """Run ``func`` on the meta device; tensors that it changes in place and returns stay the same objects."""
         given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, RemoteTensor)]
         at = given[0].at
         if func == DEVICE:
@@ -70,22 +69,20 @@ class RemoteTensor(Tensor):
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Return whether the tensor's values are on another stage."""
     return isinstance(tensor, RemoteTensor)
 
 
 def takes_values(func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
-    """Return whether ``outputs`` of an operation are no tensors, and follow from more than shapes and dtypes."""
+    """Return whether ``outputs`` are not tensors and depend on values, not only on shapes and dtypes."""
     return outputs is not None and not tensors_in(outputs) and not runs_without_values(func, args, kwargs)
 
 
 def takes_values_by(func: Any) -> str:
-    """Return what a message says of such an operation."""
     return f"takes values out of a tensor ({getattr(func, '__name__', 'a function')})"
 
 
 def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation needs the shapes and dtypes of its tensors only."""
+    """Return whether an operation needs only the shapes and dtypes of its tensors."""
     try:
         with torch.no_grad():
             func(*map_tensors(_shape_only, args), **map_tensors(_shape_only, kwargs))
@@ -99,7 +96,7 @@ def _shape_only(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return positional arguments without another device, as ``tensor.to(device)`` has one."""
+    """Replace the device in positional arguments, as in ``tensor.to(device)``."""
     named = (torch.device, str) if func is Tensor.to else torch.device
     return tuple(torch.device("meta") if isinstance(value, named) else value for value in args)
 

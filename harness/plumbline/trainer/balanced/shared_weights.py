@@ -1,4 +1,4 @@
-"""Weights that several stages hold, and what all stages must agree on before a step: gradients, norms, infinities."""
+"""Weights that several stages hold, and what all stages agree on before a step: gradients, norms, overflows."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ class SharedWeights:
                 self.groups.append((group, [weights[name] for name in sorted(holders) if holders[name] == stages]))
 
     def add_gradients(self, own: Sequence[Tensor]) -> None:
-        """Replace the gradients of those of these weights that are shared by their sum."""
         mine = {id(weight) for weight in own}
         for group, weights in self.groups:
             sum_gradients([weight for weight in weights if id(weight) in mine], group)
 
 
 def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
-    """Replace the gradients of weights by their sum over a group; None counts as zero, and stays where all are None."""
+    """Sum the gradients of weights over a group. None counts as zero, and stays None if all are None."""
     if not weights:
         return
     found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
@@ -61,18 +60,18 @@ def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
 
 
 def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:
-    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this.
+    """Make a group of each of these lists of ranks, with a timeout of ``limit`` seconds, and return this rank's.
 
-    Nobody waits longer than ``limit`` seconds on it.
+    All ranks must call this.
     """
     groups = [dist.new_group(list(ranks), timedelta(seconds=limit), backend) for ranks in members]
     return next((group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks), None)
 
 
 def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], largest: float, group: Any = None) -> None:
-    """Scale gradients so that their 2-norm over all stages is ``largest`` at most, as ``clip_grad_norm_`` does.
+    """Scale gradients so that their 2-norm over all stages is at most ``largest``, as ``clip_grad_norm_`` does.
 
-    ``counted`` says which parameters' norms this stage adds: a weight on several stages counts once. ``group`` has a
+    ``counted`` tells which parameters' norms this stage adds: a weight on several stages counts once. ``group`` has a
     rank of each stage; None: all ranks.
     """
     gradients = [(p.grad, count) for p, count in zip(parameters, counted, strict=True) if p.grad is not None]
@@ -86,15 +85,14 @@ def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], larg
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient that may be sparse."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 class Beacon:
-    """Tells each stage's GradScaler of infinities on other stages, by a parameter that has no other purpose.
+    """Tells each stage's GradScaler of overflows on other stages, by an extra parameter in each optimizer.
 
-    The scaler looks at the gradients of this process only. The beacon, in each optimizer, gets an infinite gradient
-    where any stage has found one, and else zero.
+    The scaler looks at the gradients of this process only. The beacon's gradient is infinite if any stage has an
+    infinite gradient, and zero otherwise.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,12 +100,11 @@ class Beacon:
         self.parameters: dict[Optimizer, nn.Parameter] = {}
 
     def add_to(self, optimizer: Optimizer) -> None:
-        """Put a beacon at the end of the optimizer's last group."""
         beacon = self.parameters[optimizer] = nn.Parameter(torch.zeros((), device=self.device))
         optimizer.param_groups[-1]["params"].append(beacon)
 
     def light(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
-        """Find whether the gradients of these weights are finite on all stages, and set the beacon's accordingly."""
+        """Set the beacon's gradient by whether the gradients of these weights are finite on all stages."""
         finite = [torch.isfinite(dense(weight.grad)).all() for weight in weights if weight.grad is not None]
         found = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)

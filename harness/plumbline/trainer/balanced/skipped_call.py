@@ -1,4 +1,4 @@
-"""Runs a call of a block of another stage on tensors without values: what it returns has shapes only."""
+"""Runs a call of another stage's block on tensors without values: its outputs have shapes only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any
     """Return the outputs of ``forward`` for tensors without values; the buffers of ``module`` stay as they are.
 
     Raises:
-        NoValuesError: In a ``trial``: the outputs, or an attribute of the module, seem to have numbers that follow from
-            weights or buffers, or from how often the module was called. Other stages would have others.
+        NoValuesError: In a ``trial``, if the outputs or an attribute of the module seem to contain numbers that depend
+            on weights, buffers or the number of calls. Other stages would have other numbers.
 
     """
     if not trial:
@@ -36,7 +36,7 @@ def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any
 
 
 class ValuesTaken(TorchFunctionMode):
-    """Notes the first operation, ``by``, whose results or their shapes follow from values, of weights for example."""
+    """Records the first operation, ``by``, whose results or their shapes depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,6 @@ class ValuesTaken(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation."""
         if self.by is None and not runs_without_values(func, args, kwargs or {}):
             self.by = func
         return func(*args, **(kwargs or {}))
@@ -53,7 +52,7 @@ class ValuesTaken(TorchFunctionMode):
 
 @contextmanager
 def attributes_set() -> Iterator[dict[str, bool]]:
-    """Note the attributes of modules that are set to numbers or strings, and whether to others than before."""
+    """Record the attributes of modules that are set to numbers or strings, and whether their values changed."""
     changed: dict[str, bool] = {}
     set_attribute = nn.Module.__setattr__
 
@@ -70,7 +69,7 @@ def attributes_set() -> Iterator[dict[str, bool]]:
 
 
 def returns_others(outputs: Any) -> bool:
-    """Return whether there is anything but tensors and None in nested dicts, lists and tuples."""
+    """Return whether nested dicts, lists and tuples contain anything but tensors and None."""
     if isinstance(outputs, dict):
         return any(map(returns_others, outputs.values()))
     if isinstance(outputs, (list, tuple)):

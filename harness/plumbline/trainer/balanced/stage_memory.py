@@ -1,4 +1,4 @@
-"""What a stage really holds, in bytes: measured in its first steps, and compared with what its device may hold."""
+"""Measures the bytes that a stage holds in its first steps, and compares them with its device's limit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from plumbline.trainer.optimizers import parameters_of
 
 @dataclass
 class StageMemory:
-    """Measures the batches up to the first that begins with the optimizers' state; those after it cost nothing.
+    """Measures the batches up to the first one that starts with optimizer state; later ones cost nothing.
 
-    On CUDA the allocator counts. On the cpu these are the storages of parameters, buffers, gradients and optimizer
-    state, and what is alive of all that a batch allocates. The batch itself does not count there, nor what an optimizer
-    allocates and frees within its step.
+    On CUDA the allocator counts. On the CPU the storages of parameters, buffers, gradients and optimizer state count,
+    and what is alive of a batch's allocations, but neither the batch itself nor temporary memory of an optimizer's
+    step.
 
     Args:
-        name: What a message calls the stage.
+        name: The name of the stage for messages.
         module: Its weights on other stages are empty.
         optimizers: All of the stage.
         device: The stage's.
-        allowed: Bytes. None: any number.
+        allowed: Bytes. None: no limit.
 
     """
 
@@ -68,7 +68,6 @@ class StageMemory:
             self._note(before + live.peak)
 
     def peak_bytes(self) -> int:
-        """Return the most that was held at a time."""
         if self.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
@@ -100,7 +99,7 @@ class StageMemory:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = [storage for tensor in tensors for storage in _storages(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

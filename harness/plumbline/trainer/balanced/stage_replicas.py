@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: which ranks they are, and what the replicas of a stage exchange."""
+"""Replicas of a pipeline: their ranks, and what the replicas of a stage exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.trainer.balanced.shared_weights import own_group, sum_gradients
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """The process groups of a rank: its pipeline, and the replicas of its stage, None where there are none.
+    """The process groups of a rank: its pipeline, and the replicas of its stage; None without replicas.
 
     ``control`` is the gloo group of the pipeline.
     """
@@ -27,7 +27,7 @@ class StageReplicas:
 
     @classmethod
     def meet(cls, place: Place, control: Any, limit: float) -> StageReplicas:
-        """Make the groups, with this limit in seconds; all ranks must call this.
+        """Make the groups with a timeout of ``limit`` seconds; all ranks must call this.
 
         ``control`` is a gloo group of all ranks.
         """
@@ -39,12 +39,11 @@ class StageReplicas:
         return cls(place, own_group(pipelines, limit, "gloo"), own_group(pipelines, limit), own_group(stages, limit))
 
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
-        """Replace the gradients of the stage's weights by their sum over its replicas."""
         if self.replicas is not None:
             sum_gradients(weights, self.replicas)
 
     def share_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Give all replicas of the stage the first one's buffers, as DDP does before a forward."""
+        """Broadcast the first replica's buffers, as DDP does before a forward."""
         if self.replicas is not None:
             for buffer in buffers:
                 dist.broadcast(buffer, self.place.number, self.replicas)

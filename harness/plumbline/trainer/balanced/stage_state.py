@@ -1,4 +1,4 @@
-"""What one stage has of a training: its weights and optimizer state, and the whole of them in a checkpoint."""
+"""A stage's weights and optimizer state, and the whole of them in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plumbline.trainer.training_state import TrainingState
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight that this stage's part of an optimizer has: its ``number`` among all, and whether it is owned here."""
+    """A weight in this stage's part of an optimizer: its ``number`` among all, and whether this stage owns it."""
 
     number: int
     weight: nn.Parameter
@@ -29,10 +29,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class StageOptimizer:
-    """What is left of an optimizer on this stage.
+    """The remainder of an optimizer on this stage.
 
-    ``group_sizes`` are those that it had; ``dtypes`` those of all its parameters. ``beacon`` tells whether a parameter
-    follows that is none of the module's.
+    ``group_sizes`` and ``dtypes`` are those of all its original parameters. ``beacon`` tells whether a parameter
+    follows that is not the module's.
     """
 
     slots: tuple[Slot, ...]
@@ -46,7 +46,7 @@ class StageOptimizer:
         return [slot.owned for slot in self.slots] + [False] * self.beacon
 
     def whole_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups of ``state_dict`` as they are with the parameters of all stages."""
+        """Return the groups of ``state_dict`` with the parameters of all stages."""
         whole, start = [], 0
         for group, size in zip(groups, self.group_sizes, strict=True):
             whole.append({**group, "params": list(range(start, start + size))})
@@ -55,7 +55,7 @@ class StageOptimizer:
 
 
 def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, beacon: Beacon | None) -> StageOptimizer:
-    """Take the parameters of other stages out of an optimizer; ``names`` are those of the module's weights by id."""
+    """Remove the parameters of other stages from an optimizer; ``names`` are those of the module's weights by id."""
     everything = [group["params"] for group in optimizer.param_groups]
     flat = [weight for group in everything for weight in group]
     slots = tuple(
@@ -79,9 +79,10 @@ def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, bea
 class StageState(TrainingState):
     """The state of a rank that holds one stage.
 
-    ``held`` and ``owned`` name parameters and buffers: of what several stages hold the first is the owner. ``control``
-    is a gloo group of all stages of this pipeline; replicas of the first one have no part in a checkpoint.
-    ``waiting`` is entered where stages wait for one another, with what they do.
+    ``held`` and ``owned`` name parameters and buffers; of several stages that hold one, the first is the owner.
+    ``control`` is a gloo group of all stages of this pipeline; replicas of the first pipeline have no part in a
+    checkpoint. ``waiting`` is a context, entered with a description, for operations in which stages wait for one
+    another.
     """
 
     held: frozenset[str] = frozenset()
@@ -126,7 +127,7 @@ class StageState(TrainingState):
         }
 
     def load_tensors(self, checkpoint: dict[str, Any]) -> None:
-        """Take this stage's part of the optimizers and the precision; the module's weights are there already."""
+        """Load this stage's part of the optimizers and the precision; the module's weights are already loaded."""
         for part, optimizer, saved in zip(self.parts, self.optimizers, checkpoint["optimizers"], strict=True):
             groups, position = [], 0
             for whole, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
@@ -144,14 +145,13 @@ class StageState(TrainingState):
         self.precision.load_state_dict(precision)
 
     def take_whole(self, module: dict[str, Any]) -> None:
-        """Give the module all its weights, on the cpu, as after a training on one device."""
+        """Give the module all its weights, on the CPU, as after a training on one device."""
         names = {id(value): key for key, value in self.module.state_dict(keep_vars=True).items()}
         for tensor in held_tensors(self.module).values():
             if id(tensor) in names:
                 tensor.data = module[names[id(tensor)]].clone()
 
     def _states(self, part: StageOptimizer, optimizer: Optimizer) -> dict[int, Any]:
-        """Return the optimizer's state of what this stage owns, by number."""
         parameters = parameters_of(optimizer)
         return {
             slot.number: map_tensors(on_cpu, optimizer.state[parameter])
@@ -160,7 +160,7 @@ class StageState(TrainingState):
         }
 
     def _masters(self) -> list[dict[int, Tensor]]:
-        """Return the float32 masters of what this stage owns, by number, for each optimizer; none without masters."""
+        """Return the float32 masters of this stage's own weights by number, for each optimizer."""
         return [
             {slot.number: on_cpu(master) for slot, master in zip(self._half(part), masters, strict=True) if slot.owned}
             for part, masters in zip(self.parts, self.precision.state_dict().get("masters", ()), strict=False)
@@ -174,10 +174,9 @@ class StageState(TrainingState):
 
 
 def merged(parts: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
-    """Return one dict with the entries of all, in the order of their keys."""
+    """Merge dicts, sorted by key."""
     return dict(sorted((key, value) for part in parts for key, value in part.items()))
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """Return the values on the cpu."""
     return tensor.detach().cpu()

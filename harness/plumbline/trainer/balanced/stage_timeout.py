@@ -1,4 +1,4 @@
-"""Waiting for other ranks, with a limit: whoever waits too long says which stage does not go on."""
+"""Waits for other ranks with a limit, and names the stage that does not make progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StageTimeout:
 
     @contextmanager
     def waiting(self, awaited: int | str) -> Iterator[None]:
-        """Wait for a stage of this pipeline, by its number, or for something that all ranks do together.
+        """Wait for a stage of this pipeline, by its number, or for an operation of all ranks, by its description.
 
         Raises:
             StageTimeoutError: The limit has passed.
@@ -76,7 +76,7 @@ class StageTimeout:
             ) from error
 
     def _last(self, rank: int, target: str) -> int | None:
-        """Follow those who wait for one another to the rank that does not say that it waits; None where all do."""
+        """Follow the ranks that wait for one another to one that does not wait, None if all do."""
         seen, end = {rank}, monotonic() + min(self.limit, GRACE)
         while target != EVERYBODY and int(target) not in seen:
             rank = int(target)
@@ -88,7 +88,6 @@ class StageTimeout:
         return next((rank for rank in others if not self._has_said(rank, end - monotonic())), None)
 
     def _has_said(self, who: int | str, seconds: float) -> bool:
-        """Wait so long for somebody to say that they wait, and return whether they have."""
         try:
             self.store.wait([_key(who)], timedelta(seconds=max(seconds, 0.01)))
         except RuntimeError:  # they have not, or the store is gone
@@ -101,10 +100,8 @@ def _key(who: int | str) -> str:
 
 
 def group_with_timeout(limit: float) -> Any:
-    """Return a gloo group of all ranks, on which nobody waits longer than ``limit`` seconds."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
 
 
 def limit_default_group(limit: float) -> None:
-    """Let nobody wait longer than ``limit`` seconds on the group of all ranks."""
     _set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)

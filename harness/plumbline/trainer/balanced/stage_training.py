@@ -1,4 +1,4 @@
-"""The training of a rank that holds one stage: plan, keep what the stage needs, train, make the module whole again."""
+"""Trains a rank that holds one stage: plan, keep the stage's part, train, make the module whole again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from plumbline.trainer.step import StepModule, loss_function
 
 
 def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: Any) -> None:
-    """Train this rank's stage of ``module``; in the end the module has all its weights again, on the cpu.
+    """Train this rank's stage of ``module``. In the end the module has all its weights again, on the CPU.
 
     Raises:
         MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
@@ -119,7 +119,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
 
 
 def share_weights(module: nn.Module, control: Any) -> None:
-    """Give all ranks rank 0's weights and buffers, as DDP does when it is made."""
+    """Give all ranks rank 0's weights and buffers, as DDP does at its construction."""
     for tensor in held_tensors(module).values():
         values = tensor.detach().cpu().contiguous()
         dist.broadcast(values, 0, control)
@@ -127,10 +127,10 @@ def share_weights(module: nn.Module, control: Any) -> None:
 
 
 def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) -> None:
-    """Move what the stage holds to its device, and free the memory of all else.
+    """Move what the stage holds to its device, and free the memory of everything else.
 
-    What is not held keeps its shape. Its one value is nan, such that a mistaken use shows. Buffers that no checkpoint
-    has stay, as nobody could bring them back.
+    Other tensors keep their shape; their one value is nan, so that a wrong use shows. Buffers that are not in a
+    checkpoint stay, since nothing could restore them.
     """
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     for name, tensor in held_tensors(module).items():
@@ -154,7 +154,7 @@ def holders(module: nn.Module, held: list[frozenset[str]]) -> dict[str, tuple[in
 
 @dataclass
 class RunningStage:
-    """The stage as the training loop uses it."""
+    """The engine of a rank that holds one stage."""
 
     pipeline: Pipeline
     step: StepModule
@@ -171,8 +171,6 @@ class RunningStage:
         self.loss_of = loss_function(self.module, self.state.precision, False)
 
     def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int, last: bool) -> Tensor:
-        """Add the gradients of the batch's loss / ``share``; return the loss on the last stage, else 0."""
-
         def loss(micro_batch: Any) -> Tensor:
             return self.loss_of(self.step("training_step", micro_batch, batch_idx, *arguments), micro_batch)
 
@@ -185,7 +183,7 @@ class RunningStage:
         return mean
 
     def complete(self, optimizer: Optimizer) -> None:
-        """Add the gradients of weights on several stages and of replicas, and agree on whether any is infinite."""
+        """Sum the gradients over stages and replicas, and agree on whether any is infinite."""
         weights = [slot.weight for slot in self._part(optimizer).slots]
         with self.state.waiting("the sum of gradients"):
             self.shared.add_gradients(weights)
@@ -194,13 +192,11 @@ class RunningStage:
                 self.beacon.light(optimizer, weights)
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
-        """Limit the norm of the optimizer's gradients over all stages."""
         parameters = parameters_of(optimizer)
         with self.state.waiting("the norm of gradients"):
             clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
 
     def share_buffers(self) -> None:
-        """Give all replicas of the stage the first one's buffers."""
         with self.state.waiting("the first replica's buffers"):
             # By name: a step may put other tensors in their places.
             self.replicas.share_buffers([self.module.get_buffer(name) for name in self.buffers])
@@ -210,7 +206,7 @@ class RunningStage:
 
 
 class StageEvaluation(nn.Module):
-    """Validates a batch: the last stage returns the metrics, the others none. Replicas take batches in turn."""
+    """Validates a batch: the last stage returns the metrics, the others nothing. Replicas take batches in turn."""
 
     def __init__(self, stage: RunningStage) -> None:
         super().__init__()
@@ -218,7 +214,6 @@ class StageEvaluation(nn.Module):
         self.stage = stage
 
     def forward(self, hook: str, batch: Any, index: int) -> dict[str, Tensor]:
-        """Return weighted metrics."""
         pipeline = self.stage.pipeline
         if index % pipeline.place.replicas != pipeline.place.replica:
             return {}

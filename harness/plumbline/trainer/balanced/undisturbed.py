@@ -1,4 +1,4 @@
-"""Runs something on a module and leaves the module as it was: its buffers, its attributes, and random numbers."""
+"""Runs something on a module and restores its buffers, its attributes and random numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.trainer.balanced.blocks import registered_buffers
+
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run something and leave the module's buffers and attributes and torch's random numbers as they were.
+    """Restore the module's buffers and attributes and torch's random numbers afterwards.
 
-    A step may count what it has seen, or keep a tensor for the next one: none of it is from a trial. What is inside of
-    an object in an attribute is not looked at, but for lists, sets and dicts.
+    A step may count its calls, or keep a tensor for the next one; a trial must leave no trace. Of objects in
+    attributes, only lists, sets and dicts are restored.
     """
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [(vars(part), dict(vars(part)), _contents(part)) for part in module.modules()]
@@ -36,16 +38,11 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def private_buffers(module: nn.Module) -> Iterator[None]:
-    """Give a module copies of its buffers for as long as the context lasts: it may change them, in place or not.
+    """Give a module copies of its buffers within the context, which it may change, in place or not.
 
-    A buffer of another stage has one value for all of its elements: no operation may change that in place.
+    A buffer of another stage has one value for all of its elements, so no operation may change it in place.
     """
-    entries = [
-        (part._buffers, name, buffer)
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
+    entries = registered_buffers(module)
     copies: dict[int, Tensor] = {}
     for buffers, name, buffer in entries:
         buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
