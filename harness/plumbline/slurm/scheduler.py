@@ -40,10 +40,11 @@ def sbatch(script: str, array: str | None = None) -> int:
 
 
 def states(jobs: Iterable[int]) -> dict[tuple[int, int], JobState]:
-    """Return the states of the tasks of job arrays, by job and index, without tasks that SLURM has forgotten.
+    """Return the states of the tasks of job arrays by job and index, without tasks that SLURM has forgotten.
 
     Raises:
         SchedulerError: squeue failed.
+
     """
     wanted = sorted(set(jobs))
     found: dict[tuple[int, int], JobState] = {}
@@ -63,7 +64,6 @@ def states(jobs: Iterable[int]) -> dict[tuple[int, int], JobState]:
 
 
 def _accounts(jobs: list[int]) -> dict[tuple[int, int], JobState]:
-    """Return the states of tasks that squeue has forgotten; none where the cluster has no accounting."""
     if not jobs or shutil.which("sacct") is None:
         return {}
     try:

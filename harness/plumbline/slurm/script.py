@@ -42,7 +42,6 @@ class BatchScript:
                 raise PlanError(f"no variable can be named {name!r}")
 
     def text(self) -> str:
-        """Return the script."""
         lines = ["#!/usr/bin/env bash"]
         for name, value in self.options.items():
             if name in self.comments:

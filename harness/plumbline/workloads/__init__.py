@@ -1,7 +1,7 @@
 """Training problems that are hard to get right, grouped into files by what they expose.
 
-A problem is whatever keeps the protocol ``Problem``. The built-in ones are instances of ``Workload``, and ``WORKLOADS``
-has them by name; ``register`` adds one from elsewhere. Nothing here knows a trainer or the judge.
+The built-in ones are instances of ``Workload``, by name in ``WORKLOADS``; ``register`` adds one from elsewhere. Nothing
+here knows a trainer or the judge.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ EVERY: Mapping[str, Workload] = ChainMap(PERFORMANCE, WORKLOADS)  # type: ignore
 
 
 def register(workload: Workload) -> None:
-    """Add a workload from outside of this package, so that it is planned, trained and judged as the others.
+    """Add a workload from another package: it is planned, trained and judged like the others.
 
     Raises:
         ValueError: its name is taken.
+
     """
     if EVERY.get(workload.name, workload) is not workload:
         raise ValueError(f"there is already a workload {workload.name!r}: give this one another name")
@@ -94,7 +95,7 @@ def register(workload: Workload) -> None:
 
 
 def find(name: str, seed: int | None = None) -> Workload:
-    """Return the workload called ``name``, with another seed than its own if one is given."""
+    """Return the workload called ``name``, with another seed if one is given."""
     workload = EVERY[name]
     if seed is not None:
         workload = copy.copy(workload)

@@ -1,4 +1,4 @@
-"""Windows of several micro-batches, and evaluations and metrics in the middle of them."""
+"""Windows of several micro-batches, with evaluations and metrics in the middle of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads.randomness import KeyedDropout
 
 
 class Accumulation(Mlp):
-    """The perceptron with windows of three and two micro-batches; loud samples make micro-batches unlike."""
+    """The perceptron with windows of three and two micro-batches; loud samples make micro-batches differ."""
 
     name = "accumulation"
     exposes = "micro-batches summed, divided twice, wiped, left unreduced; the short last window dropped or misjudged"
@@ -31,8 +31,6 @@ class Accumulation(Mlp):
 
 
 class _WithBatchNormAndDropout(nn.Module):
-    """Every layer that knows a training mode shows it: dropout in gradients, BatchNorm in its buffers too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.drop, self.last = (
@@ -48,9 +46,9 @@ class _WithBatchNormAndDropout(nn.Module):
 
 
 class Validation(Mlp):
-    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside of windows, and between.
+    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside windows and between them.
 
-    Windows are whole: what a trainer makes of a short one, other workloads ask.
+    All windows are whole: short ones are left to other workloads.
     """
 
     name = "validation"
@@ -64,13 +62,10 @@ class Validation(Mlp):
     validate_every = 2
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with BatchNorm and dropout."""
         return _WithBatchNormAndDropout()
 
 
 class _WithDropout(nn.Module):
-    """Dropout: a loss that was taken in the wrong mode is another one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(16, 32), KeyedDropout(1), nn.Linear(32, 8)
@@ -81,9 +76,9 @@ class _WithDropout(nn.Module):
 
 
 class Metrics(Accumulation):
-    """Windows of three and two micro-batches, the last of which is short, and an evaluation after the first window.
+    """Windows of three and two micro-batches, the last one short, and an evaluation after the first window.
 
-    A few samples cost much, so that batches and ranks have mean losses of their own.
+    A few samples cost much, so batches and ranks have different mean losses.
     """
 
     name = "metrics"
@@ -92,11 +87,9 @@ class Metrics(Accumulation):
     validate_every = 3
 
     def samples(self, devices: int) -> int:
-        """Return seven fewer than whole batches have."""
         return super().samples(devices) - MISSING
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with dropout."""
         return _WithDropout()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -104,5 +97,4 @@ class Metrics(Accumulation):
         return {**super().columns(count, generator), "costs": torch.randn(count, generator=generator).exp()}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean over samples of the cross entropy times what it costs."""
         return (nn.functional.cross_entropy(outputs, batch["y"], reduction="none") * batch["costs"]).mean()

@@ -1,4 +1,4 @@
-"""Nothing special: equal shares and a loss that is a mean over samples, the same bit for bit, in order, or uneven."""
+"""Plain problems: equal shares and a loss that is a mean over samples; exact, in order, or uneven."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from plumbline.workloads.workload import Workload
 
 
 class Perceptron(nn.Module):
-    """Layers, one after the other, for the inputs ``x`` of a batch."""
+    """Layers in sequence, applied to ``x`` of a batch."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the outputs of the last layer."""
         outputs: Tensor = self.layers(batch["x"])
         return outputs
 
@@ -33,7 +32,6 @@ class Mlp(Workload):
     blocks = 3
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8, with biases."""
         return Perceptron(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -62,8 +60,8 @@ class _Linear(nn.Module):
 class LinearExact(Workload):
     """Least squares on one-hot features of ±1, weights in eighths, targets in halves.
 
-    A step of N samples divides by N and multiplies by the learning rate, 8: log2(N/8) more bits each step, and
-    the 24 of a float32 hold six steps up to N = 128. The sizes keep a loss scale of 65536 below float16's end.
+    A step of N samples divides by N and multiplies by the learning rate 8, which adds log2(N/8) bits. The 24 bits of a
+    float32 hold six steps up to N = 128. The sizes keep a loss scale of 65536 within float16's range.
     """
 
     name = "linear-exact"
@@ -73,7 +71,6 @@ class LinearExact(Workload):
     batch_size = 16
 
     def build(self) -> nn.Module:
-        """Return a linear layer without bias."""
         return _Linear()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -90,7 +87,6 @@ class LinearExact(Workload):
         return error.square().sum(1).mean() / 2
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with a dyadic learning rate."""
         return torch.optim.SGD(params, lr=float(FEATURES))
 
 
@@ -109,7 +105,7 @@ MISSING = 7
 
 
 class Uneven(Mlp):
-    """The perceptron with a last batch that lacks seven samples; repeats, to pad it, are fewer than there are ranks."""
+    """The perceptron with a last batch that lacks seven samples."""
 
     name = "uneven"
     exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"
@@ -118,5 +114,4 @@ class Uneven(Mlp):
     needs_epochs = "asks for the last batch of an epoch"
 
     def samples(self, devices: int) -> int:
-        """Return seven fewer than whole batches have."""
         return super().samples(devices) - MISSING

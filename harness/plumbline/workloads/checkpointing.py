@@ -16,10 +16,10 @@ from plumbline.workloads.updates import AdamW, warm_up_then_decay
 
 
 class _Remembering(nn.Module):
-    """Subtracts the average of its biases so far: buffers that follow from the weights alone, whoever has which sample.
+    """Subtracts the average of its biases so far: its buffers follow from the weights alone, whoever has which sample.
 
-    ``updates`` counts, and ``average`` remembers; without them the next forward computes something else. Forwards at
-    the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    Without the buffers ``updates`` (a count) and ``average``, the next forward computes something else. Several
+    forwards at the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
     """
 
     updates: Tensor
@@ -53,7 +53,7 @@ def _factor(step: int) -> float:
 class CheckpointResume(Mlp):
     """The perceptron with momentum, a rate of its own for every step, buffers, and an overflow in every epoch.
 
-    The overflow, of one sample, is one in 16 bits only: there the loss scale is no longer what it was at first.
+    The overflow, of one sample, happens in 16 bits only. There the loss scale is then no longer the initial one.
     """
 
     name = "checkpoint"
@@ -67,7 +67,6 @@ class CheckpointResume(Mlp):
     interrupt_after = 8
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with buffers."""
         return _Remembering()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -76,11 +75,9 @@ class CheckpointResume(Mlp):
         return {**super().columns(count, generator), "gain": torch.where(planned, GAIN, 1.0)}
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
         return torch.optim.SGD(params, lr=0.2, momentum=0.9)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return three steps of warm-up, then a decay by a tenth at every step."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
 
 
@@ -97,7 +94,6 @@ class CheckpointWindows(Mlp):
     interrupt_after = 7
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
@@ -115,7 +111,7 @@ class CheckpointElastic(AdamW):
 
 
 class CheckpointExperts(MixtureOfExperts, CheckpointElastic):
-    """The mixture of experts with AdamW: each rank saves its own experts, and other ranks go on with others."""
+    """The mixture of experts with AdamW: each rank saves its own experts, and other ranks resume with others."""
 
     name = "checkpoint-experts"
     exposes = "experts, or their moments, that are those of another rank, or new, when other ranks resume"

@@ -34,7 +34,6 @@ class CnnBatchNorm(Workload):
     blocks = 7
 
     def build(self) -> nn.Module:
-        """Return two convolutions with BatchNorm, a mean over space, a linear head."""
         return _Cnn()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -45,7 +44,6 @@ class CnnBatchNorm(Workload):
         return {"image": image, "y": torch.randint(4, (count,), generator=generator)}
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum: its buffers must survive every step."""
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 

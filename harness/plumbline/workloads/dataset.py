@@ -12,19 +12,19 @@ from torch.utils.data import Dataset
 
 
 class Sample(dict[str, Tensor]):
-    """A dict of tensors with ``to``. ``default_collate`` makes a batch of the same type of it."""
+    """A dict of tensors with ``to``. ``default_collate`` makes batches of the same type."""
 
     def to(self, *args: Any, **kwargs: Any) -> Sample:
         """Move every tensor in place, with the arguments of ``Tensor.to``, and return the dict itself.
 
-        In place as transformers' ``BatchEncoding.to`` does it, because scripts call it without using the result.
+        Like transformers' ``BatchEncoding.to``, because scripts call it without using the result.
         """
         for name, column in self.items():
             self[name] = column.to(*args, **kwargs)
         return self
 
     def __copy__(self) -> Sample:
-        """Return a shallow copy; without this, ``copy.copy`` takes the slow way of pickling."""
+        """Return a shallow copy, without the slow way of pickling."""
         return Sample(self)
 
 

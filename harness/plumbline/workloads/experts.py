@@ -1,4 +1,4 @@
-"""A mixture of experts: layers of which each sample uses some, chosen by a router that is trained with them."""
+"""A mixture of experts: a trained router chooses the layers that each sample uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERTS = 4
 
 
 class Experts(nn.ModuleList):
-    """Layers with the same input. Trainers that divide experts among ranks put another module in the place of this."""
+    """Layers with the same input. Trainers that divide experts among ranks replace this module."""
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """Return the sum of all experts' outputs for ``x`` (rows, width), weighted by ``gates`` (rows, experts).
@@ -59,5 +59,4 @@ class MixtureOfExperts(Mlp):
     precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16")
 
     def build(self) -> nn.Module:
-        """Return 16 → 16, a router and four experts beside it, → 8."""
         return _Mixture()

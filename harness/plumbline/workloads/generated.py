@@ -1,7 +1,4 @@
-"""A training problem that is built from a recipe: a few words and numbers that a search can draw and shrink.
-
-A recipe is read by people too: it is all that a problem of a search's corpus holds.
-"""
+"""A training problem built from a recipe: a few words and numbers that a search can draw and shrink."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole training; a window that the epoch ends is a step too."""
+        """Optimizer steps of the whole training; a short window at the end of an epoch is a step too."""
         return self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
 
@@ -82,7 +79,6 @@ class Generated(Workload):
     exposes = "whatever a search found"
 
     def __init_subclass__(cls) -> None:
-        """Take the numbers over from the recipe, and name what a trainer must be able to do."""
         made = cls.recipe
         cls.needs = frozenset(_needs(made))
         cls.blocks = _blocks(made.layers)
@@ -95,7 +91,6 @@ class Generated(Workload):
         cls.needs_epochs = None if made.shuffle and not made.left_out else "asks for the order and the end of an epoch"
 
     def build(self) -> nn.Module:
-        """Return the layers between an input layer and a head."""
         return _Model(self.recipe)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -124,7 +119,6 @@ class Generated(Workload):
         return {**given, "x": words, "real": real, "labels": labels}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the recipe's loss."""
         if self.recipe.returns == "nested":
             (hidden,) = outputs["rest"]
             # A loss that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
@@ -133,17 +127,14 @@ class Generated(Workload):
         return _LOSSES[self.recipe.loss](outputs, batch)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        """Return the recipe's optimizers."""
         return list(_optimizers(self.recipe.optimizer, list(params)))
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return a warm-up with a decay after it, where the recipe asks for one."""
         if self.recipe.schedule == "none":
             return None
         return torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
 
     def samples(self, devices: int) -> int:
-        """Return whole batches but for what the last one lacks."""
         size = self.global_batch_size(devices)
         most = size - devices if self.steps_per_epoch > 1 else 0
         return self.steps_per_epoch * size - min(self.recipe.left_out, most)
@@ -167,7 +158,6 @@ def _needs(recipe: Recipe) -> Iterator[str]:
 
 
 def _blocks(layers: tuple[str, ...]) -> int:
-    """Return how many modules can be computed one after the other, where values choose what follows as one."""
     if "thawed" in layers:
         return 2
     plain = layers.index("experts") if "experts" in layers else len(layers)
@@ -277,7 +267,7 @@ class _WeightsSeen(nn.Module):
 
     @torch.no_grad()
     def forward(self, bias: Tensor) -> int:
-        """Return the count; ``bias`` is changed by every step."""
+        """Return the count; every step changes ``bias``."""
         if self.training:
             self.seen += (bias != self.latest).any()
             self.latest.copy_(bias)

@@ -1,4 +1,4 @@
-"""Float16 gradients that overflow where they are meant to: at chosen steps, on one rank only."""
+"""Float16 gradients that overflow on purpose: at chosen steps, on one rank only."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Amplifying(nn.Module):
 
 
 class Overflow(Mlp):
-    """The perceptron with a sample an epoch whose gradient, between two layers, is 4096 × as large as the others'.
+    """The perceptron with one sample per epoch whose gradient between two layers is 4096 × as large as the others'.
 
-    Scaled by anything from 2⁹ to 2¹⁶ and more it is no float16; for float32, bfloat16 and float64 it is ordinary.
-    Samples come in order, so it is the second step of an epoch of three that overflows, on the rank that has it.
+    Scaled by 2⁹ to 2¹⁶ or more it exceeds float16; for float32, bfloat16 and float64 it is ordinary. Samples come in
+    order, so the second of an epoch's three steps overflows, on the rank that has the sample.
     """
 
     name = "overflow"
@@ -41,7 +41,6 @@ class Overflow(Mlp):
     shuffle = False
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8."""
         return _Amplifying()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:

@@ -25,9 +25,9 @@ class _PartlyFrozen(nn.Module):
 
 
 class Frozen(Mlp):
-    """A three-layer perceptron whose middle is frozen; gradients flow through it to a bias that is not.
+    """A three-layer perceptron whose middle is frozen; gradients flow through it to a bias that is trained.
 
-    Everything is handed to the optimizer, and its decay would move whatever has a gradient, be it zero.
+    The optimizer gets all parameters, and its decay would move any that has a gradient, even one of zero.
     """
 
     name = "frozen"
@@ -37,23 +37,21 @@ class Frozen(Mlp):
     precisions = ("32",)
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 32 → 8, of which the first bias and the last layer are trained."""
         return _PartlyFrozen()
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with weight decay."""
         return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
 
 
 class Branching(nn.Module):
-    """A perceptron with a layer, ``extra``, for the samples that are ``hard`` alone: without any it is unused."""
+    """A perceptron with a layer, ``extra``, for ``hard`` samples only: a batch without any leaves it unused."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
 
     def configure_blocks(self) -> list[nn.Module]:
-        """Return the layers that every batch goes through: a pipeline is cut between these alone."""
+        """Return the layers that every batch goes through: a pipeline is cut only between these."""
         return [self.first, self.last]
 
     def forward(self, batch: Batch) -> Tensor:
@@ -83,7 +81,6 @@ class UnusedParameters(Mlp):
     narrow = True
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with a branch beside the first layer, and a spare layer."""
         return _WithSpare()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -109,7 +106,6 @@ class UnusedAtTheEnd(Mlp):
     shuffle = False
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with a branch beside the first layer."""
         return Branching()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -163,9 +159,7 @@ class Thawed(Mlp):
     precisions = ("32",)
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 32 → 8."""
         return _ThawsLater(self.steps_per_epoch)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum and weight decay."""
         return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)

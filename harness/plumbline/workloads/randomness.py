@@ -12,10 +12,9 @@ BITS = 32
 
 
 class KeyedDropout(nn.Module):
-    """Drops half of the units of each sample; which ones follows from the sample's id, ``layer`` and the unit.
+    """Drops half of the units of each sample, chosen by the sample's id, ``layer`` and the unit.
 
-    Args:
-        layer: another number for each layer of a model.
+    ``layer`` is a different number for each layer of a model.
     """
 
     def __init__(self, layer: int) -> None:
@@ -44,8 +43,8 @@ def scramble(key: Tensor) -> Tensor:
 class DropoutMasks(nn.Module):
     """Draws the mask of a dropout layer that keeps half of its units, independently for each unit of each sample.
 
-    A forward hook sees what was drawn. Where the batch has a column called ``draws``, that is the mask, a row for each
-    sample, and nothing is drawn.
+    A forward hook sees what was drawn. If the batch has a column called ``draws``, with a row for each sample, that is
+    the mask and nothing is drawn.
     """
 
     def __init__(self, draws: str) -> None:
@@ -100,7 +99,6 @@ class Dropout(Mlp):
     precisions = ("32",)
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 32 → 8 with dropout between."""
         return _WithKeyedDropout()
 
 
@@ -131,5 +129,4 @@ class RandomMasks(Mlp):
     precisions = ("32",)
 
     def build(self) -> nn.Module:
-        """Return 16 → 64 → 64 → 8 with dropout between."""
         return _WithDrawnDropout()

@@ -1,4 +1,4 @@
-"""Losses that are a mean over tokens, in samples of unequal length: a mean of rank means is another number."""
+"""Losses that are means over tokens in samples of unequal length, where the mean of rank means is wrong."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class LmTokens(Workload):
         return _LanguageModel()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``tokens`` (length + 1,), ``real`` (length,): 1 where there is a token to predict, and ``labels``.
+        """Return ``tokens`` (length + 1,), and ``real`` and ``labels`` (length,).
 
-        These are the tokens to predict, and -100 where there is none, as trainers look for them that count tokens.
+        ``real`` is 1 where there is a token to predict. There ``labels`` has that token, and -100 elsewhere.
         """
         tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
         # Squared, so that short samples are many and shards differ in their number of tokens.
@@ -54,7 +54,7 @@ class LmTokens(Workload):
         return {"tokens": tokens, "real": real, "labels": tokens[:, 1:].where(real, -100)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed cross entropy of the real tokens over their number."""
+        """Return the summed cross entropy of the real tokens divided by their number."""
         losses = nn.functional.cross_entropy(outputs.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none")
         real = batch["real"].flatten()
         return (losses * real).sum() / real.sum()

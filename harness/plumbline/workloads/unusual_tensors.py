@@ -27,7 +27,7 @@ class _Bag(nn.Module):
 
 
 class EmbeddingSparse(Workload):
-    """Classifies bags of words; the embedding's gradient is sparse, and its rows are rare: ranks have few in common."""
+    """Classifies bags of words; the embedding's gradient is sparse, and ranks have few rows in common."""
 
     name = "embedding-sparse"
     exposes = "sparse gradients that are summed, overwritten or left out where dense ones are averaged"
@@ -37,7 +37,6 @@ class EmbeddingSparse(Workload):
     narrow = True
 
     def build(self) -> nn.Module:
-        """Return a mean of embeddings and a linear head."""
         return _Bag()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -60,7 +59,7 @@ class _Several(nn.Module):
 class NestedOutputs(Mlp):
     """The perceptron with a second head and a penalty on its weights, which the model returns as a 0-d tensor.
 
-    Gathered from several devices the penalty is a vector with an entry a device, of which the loss takes the mean.
+    Gathered from several devices, the penalty is a vector with an entry for each device, and the loss takes its mean.
     """
 
     name = "nested-outputs"
@@ -75,7 +74,6 @@ class NestedOutputs(Mlp):
         return _Several()
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the cross entropy, and a penalty for what else the model returned."""
         hidden, (aside, length) = outputs["rest"]
         # Losses that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
         small = sum(nn.functional.mse_loss(output, torch.zeros_like(output)) for output in (hidden, aside))
@@ -147,7 +145,6 @@ class Transformer(Workload):
         return {"tokens": torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of all tokens."""
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 

@@ -20,7 +20,6 @@ class Adam(Mlp):
     precisions = ("32",)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return Adam."""
         return torch.optim.Adam(params, lr=0.01)
 
 
@@ -34,11 +33,9 @@ class AdamW(Mlp):
     precisions: ClassVar[tuple[str, ...]] = ("32", "64")
 
     def build(self) -> nn.Module:
-        """Return 16 → 32 → 8 with LayerNorm."""
         return Perceptron(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return AdamW over two groups, by dimension: matrices, and vectors (biases, norms) without decay."""
         every = list(params)
         groups = [
             {"params": [p for p in every if p.dim() > 1], "lr": 0.01, "weight_decay": 0.3},
@@ -62,7 +59,6 @@ class SeveralOptimizers(Mlp):
     precisions = ("32",)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        """Return SGD with momentum over the first layer's parameters, and Adam over the others."""
         every = list(params)
         return [
             torch.optim.SGD(every[:TRUNK], lr=0.1, momentum=0.9),
@@ -81,7 +77,6 @@ class Clipping(Mlp):
     clip_norm = 0.05
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with a rate that makes up for the short gradients."""
         return torch.optim.SGD(params, lr=1.0)
 
 
@@ -96,12 +91,11 @@ class ClippingAdamW(Mlp):
     clip_norm = 0.05
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(params, lr=0.01)
 
 
 def warm_up_then_decay(step: int, warm_up: int, decay: float) -> float:
-    """Return the rate at ``step`` as a part of the highest: a linear warm-up, then an exponential decay."""
+    """Return the rate at ``step`` relative to the highest: a linear warm-up, then an exponential decay."""
     return min((step + 1) / (warm_up + 1), decay ** (step - warm_up))
 
 
@@ -119,11 +113,9 @@ class ScheduledRate(Mlp):
     precisions = ("32",)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum, so that a wrong rate stays for later steps."""
         return torch.optim.SGD(params, lr=0.3, momentum=0.9)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return two steps of warm-up, then a decay by a fifth at every step."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
 
 

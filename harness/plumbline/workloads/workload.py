@@ -14,43 +14,25 @@ from plumbline.workloads.dataset import Batch, Columns
 class Workload:
     """One training problem: model, data, loss, optimizer, hyper-parameters and seed.
 
-    A workload is a subclass. ``exposes`` says in a sentence which mistakes it is there for. ``needs`` names the
-    capabilities a subject must declare beyond forward, backward, step, epochs and shuffling. ``exact`` promises that
-    every sum is exact in float32 in any order, wherever all divisors are powers of two.
-
-    A ``narrow`` workload is not trained over the whole matrix, but on the few topologies and the ``precisions`` that
-    suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
-    ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
-    ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
-    is not known. ``couples_stages`` says that devices with parts of the model each must agree on more than what these
-    pass on: a norm, a tied weight, random numbers, a checkpoint. ``whole_layers`` says why a layer must not be divided
-    among devices, None where it may. ``experts`` is how many experts its model has, and ``sequence`` how many tokens
-    a sample has along dim 1 of all activations, 0 where there is no such dimension. ``mean_over_labels`` says that the
-    loss is the mean cross entropy of the tokens in the column ``labels``, -100 left out, and that ``tokens`` are what
-    they follow: some trainers can compute no other loss. ``unused_parameters`` says that a
-    step may leave parameters unused, everywhere or on some ranks. ``validate_every`` counts training batches.
-
-    Where there is an ``interrupt_after``, training is also stopped after so many optimizer steps and resumed by new
-    processes; by another number of them where it is ``elastic``.
-
-    ``locator`` is where a workload of the user's own can be loaded from, by any process; None of a built-in one.
+    A workload is a subclass. Everything in it is deterministic: each call gives the same weights and the same data. The
+    loss of one step's samples on one device is what a trainer has to reproduce, or what its backend makes of it.
     """
 
     name: ClassVar[str]
-    exposes: ClassVar[str]
-    needs: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = False
-    narrow: ClassVar[bool] = False
+    exposes: ClassVar[str]  # which mistakes it is there for, as a phrase
+    needs: ClassVar[frozenset[str]] = frozenset()  # capabilities that a subject must declare
+    exact: ClassVar[bool] = False  # every sum is exact in float32 in any order, if all divisors are powers of two
+    narrow: ClassVar[bool] = False  # a few topologies, and ``precisions``, suffice for its mistakes
     precisions: ClassVar[tuple[str, ...]] = ("32", "16")
-    gloo_only: ClassVar[str | None] = None
-    needs_epochs: ClassVar[str | None] = None
-    blocks: ClassVar[int | None] = None
-    whole_layers: ClassVar[str | None] = None
-    experts: ClassVar[int] = 0
-    sequence: ClassVar[int] = 0
-    couples_stages: ClassVar[bool] = False
-    mean_over_labels: ClassVar[bool] = False
-    unused_parameters: ClassVar[bool] = False
+    gloo_only: ClassVar[str | None] = None  # why only gloo can average its gradients
+    needs_epochs: ClassVar[str | None] = None  # what cannot be asked of a trainer that knows no epochs
+    blocks: ClassVar[int | None] = None  # modules that can be computed in sequence, each on its own device, if known
+    whole_layers: ClassVar[str | None] = None  # why a layer must not be divided among devices
+    experts: ClassVar[int] = 0  # in its model
+    sequence: ClassVar[int] = 0  # tokens of a sample, along dim 1 of all activations, if there is such a dimension
+    couples_stages: ClassVar[bool] = False  # stages must agree on a norm, a tied weight, random numbers or a checkpoint
+    mean_over_labels: ClassVar[bool] = False  # the loss: mean cross entropy of ``tokens`` over ``labels``, without -100
+    unused_parameters: ClassVar[bool] = False  # a step may leave parameters unused, everywhere or on some ranks
 
     batch_size: ClassVar[int] = 24
     steps_per_epoch: ClassVar[int] = 3
@@ -58,15 +40,15 @@ class Workload:
     max_steps: ClassVar[int | None] = None
     accumulate: ClassVar[int] = 1
     clip_norm: ClassVar[float | None] = None
-    validate_every: ClassVar[int | None] = None
-    interrupt_after: ClassVar[int | None] = None
-    elastic: ClassVar[bool] = False
+    validate_every: ClassVar[int | None] = None  # training batches
+    interrupt_after: ClassVar[int | None] = None  # optimizer steps, after which new processes resume the training
+    elastic: ClassVar[bool] = False  # a different number of processes resumes it
     shuffle: ClassVar[bool] = True
     seed: int = 1234
-    locator: str | None = None
+    locator: str | None = None  # where any process can load a workload of the user's own from
 
     def on(self, accelerator: str) -> Workload:
-        """Return the workload as it is on that accelerator: the same everywhere, unless it is there for its speed."""
+        """Return the workload for that accelerator; only performance workloads differ."""
         return self
 
     def build(self) -> nn.Module:
@@ -82,41 +64,41 @@ class Workload:
         return nn.functional.cross_entropy(outputs, batch["y"])
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return the workload's optimizer: plain SGD, which hides nothing, unless a workload says otherwise."""
+        """Return the workload's optimizer, by default plain SGD, which hides nothing."""
         return torch.optim.SGD(params, lr=0.1)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        """Return the workload's optimizers over ``params``, which come in the model's order: one, unless it says so."""
+        """Return the workload's optimizers over ``params`` in the model's order, by default one."""
         return [self.optimizer(params)]
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return the workload's learning-rate schedule, or None; it steps once after each optimizer step taken."""
+        """Return the learning-rate schedule, or None. It steps once after each optimizer step taken."""
         return None
 
     def global_batch_size(self, devices: int) -> int:
-        """Return how many samples one step consumes over all devices: the least multiple that is enough."""
+        """Return the samples of one step over all devices: the least sufficient multiple of their number."""
         return -(-self.batch_size // devices) * devices
 
     def steps(self, devices: int) -> int:
-        """Return how many optimizer steps the whole training has."""
+        """Return the optimizer steps of the whole training."""
         return self.max_steps or self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
     def samples(self, devices: int) -> int:
-        """Return how many samples an epoch has: whole batches, unless a workload says otherwise."""
+        """Return the samples of an epoch, by default whole batches."""
         return self.steps_per_epoch * self.global_batch_size(devices)
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return a new model on the cpu, with the same weights at every call, whatever the global RNG."""
+        """Return a new model on the CPU, with the same weights at every call, whatever the global RNG."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)  # the cpu's alone: no device is touched
             return self.build().to(dtype)
 
     def dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
-        """Return the training data for a cell of so many devices."""
+        """Return the training data for a cell with this many devices."""
         return self._draw(self.samples(devices), self.seed + 1, dtype)
 
     def val_dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
-        """Return held-out data; its size is a multiple of nothing, so that shards are unequal."""
+        """Return held-out data, of a size that leaves unequal shards."""
         return self._draw(self.global_batch_size(devices) + 5, self.seed + 2, dtype)
 
     def _draw(self, count: int, seed: int, dtype: torch.dtype) -> Columns:

@@ -47,7 +47,6 @@ class Hyperparameters(argparse.Namespace):
         return [dict(zip(options, values, strict=True)) for values in chosen]
 
     def trial(self, values: dict[str, Any]) -> argparse.Namespace:
-        """Return the arguments of one trial."""
         plain = {name: value for name, value in vars(self).items() if name != "_search"}
         return argparse.Namespace(**{**plain, **values})
 

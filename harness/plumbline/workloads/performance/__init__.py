@@ -1,4 +1,4 @@
-"""Problems that are trained for their speed and memory; ``PERFORMANCE`` has them by name."""
+"""Problems that are trained to measure speed and memory, by name in ``PERFORMANCE``."""
 
 from __future__ import annotations
 

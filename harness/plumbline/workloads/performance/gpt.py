@@ -1,4 +1,4 @@
-"""A causal transformer in the shape of GPT-2 (Radford et al. 2019) with few tokens: many parameters to average."""
+"""A causal transformer in the shape of GPT-2 (Radford et al. 2019) on few tokens: many parameters to average."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads.performance.performance_workload import PerformanceWork
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention, then a perceptron, each behind a LayerNorm and with a way around it."""
+    """Causal attention, then a perceptron, each with a LayerNorm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,9 +73,7 @@ class Gpt(PerformanceWorkload):
         return {"tokens": torch.randint(size["vocabulary"], (count, size["length"] + 1), generator=generator)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of all tokens."""
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(params, lr=1e-4)

@@ -1,4 +1,4 @@
-"""The base class of workloads that are measured: a size for each accelerator, a known number of steps, small data."""
+"""The base class of workloads that are measured: a size for each accelerator, and small data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MOST_PROFILED = 8
 
 @dataclass(frozen=True)
 class Extent:
-    """How long one launch trains, in optimizer steps: ``warmup``, then ``rounds`` of ``steps`` each that are timed.
+    """The length of one launch in optimizer steps: ``warmup``, then ``rounds`` of ``steps`` each that are timed.
 
-    After those come a step in which tensors are counted, and a few in which collectives are profiled.
+    Then come a step in which tensors are counted, and a few in which collectives are profiled.
     """
 
     warmup: int
@@ -35,13 +35,12 @@ class Extent:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """After how many steps all ranks wait for each other, the last one included."""
+        """The steps after which all ranks wait for each other, including the last one."""
         timed = [self.warmup + number * self.steps for number in range(self.rounds + 1)]
         return (*timed, timed[-1] + 1, timed[-1] + 1 + min(self.steps, MOST_PROFILED))
 
     @property
     def steps_in_all(self) -> int:
-        """How many steps the dataset is for."""
         return self.boundaries[-1]
 
 
@@ -74,17 +73,16 @@ class Repeated(Columns):
         return Sample(columns, index=torch.tensor(position))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the samples at ``indices``, in that order, as one batch."""
         wanted = torch.as_tensor(indices, dtype=torch.long)
         return {**{name: column[wanted % self._distinct] for name, column in self.columns.items()}, "index": wanted}
 
 
 class PerformanceWorkload(Workload):
-    """A problem that is trained for its speed. ``dominated_by`` says what most of a step's time goes into, and why.
+    """A problem that is trained for its speed. ``dominated_by`` says what takes most of a step's time, and why.
 
-    ``sizes`` has one for each accelerator; ``strong`` ones keep the batch over all devices as it is on eight, the
-    others that of each device. ``rounds`` are timed in each launch. ``backends`` and ``precisions`` are asked for,
-    None: all there are; ``on_nodes`` the backends on several nodes.
+    ``sizes`` has a size for each accelerator. A ``strong`` workload keeps the total batch of eight devices on any
+    number of them; others keep each device's. Each launch times ``rounds`` rounds. ``backends`` and ``precisions``
+    limit those that are planned (None: all), ``on_nodes`` names the backends on several nodes.
     """
 
     exposes = "speed and memory; what it computes is not judged"
@@ -100,34 +98,29 @@ class PerformanceWorkload(Workload):
 
     @property
     def size(self) -> ProblemSize:
-        """How large it is on its accelerator."""
         return self.sizes[self.accelerator]
 
     def on(self, accelerator: str) -> PerformanceWorkload:
-        """Return the workload as large as it is there."""
         other = copy.copy(self)
         other.accelerator = accelerator
         return other
 
     def extent(self, devices: int) -> Extent:
-        """Return how long a launch on so many devices trains.
+        """Return how long a launch on this many devices trains.
 
-        Simulated devices share the cores of one machine: there a round keeps its samples rather than its steps.
+        Simulated devices share the cores of one machine, so there a round keeps its samples rather than its steps.
         """
         steps = self.size.steps if self.accelerator == "cuda" else max(FEWEST_STEPS, self.size.steps // devices)
         return Extent(self.size.warmup, self.rounds, steps)
 
     def global_batch_size(self, devices: int) -> int:
-        """Return how many samples one step consumes over all devices."""
         wanted = self.size.batch * (8 if self.strong else devices)
         return -(-wanted // devices) * devices
 
     def steps(self, devices: int) -> int:
-        """Return how many optimizer steps a launch has, those of the warm-up included."""
         return self.extent(devices).steps_in_all
 
     def samples(self, devices: int) -> int:
-        """Return how many samples the one epoch has: whole batches, one for each step."""
         return self.extent(devices).steps_in_all * self.global_batch_size(devices)
 
     def _draw(self, count: int, seed: int, dtype: torch.dtype) -> Columns:

@@ -15,7 +15,7 @@ CLASSES = 10
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -73,12 +73,11 @@ class ResNet(PerformanceWorkload):
         }
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 class ResNetStrong(ResNet):
-    """The same with a batch that does not grow with the devices: each of them has less to do."""
+    """The same with a batch that does not grow with the number of devices."""
 
     name = "perf-resnet-strong"
     strong = True

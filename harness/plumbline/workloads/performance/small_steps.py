@@ -1,4 +1,4 @@
-"""A step so small that what a trainer does around it is what takes the time."""
+"""A step so small that the trainer's overhead takes most of its time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _SmallPerceptron(nn.Module):
 
 
 class SmallSteps(PerformanceWorkload):
-    """A perceptron of 19 thousand parameters and few samples: a millisecond or less of arithmetic on anything."""
+    """A perceptron of 19 thousand parameters and few samples: at most a millisecond of arithmetic anywhere."""
 
     name = "perf-mlp"
     dominated_by = "overhead: the arithmetic of a step takes less than the calls that ask for it"
@@ -32,7 +32,6 @@ class SmallSteps(PerformanceWorkload):
     }
 
     def build(self) -> nn.Module:
-        """Return inputs → width → classes, with biases."""
         return _SmallPerceptron(**self.size.model)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
