@@ -21,13 +21,13 @@ from plumbline.judge.checks.launch import details, launch, with_hung_ranks
 from plumbline.judge.consequences import in_order
 from plumbline.judge.findings import Vacuous
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.workloads import Problem
+from plumbline.workloads import Workload
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
 """The checks that have nothing to compare once numbers are out of range; those by step are judged until then."""
 
 
-def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
+def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Run every check on the trace of a subject that declared ``behavior``.
 
     Findings are in reading order: root causes before their consequences. The same trace gives the same findings,

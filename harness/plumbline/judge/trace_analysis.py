@@ -41,7 +41,7 @@ from plumbline.judge.oracle.noise import (
 )
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from plumbline.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
-from plumbline.workloads import Problem
+from plumbline.workloads import Workload
 
 NUDGES = 3
 """Weights a rounding of float64 away that tell whether a tensor is zero in truth."""
@@ -94,7 +94,7 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
-    def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.whole_trace, self.cell = trace, cell
         contract, topology = cell.contract, cell.topology
         self.replicas = contract.replicas(topology)
@@ -110,7 +110,7 @@ class TraceAnalysis:
         self.epsilon = _epsilon(cell.arithmetic.storage)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
 
-    def _mask_shapes(self, trace: Trace, workload: Problem) -> dict[str, tuple[int, ...]]:
+    def _mask_shapes(self, trace: Trace, workload: Workload) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a whole model's masks, where ranks may draw parts of them."""
         micro_batches = (micro for rank in trace.ranks for step in rank.steps for micro in step.micro_batches)
         if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):

@@ -13,7 +13,7 @@ from plumbline.core.flat_part import FlatPart
 from plumbline.own_workloads.find import workload_of
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepHooks
-from plumbline.workloads import Columns, Problem
+from plumbline.workloads import Columns, Workload
 
 IGNORED = -100
 """The label that ``torch.nn.CrossEntropyLoss`` and transformers leave out of a loss."""
@@ -54,7 +54,7 @@ class Job:
 
     def __init__(self, assignment: Assignment, recorder: StepHooks) -> None:
         cell = assignment.cell
-        workload: Problem = workload_of(cell).on(cell.accelerator)
+        workload: Workload = workload_of(cell).on(cell.accelerator)
         self._workload = workload
         self._recorder = recorder
         self._arithmetic = cell.arithmetic

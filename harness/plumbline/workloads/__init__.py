@@ -19,7 +19,6 @@ from plumbline.workloads.experts import MixtureOfExperts
 from plumbline.workloads.overflow import Overflow, OverflowSchedule
 from plumbline.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
 from plumbline.workloads.performance import PERFORMANCE, PerformanceWorkload
-from plumbline.workloads.problem import Problem
 from plumbline.workloads.randomness import Dropout, RandomMasks
 from plumbline.workloads.token_means import AccumulationTokens, LmTokens
 from plumbline.workloads.unusual_tensors import ClippingTied, EmbeddingSparse, NestedOutputs, Transformer
@@ -110,7 +109,6 @@ __all__ = [
     "Batch",
     "Columns",
     "PerformanceWorkload",
-    "Problem",
     "Workload",
     "find",
     "register",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plumbline.evidence.trace import Trace
 from plumbline.judge.oracle.noise import FALSE_ALARM
-from plumbline.workloads import Problem
+from plumbline.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SampleMask:
     bits: Tensor
 
 
-def mask_shapes(workload: Problem, devices: int) -> dict[str, tuple[int, ...]]:
+def mask_shapes(workload: Workload, devices: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of the mask that each drawing layer of a whole model draws for one sample, by its name."""
     model, shapes = workload.model(torch.float64), {}
 

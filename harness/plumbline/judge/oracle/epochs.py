@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plumbline.core.training_behavior import TrainingBehavior
-from plumbline.workloads import Problem
+from plumbline.workloads import Workload
 
 Position = tuple[int, int]
 """A point between two batches: the number of optimizer steps done, and of micro-batches of the next one."""
@@ -20,7 +20,7 @@ class Epochs:
     accumulate: int
 
     @classmethod
-    def of(cls, workload: Problem, behavior: TrainingBehavior, devices: int) -> Epochs:
+    def of(cls, workload: Workload, behavior: TrainingBehavior, devices: int) -> Epochs:
         """Return how a subject divides a workload. A training by iterations is one epoch of whole windows."""
         if behavior.by_iterations:
             return cls(1, workload.steps(devices) * workload.accumulate, workload.accumulate)

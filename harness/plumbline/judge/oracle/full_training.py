@@ -17,7 +17,7 @@ from plumbline.judge.oracle.layout import Layout, shuffled, single_batch_layout
 from plumbline.judge.oracle.noise import distance, limit, norm, nudged, rounding_unit, within_a_rounding
 from plumbline.judge.oracle.oracle import Oracle, without_held_back
 from plumbline.judge.oracle.partial_sums import PartialSums
-from plumbline.workloads import Problem
+from plumbline.workloads import Workload
 
 TRAINING_RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
@@ -26,7 +26,7 @@ TRAINING_RUNS = 4
 class TracedTraining(Protocol):
     """What is needed of a trace: the job's weights, the subject's samples at each step, and oracles to train with."""
 
-    workload: Problem
+    workload: Workload
     epsilon: float
     compute_epsilon: float
 

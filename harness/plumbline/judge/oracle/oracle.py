@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from plumbline.core.precision import Precision
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.oracle.layout import Group, Layout, Share, sample_of
-from plumbline.workloads import Batch, Columns, Problem
+from plumbline.workloads import Batch, Columns, Workload
 
 
 class Optimizers:
@@ -45,7 +45,11 @@ class Oracle:
     """
 
     def __init__(
-        self, workload: Problem, devices: int, precision: Precision | None = None, loss_dtype: torch.dtype | None = None
+        self,
+        workload: Workload,
+        devices: int,
+        precision: Precision | None = None,
+        loss_dtype: torch.dtype | None = None,
     ) -> None:
         self.loss_dtype = loss_dtype
         self.dtype: torch.dtype = getattr(torch, precision.storage) if precision else torch.float64
