@@ -52,7 +52,7 @@ def test_resuming_in_the_middle_of_epoch_2_with_other_ranks(problem, scheduled, 
         rates = [t.checkpoint()["optimizers"][0]["param_groups"][0]["lr"] for t in (trainer, whole_trainer)]
         assert rates[0] == rates[1] == pytest.approx(0.1 * 0.7**3 * 0.9**3)
 
-    with pytest.raises(MisconfigurationError, match="no whole number of batches of 3"):
+    with pytest.raises(MisconfigurationError, match="do not divide into batches of 3"):
         trainer_for(1).fit(scheduled(batch_size=3, samples=32), ckpt_path=tmp_path / "at-6.ckpt")
     with pytest.raises(MisconfigurationError, match="other optimizers, schedulers or another precision"):
         trainer_for(1).fit(problem.Regression(batch_size=4, samples=32), ckpt_path=tmp_path / "at-6.ckpt")

@@ -1,9 +1,9 @@
-"""A small trainer: one device, dp, ddp and ddp2, in 64, 32 and 16 bits, on CUDA or on simulated devices.
+"""A small trainer: one device, dp, ddp, ddp2 and balanced, in 64, 32 and 16 bits, on CUDA or on simulated devices.
 
     from plumbline.trainer import Module, Trainer
     Trainer(gpus=2, distributed_backend="ddp", max_epochs=3).fit(MyModule())
 
-``TrainLoop`` is another face of the same. Read ``loop.py`` first; ``connector.py`` says what the arguments mean.
+``TrainLoop`` is another interface to it. Read ``loop.py`` first; ``connector.py`` interprets the arguments.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> N
         state.batches, rest = divmod(state.batches * before, now)
         if rest:
             raise MisconfigurationError(
-                f"The checkpoint stands after {checkpoint['batches']} batches of {before} samples (over all "
-                f"ranks), which is no whole number of batches of {now}: resume with a batch_size that "
-                "divides them."
+                f"The checkpoint was written after {checkpoint['batches']} batches of {before} samples (over all "
+                f"ranks). They do not divide into batches of {now} samples: resume with another batch_size."
             )
 
 

@@ -52,9 +52,9 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
             raise RankError(f"{failed}\n\n{trace}", rank) from None
         except ProcessExitedException as error:
             rank = first + error.error_index
-            sentence = f"{_name(rank, result)} ended before its training did: {error}"
+            sentence = f"{_name(rank, result)} ended before its training was complete: {error}"
             if error.signal_name == "SIGKILL":
-                sentence += " (so the system ends what takes more memory than there is)"
+                sentence += " (the machine may have run out of memory)"
             raise RankError(sentence, rank) from None
         finally:
             for process in context.processes:
@@ -64,7 +64,7 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
             for file in context.error_files:  # torch leaves the one of each rank that raised
                 Path(file).unlink(missing_ok=True)
         if not os.path.exists(result):
-            raise RankError(f"Rank {first} ended without a result: something in it called exit.", first)
+            raise RankError(f"Rank {first} ended without a result: its code called exit.", first)
         return read(result)
 
 

@@ -1,4 +1,4 @@
-"""Another face of the trainer: for a model that takes its own loss, with loaders, optimizer and criterion around it."""
+"""Trains a model that computes its own loss, given loaders, an optimizer and a criterion."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class TrainLoop:
     ``get_loss_eval(batch, criterion, device)``, a mean over the batch; and for ``predict``
     ``get_predictions(batch, device)``. They call the model as ``self(...)``.
 
-    After ``fit`` model and optimizer are as training left them, also where other processes trained. ``epochs`` counts
-    all that were trained; ``metrics`` holds ``loss``, the last step's, and ``val_loss``, taken after the last epoch:
-    means over samples, on all ranks.
+    After ``fit``, model and optimizer have the trained state, even if other processes trained. ``epochs`` counts all
+    epochs so far. ``metrics`` holds ``loss`` of the last step, and ``val_loss`` after the last epoch; both are means
+    over samples, over all ranks.
 
     Args:
-        model: On the cpu or a device; ``fit`` moves it, and the criterion, to where they are needed.
-        train_loader: A DataLoader as for one device. Where several ranks train, each is given its share of the samples.
-        val_loader: Used after each epoch, and shared likewise. None: no validation.
-        test_loader: What ``evaluate`` and ``predict`` use if they are not given another.
+        model: On any device; ``fit`` moves it and the criterion.
+        train_loader: A DataLoader as for one device. With several ranks, each gets its share of the samples.
+        val_loader: Used after each epoch, and shared in the same way. None: no validation.
+        test_loader: The default of ``evaluate`` and ``predict``.
         optimizer: Over parameters of ``model``.
-        criterion: A function or module that ``get_loss`` is handed.
+        criterion: A function or module that is passed to ``get_loss``.
         gpu_mode: ``"single"``: one device. ``"dp"``: the model's forward is split over the devices of this process, and
-            the criterion sees the outputs of the whole batch. ``"ddp"``: a process a device, each with batches of its
-            own; gradients are averaged. ``"balanced"``: a process a device, each with a part of the model. Processes
-            are started here, unless torchrun or srun has started them.
+            the criterion sees the outputs of the whole batch. ``"ddp"``: a process for each device, with its own
+            batches; gradients are averaged. ``"balanced"``: a process for each device, with a part of the model.
+            ``fit`` starts the processes, unless torchrun or srun has started them.
         use_amp: Forward and loss under float16 autocast; the loss is scaled.
         accelerator: ``"cuda"``, ``"cpu"`` (several devices are simulated), or ``"auto"``.
-        seed: Of the order of the data.
-        start_method: ``"fork"`` or ``"spawn"`` for processes that are started here; None: fork where no CUDA is.
+        seed: The seed for the order of the data.
+        start_method: ``"fork"`` or ``"spawn"`` for processes that ``fit`` starts. None: fork where there is no CUDA.
 
     Raises:
         MisconfigurationError: A method is missing, or the arguments do not go together.
@@ -86,13 +86,14 @@ class TrainLoop:
         self.metrics: dict[str, float] = {}
 
     def fit(self, num_epochs: int, num_nodes: int = 1, node_rank: int = 0, num_gpus: int | None = None) -> None:
-        """Train for so many epochs; another call goes on where this one ended.
+        """Train for ``num_epochs`` epochs; another call continues where this one ended.
 
         Args:
             num_epochs: Passes over ``train_loader``.
-            num_nodes: With processes: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
-            node_rank: Which of them this is, from 0. Under torchrun or srun their variables say it.
-            num_gpus: Devices of each node. None: all there are, or one with ``single``.
+            num_nodes: With ``ddp`` and ``balanced``, the number of nodes on which ``fit`` is called, with MASTER_ADDR
+                and MASTER_PORT set.
+            node_rank: The index of this node, from 0, unless torchrun or srun sets it.
+            num_gpus: Devices of each node. None: all, or one with ``single``.
 
         Raises:
             MisconfigurationError: This cannot be trained; nothing has been started.
@@ -138,18 +139,19 @@ class TrainLoop:
         self.epochs += num_epochs
 
     def evaluate(self, loader: Any = None) -> float:
-        """Return the mean of ``get_loss_eval`` over all samples of ``loader``, or else of ``test_loader``.
+        """Return the mean of ``get_loss_eval`` over all samples of ``loader``, by default of ``test_loader``.
 
-        This process does it alone, on one device, for all of the samples: also where it is one of several ranks.
+        This process evaluates all samples on one device, even if it is one of several ranks.
         """
         answers = self._ask("get_loss_eval", loader, self.criterion)
         total = sum(float(torch.as_tensor(loss).double().mean()) * samples for loss, samples in answers)
         return total / sum(samples for _, samples in answers)
 
     def predict(self, loader: Any = None) -> Any:
-        """Return what ``get_predictions`` returns for all batches, concatenated and on the cpu, as ``evaluate`` does.
+        """Return the concatenated outputs of ``get_predictions`` for all batches, on the CPU.
 
-        Tensors are concatenated along dim 0, also within tuples and dicts; lists follow one another.
+        Tensors are concatenated along dim 0, also within tuples and dicts, and lists are joined. The samples and the
+        device are those of ``evaluate``.
         """
         return concatenate([answer for answer, _ in self._ask("get_predictions", loader)])
 
@@ -175,10 +177,10 @@ class TrainLoop:
 
 
 class Trained(Module):
-    """The module that the Trainer is given: its training step is the model's ``get_loss``.
+    """The Trainer's module for a model: its training step is the model's ``get_loss``.
 
-    With ddp the whole step is inside of the synchronised forward, so it does not matter how ``get_loss`` calls the
-    model. With dp it is the model's own forward that is split, as the loss is due on the whole batch.
+    With ddp the whole step is inside the synchronised forward, so ``get_loss`` may call the model in any way. With dp
+    the model's own forward is split, since the loss needs the whole batch.
     """
 
     def __init__(self, model: Any, criterion: Any, optimizer: Optimizer, train_loader: Any, val_loader: Any) -> None:
@@ -265,8 +267,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     foreign = [p for p in parameters_of(optimizer) if id(p) not in own]
     if foreign:
         raise MisconfigurationError(
-            f"The optimizer has {len(foreign)} parameters that are not the model's (the first has the shape "
-            f"{tuple(foreign[0].shape)}): make it over parameters of the very model that TrainLoop is given."
+            f"The optimizer has a parameter of shape {tuple(foreign[0].shape)} that is not the model's: create it over "
+            "parameters of the same model that TrainLoop is given."
         )
 
 

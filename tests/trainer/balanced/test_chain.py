@@ -222,7 +222,7 @@ OBSTACLES = {
         "entry, layers.0, layers.1 \\+ head",
         "layers.0 or the code after it takes values .* \\(item\\)",
     ),
-    "attribute": (stashing, "entry, layers.0 \\+ layers.1, head", "layers.0 makes a tensor .* does not return"),
+    "attribute": (stashing, "entry, layers.0 \\+ layers.1, head", "layers.0 makes a tensor .* not returned"),
     "filled": (
         Filling,
         "entry, layers.0, layers.1 \\+ head",

@@ -102,23 +102,23 @@ def test_a_stage_that_raises_is_named(place, stage, devices):
 
 @pytest.mark.parametrize(("place", "stage", "devices"), at_each_place(2))
 def test_a_stage_that_dies_is_named(place, stage, devices):
-    sentence = rf"Rank {stage}, stage {stage} \(net.*\), ended before its training did: .*SIGKILL.*memory"
+    sentence = rf"Rank {stage}, stage {stage} \(net.*\), ended before its training was complete: .*SIGKILL.*memory"
     fails(Failing(dies, place, stage), devices, sentence)
 
 
 @pytest.mark.parametrize(("place", "stage", "devices"), at_each_place(3))
 def test_a_stage_that_hangs_is_named(place, stage, devices):
-    sentence = rf"Stage \d has waited 4 s for .*stage {stage}, on rank {stage}, does not go on.*stage_timeout"
+    sentence = rf"Stage \d has waited 4 s for .*stage {stage}, on rank {stage}, makes no progress.*stage_timeout"
     fails(Failing(hangs, place, stage), devices, sentence, stage_timeout=4)
 
 
 def test_a_stage_that_hangs_in_the_last_step_is_named():
-    sentence = r"Stage 0 has waited 4 s for .*stage 1, on rank 1, does not go on"
+    sentence = r"Stage 0 has waited 4 s for .*stage 1, on rank 1, makes no progress"
     fails(Failing(hangs, "optimizer", 1, step=2), 2, sentence, stage_timeout=4)
 
 
 def test_a_replica_that_hangs_is_named():
-    sentence = r"has waited 4 s for .*stage 1, on rank 3, does not go on"
+    sentence = r"has waited 4 s for .*stage 1, on rank 3, makes no progress"
     fails(Failing(hangs, "optimizer", 3), 4, sentence, stages=2, stage_timeout=4)
 
 

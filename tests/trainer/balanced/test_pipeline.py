@@ -498,5 +498,5 @@ def test_modules_that_cannot_be_parted_are_refused():
         def build(self):
             self.net = nn.Linear(5, 1)
 
-    with pytest.raises(RankError, match=r"Whole can be cut into 1 blocks \(net\).*configure_blocks"):
+    with pytest.raises(RankError, match=r"Whole can be cut into 1 block \(net\).*configure_blocks"):
         balanced(2).fit(Whole())

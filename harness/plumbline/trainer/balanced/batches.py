@@ -98,8 +98,8 @@ def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
     common = math.gcd(*sizes) if sizes else 1
     if common == 1 < max(sizes, default=1):
         warnings.warn(
-            f"Batches of {' and '.join(map(str, sorted(sizes)))} samples divide into no number of micro-batches, so "
-            "each device waits while another computes: use drop_last=True, or another batch_size.",
+            f"Batches of {' and '.join(map(str, sorted(sizes)))} samples do not divide into equal micro-batches, "
+            "so each device waits while another one computes: use drop_last=True, or another batch_size.",
             stacklevel=2,
         )
     return divisors(common)

@@ -109,9 +109,10 @@ def find_chain(
     starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
         reasons = "; ".join(flow.reasons())
+        blocks = f"{len(starts)} block{'' if len(starts) == 1 else 's'} ({_names(starts, calls)})"
         raise MisconfigurationError(
-            f"{type(module).__name__} can be cut into {len(starts)} blocks ({_names(starts, calls)}), too few for "
-            f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
+            f"{type(module).__name__} can be cut into {blocks}, too few for {devices} devices"
+            f"{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
             "modules that every step calls one after the other."
         )
     return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), frozenset(flow.drawn))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Clock = Callable[[], Any]
-"""Returns a point in time, of which ``median_seconds`` takes two."""
+"""Returns a point in time, for ``median_seconds``."""
 
 
 def computing_clock(device: torch.device) -> Clock:

@@ -103,4 +103,6 @@ class DataFlow:
                 self.forbid(first, last if until is None else until, reason)
 
     def after(self, call: int) -> str:
-        return f"{self.calls[call] or 'the module itself'} or the code after it" if call >= 0 else "the step's begin"
+        if call < 0:
+            return "the start of the step"
+        return f"{self.calls[call] or 'the module itself'} or the code after it"

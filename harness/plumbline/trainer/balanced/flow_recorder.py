@@ -185,9 +185,8 @@ class FlowRecorder(TorchFunctionMode):
             if change.tensor != id(tensor):
                 first = self.since[key] if label is None else self.made_at[tensor]
                 last = self.position.place if label is None else change.place
-                reason = (
-                    f"{self.flow.after(change.place // 2)} changes a tensor in place that is used again by another name"
-                )
+                changing = self.flow.after(change.place // 2)
+                reason = f"{changing} changes a tensor in place that is used later under another name"
                 self.flow.forbid(first, last, reason)
 
     def _note_changes(self, given: list[Tensor], before: list[int], *, returning: bool = False) -> None:

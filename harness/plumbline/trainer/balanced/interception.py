@@ -96,7 +96,7 @@ class Interception:
             raise MisconfigurationError(
                 f"{self._named(self.position.call)}, or the code after it, {error}, which another stage has computed: "
                 "balanced needs the same data flow for every batch, in training and validation. Use operations on "
-                "tensors instead, as torch.where, or the same code in each step."
+                "tensors instead, such as torch.where, or the same code in each step."
             ) from error
         finally:
             self.active, self.inputs, self.tensors = False, (), {}
@@ -224,13 +224,13 @@ class Interception:
 
     def _changed(self, carried: Carried) -> str:
         return (
-            f"What later blocks use of {self._named(carried.label.call)}, or of the code after it, is not computed as "
-            "it was when the blocks were found: balanced needs the same data flow for every batch, in training and "
+            f"{self._named(carried.label.call)}, or the code after it, does not compute the tensors of later blocks "
+            "as it did when the blocks were found: balanced needs the same data flow for every batch, in training and "
             f"validation. {ADVICE}"
         )
 
     def _named(self, call: int) -> str:
-        return self.calls[call][0] if call >= 0 else "the begin of the step"
+        return self.calls[call][0] if call >= 0 else "the start of the step"
 
 
 class OperationsBetween(TorchFunctionMode):

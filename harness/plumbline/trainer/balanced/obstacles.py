@@ -55,5 +55,5 @@ class HiddenTensorUse(TorchFunctionMode):
         for tensor in given:
             hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
             if hidden_in is not None and not (self.interception.skipping and hidden_in == position.call):
-                reason = f"{self.flow.calls[hidden_in]} makes a tensor that is used later and that it does not return"
+                reason = f"{self.flow.calls[hidden_in]} makes a tensor that is used later but not returned"
                 self.flow.forbid(2 * hidden_in, position.place, reason)

@@ -69,8 +69,8 @@ def partition(
 
     Args:
         profile: The blocks, measured with the micro-batches that ``micro_batches`` makes of a batch.
-        stages: How many; each holds at least one block.
-        micro_batches: Of one step: a stage keeps at most so many for backward.
+        stages: The number of stages; each holds at least one block.
+        micro_batches: Those of one step; a stage keeps at most this many for backward.
         memory: Bytes that the device of each stage may hold. None: no limit.
 
     Raises:

@@ -134,7 +134,7 @@ class Pipeline:
         if number:
             if not known:
                 self.shapes[key] = [self.exchange.receive_shapes(number - 1), None]
-            # In 1F1B the stage before takes all gradients that were sent to it, but for the last, before it sends.
+            # In 1F1B the stage before receives all gradients that were sent to it, except the last, before it sends.
             self.exchange.wait_until_sent(forward=False, but=1)
             arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
@@ -169,7 +169,7 @@ class Pipeline:
                 self.precision.backward(loss)
         else:
             received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
-            # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
+            # These gradients are those of the oldest micro-batch here: the next stage has received all earlier ones.
             self.exchange.wait_until_sent(forward=True, but=in_flight)
             pairs = [
                 (tensor, gradient)
@@ -190,7 +190,7 @@ class Pipeline:
 
 
 MOST_PENDING = 16
-"""Of how many batches of validation what was sent may wait to be received."""
+"""The number of validation batches whose messages may be pending."""
 
 
 class Arrival(torch.autograd.Function):

@@ -21,14 +21,14 @@ def best_plan(
     """Return the plan with the shortest simulated step, that of the optimizers included.
 
     Args:
-        profiles: One for each number of micro-batches.
-        devices: How many.
-        memory: Bytes that each device may hold; device ``d`` has stage ``d`` modulo their number.
-        stages: The numbers of stages to choose from, divisors of ``devices``: replicas of the stages are on the rest,
-            and share the micro-batches. None: as many as devices.
+        profiles: By number of micro-batches.
+        devices: The number of devices.
+        memory: Bytes that each device may hold; device ``d`` has stage ``d`` modulo the number of stages.
+        stages: The numbers of stages to choose from, divisors of ``devices``. Replicas of the stages are on the other
+            devices, and share the micro-batches. None: as many stages as devices.
 
     Raises:
-        MisconfigurationError: None of them fits; the message is that for the most stages and micro-batches.
+        MisconfigurationError: No plan fits; the message is that of the plan with the most stages and micro-batches.
 
     """
     found: list[tuple[StagePlan, Profile]] = []
@@ -54,10 +54,10 @@ def best_plan(
 
 
 LEAST_GAIN = 1e-9
-"""The least part of a step that is worth another plan: below it is rounding."""
+"""The least relative gain that is worth another plan; less is rounding."""
 
 WORTH_IMPROVING = 2.0
-"""Plans that take up to so many times the best one's step are improved block by block; simulations take a while."""
+"""Plans that take at most this many times the best plan's step are improved block by block."""
 
 
 def cost(planned: StagePlan) -> tuple[float, int]:

@@ -12,29 +12,28 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 GRACE = 30.0
-"""How many seconds, and no longer than the limit, a rank is given to say that it waits as well."""
+"""How many seconds a rank has to report that it waits too; the limit, if that is less."""
 
 LOST = 2.0
-"""How many seconds after a connection is lost another rank is given to say that it has waited too long."""
+"""How many seconds after a lost connection another rank has to report that it has waited too long."""
 
 EVERYBODY = "everybody"
-"""What a rank says that it waits for where all ranks do something together."""
+"""The target that a rank reports when all ranks do something together."""
 
 
 class StageTimeoutError(RuntimeError):
-    """Another rank has sent, or received, nothing for too long."""
+    """Another rank has not sent or received anything for too long."""
 
 
 class StageTimeout:
     """Waits for the stages of one pipeline, and for all ranks.
 
     Args:
-        limit: Seconds. The process groups that are waited on have it as their timeout.
+        limit: Seconds; the process groups have the same timeout.
         stage: This rank's.
         first: The rank of stage 0; the others follow it.
-        store: Where ranks that have waited too long say for whom, so that the one at fault is named and not one
-            between.
-        stages: How many a pipeline has.
+        store: Where ranks that have waited too long report for whom, so that the stage at fault is named.
+        stages: The number of stages of a pipeline.
 
     """
 
@@ -57,7 +56,7 @@ class StageTimeout:
             raise
         except RuntimeError as error:
             if monotonic() - start < self.limit and not self._has_said("somebody", LOST):
-                raise  # the connection is lost: the other one has ended, and says why
+                raise  # the connection is lost: the other rank has ended and reports why
             self.store.set(_key("somebody"), target)
             self.store.set(_key(rank), target)
             last = self._last(rank, target)
@@ -65,14 +64,14 @@ class StageTimeout:
             waited = f"Stage {self.stage} has waited {self.limit:g} s for {name}"
             if last is None:
                 raise StageTimeoutError(
-                    f"{waited}, and all ranks wait: they do not take the same steps. See whether training_step, "
+                    f"{waited}, and all ranks wait: they do not take the same steps. Check that training_step, "
                     "validation_step and the data loaders do the same on all ranks, or give a longer stage_timeout."
                 ) from error
             fault = f"stage {last % self.stages}"
-            between = "" if target in (EVERYBODY, str(last)) else f" (it waits itself, in the end for {fault})"
+            between = "" if target in (EVERYBODY, str(last)) else f" (which waits, directly or not, for {fault})"
             raise StageTimeoutError(
-                f"{waited}{between}: {fault}, on rank {last}, does not go on. See what that process does, or give a "
-                "longer stage_timeout."
+                f"{waited}{between}: {fault}, on rank {last}, makes no progress. Check what that process does, or give "
+                "a longer stage_timeout."
             ) from error
 
     def _last(self, rank: int, target: str) -> int | None:
@@ -90,7 +89,7 @@ class StageTimeout:
     def _has_said(self, who: int | str, seconds: float) -> bool:
         try:
             self.store.wait([_key(who)], timedelta(seconds=max(seconds, 0.01)))
-        except RuntimeError:  # they have not, or the store is gone
+        except RuntimeError:  # not reported, or the store is gone
             return False
         return True
 

@@ -68,4 +68,4 @@ class Prediction:
     stage_peak_bytes: tuple[int, ...]
     bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
     optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once a step
-    period_seconds: float = 0.0  # from a step's begin to the next one's, with the optimizers
+    period_seconds: float = 0.0  # from the start of a step to the next one, with the optimizers
