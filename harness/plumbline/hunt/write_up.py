@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -16,13 +15,10 @@ from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.outcome import Outcome
 from plumbline.hunt.problem_file import name_of
-from plumbline.hunt.program.kinds import COMPARES_WEIGHTS
-from plumbline.hunt.program.plain_model import NotExpressedError
-from plumbline.hunt.program.plain_torch import PlainTorch
-from plumbline.hunt.program.rounding import tolerance
+from plumbline.hunt.program.layers import NotExpressedError
+from plumbline.hunt.program.problem import Problem
+from plumbline.hunt.program.render import MOST_LINES, NoTemplateError, render, render_by_hand
 from plumbline.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
-from plumbline.hunt.program.source import MOST_LINES, NoTemplateError, one_device, program
-from plumbline.hunt.program.visible import orders, visible
 from plumbline.hunt.search import Failure
 from plumbline.planning.declaration import Declaration
 from plumbline.workloads.generated import Recipe
@@ -76,11 +72,11 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "again": "\n".join(_commands(failure, subject, folder)),
         "refusal": None,
     }
-    problem = visible(PlainTorch(recipe, cell, finding), declaration.precisions[cell.accelerator])
+    problem = Problem(recipe, cell, finding).visible(declaration.precisions[cell.accelerator])
     file = folder / f"{name}-program.py"
     shown = None
     try:
-        for tried in orders(problem):
+        for tried in problem.orders():
             run, shown = _run(tried, declaration, file, python)
             values |= {"verdict": _verdict(run, shown, tried.differences)}
             if shown is not Shown.NO:
@@ -94,7 +90,7 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         file.unlink(missing_ok=True)
         values |= {"refusal": str(error), "advice": None, "program": None}
         if isinstance(error, NoTemplateError):
-            values |= {"advice": error.advice, "program": _one_device(problem)}
+            values |= {"advice": error.advice, "program": _by_hand(problem)}
             if _folder(declaration) == SHIPPED and not declaration.software.library:
                 values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
     page = folder / f"{name}.md"
@@ -122,33 +118,15 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
         yield "the epoch's mean loss is reported"
 
 
-def _run(problem: PlainTorch, declaration: Declaration, file: Path, python: str) -> tuple[ProgramRun, Shown]:
-    """Write a failure's program, and run it."""
-    file.write_text(_program(problem, declaration, file.name), "utf-8")
-    modules = _folder(declaration) / "programs" / problem.cell.subject
-    run = run_program(file, processes_of(declaration, problem.cell), python, modules)
-    return run, _shown(run, problem)
-
-
-def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
-    """Return the program of a failure, called ``name``."""
-    command = shlex.join(command_of(Path(name), processes_of(declaration, problem.cell)))
-    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
-    return program(problem, _folder(declaration), title, tolerance_of(problem))
-
-
-def tolerance_of(problem: PlainTorch) -> str:
-    """Return by how much rounding alone may move a weight; nothing where no weights are compared.
-
-    Raises:
-        NotExpressedError: rounding alone may move it anywhere.
-    """
-    if problem.kind not in COMPARES_WEIGHTS:
-        return ""
-    moved = tolerance(problem)
-    if not isfinite(moved):
-        raise NotExpressedError("a training that diverges, or overflows")
-    return f"{moved:.0e}"
+def _run(problem: Problem, declaration: Declaration, file: Path, python: str) -> tuple[ProgramRun, Shown]:
+    processes = processes_of(declaration, problem.cell)
+    command = shlex.join(command_of(Path(file.name), processes))
+    title = f"{_library(declaration)} fails the check of {problem.finding.check}. Run:\n\n    {command}\n"
+    file.write_text(render(problem, _folder(declaration), title), "utf-8")
+    run = run_program(file, processes, python, _folder(declaration) / "programs" / problem.cell.subject)
+    if run.exit_code is None and problem.finding.outcome is Outcome.TIMED_OUT:
+        return run, Shown.YES
+    return run, run.shows(problem.finding.message if problem.raises else None)
 
 
 def _folder(declaration: Declaration) -> Path:
@@ -161,18 +139,11 @@ def processes_of(declaration: Declaration, cell: Cell) -> int:
     return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 
-def _one_device(problem: PlainTorch) -> str | None:
-    """Return what is right in plain torch, None where no short program has it."""
+def _by_hand(problem: Problem) -> str | None:
     try:
-        return one_device(problem, "The weights that one device ends with.")
+        return render_by_hand(problem, "The weights that one device ends with.")
     except NotExpressedError:
         return None
-
-
-def _shown(run: ProgramRun, problem: PlainTorch) -> Shown:
-    if run.exit_code is None and problem.finding.outcome is Outcome.TIMED_OUT:
-        return Shown.YES
-    return run.shows(problem.finding.message if problem.broke else None)
 
 
 def _verdict(run: ProgramRun, shown: Shown, differences: str) -> str:

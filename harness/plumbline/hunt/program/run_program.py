@@ -18,12 +18,13 @@ from plumbline.launch.process_tags import TAG, end_tagged
 
 TIME_LIMIT_S = 180.0
 
-COMPARISON = "torch.testing.assert_close("
-"""The last statement of a program: what it raises is the deviation."""
-
 _LINES_OF_AN_ERROR = 6
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
+_ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")
+"""How the line begins that says why a program ended."""
+_OTHER = re.compile(rf"Traceback|[WE]\d{{4}} |{_ERROR.pattern}")
+"""How a line after it begins that is another rank's, or torchrun's."""
 
 
 class Shown(Enum):
@@ -36,7 +37,7 @@ class Shown(Enum):
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """``printed`` has each line once, whichever rank printed it; ``error`` is the exception that ended it, if any.
+    """``printed`` has each line once, whichever rank printed it; ``error`` says what ended it, if anything did.
 
     ``exit_code`` is None where the time limit ended it.
     """
@@ -44,15 +45,13 @@ class ProgramRun:
     exit_code: int | None
     printed: str
     error: str
-    raised_by_comparison: bool
 
     def shows(self, expected_error: str | None) -> Shown:
         """Return whether it shows the deviation.
 
-        ``expected_error`` is the message of a finding about an exception, of which the program's must be the kind; None
-        of other findings.
+        ``expected_error`` is the message of a finding about an exception, whose kind the program must raise.
         """
-        if self.raised_by_comparison:
+        if self.error.startswith("Deviates:"):
             return Shown.YES
         if self.exit_code == 0:
             return Shown.NO
@@ -61,7 +60,7 @@ class ProgramRun:
 
 
 def command_of(program: Path, ranks: int) -> list[str]:
-    """Return the words of the command that runs a program, for the present folder."""
+    """Return the words of the command that runs a program in the present folder."""
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", str(ranks)]
     return [*(torchrun if ranks > 1 else ["python"]), str(program)]
 
@@ -69,15 +68,24 @@ def command_of(program: Path, ranks: int) -> list[str]:
 def run_program(
     program: Path, ranks: int, python: str, modules: Path | None = None, time_limit: float = TIME_LIMIT_S
 ) -> ProgramRun:
-    """Run a program with an interpreter, in a folder of its own; nothing of it is left running.
+    """Run a program with an interpreter, in a folder of its own, and leave nothing running.
+
+    A program that fails without saying why is run once more: torch may abort when a process ends.
 
     Args:
         program: the file.
-        ranks: processes that torchrun starts; of one, it is not used.
+        ranks: processes that torchrun starts; one process is started without it.
         python: the interpreter.
-        modules: a folder, if there is one, of modules that the interpreter finds first: its environment lacks them.
-        time_limit: in seconds; the program is ended then.
+        modules: a folder of modules that the interpreter finds first, for what its environment lacks.
+        time_limit: seconds after which the program is killed.
     """
+    run = _run(program, ranks, python, modules, time_limit)
+    if run.exit_code and not run.error:
+        run = _run(program, ranks, python, modules, time_limit)
+    return run
+
+
+def _run(program: Path, ranks: int, python: str, modules: Path | None, time_limit: float) -> ProgramRun:
     tag = secrets.token_hex(8)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     # Unbuffered, ranks would write a line in two pieces, and into each other's.
@@ -106,8 +114,8 @@ def run_program(
                 os.killpg(process.pid, signal.SIGKILL)
             end_tagged(tag)  # torchrun's ranks have sessions of their own
             process.wait()
-        outputs, raised = _text(printed), _text(errors)
-    return ProgramRun(exit_code, "\n".join(dict.fromkeys(outputs.splitlines())), *_error_of(raised))
+        lines, error = _text(printed).splitlines(), _error_of(_text(errors))
+    return ProgramRun(exit_code, "\n".join(dict.fromkeys(lines)), error if exit_code != 0 else "")
 
 
 def _text(file: IO[str]) -> str:
@@ -115,14 +123,13 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
-def _error_of(text: str) -> tuple[str, bool]:
-    """Return the exception that a rank ended with, in a few lines, and whether the comparison raised it."""
+def _error_of(text: str) -> str:
+    """Return the lines that say why the first rank ended."""
     # torchrun's own exception is the last one, and says nothing of a rank's.
     lines = [_RANK.sub("", line) for line in text.partition("torch.distributed.elastic")[0].splitlines()]
-    places = [place for place, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    places = [place for place, line in enumerate(lines) if _ERROR.match(line)]
     if not places:
-        return "", False
-    block = [line for line in lines[places[0] : places[0] + _LINES_OF_AN_ERROR + 2] if line.strip()]
-    end = next((place for place, line in enumerate(block) if place and line.startswith("Traceback")), len(block))
-    raised = any(COMPARISON in line for line in lines[: places[0]]) and block[0].startswith("AssertionError")
-    return "\n".join(block[:end][:_LINES_OF_AN_ERROR]), raised
+        return ""
+    block = [line for line in lines[places[0] : places[0] + _LINES_OF_AN_ERROR] if line.strip()]
+    end = next((place for place, line in enumerate(block) if place and _OTHER.match(line)), len(block))
+    return "\n".join(block[:end])

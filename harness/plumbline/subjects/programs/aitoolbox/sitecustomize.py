@@ -1,20 +1,15 @@
-"""Stands in for what AIToolbox imports and training does not use, where a program runs in an environment without it."""
+"""Stands in for modules that AIToolbox imports and training does not use, where they are not installed."""
 
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 from unittest.mock import MagicMock
 
-UNUSED = {
-    "boto3": ["boto3"],
-    "botocore": ["botocore", "botocore.exceptions"],
-    "google": ["google.cloud"],
-    "matplotlib": ["matplotlib", "matplotlib.backends.backend_pdf", "matplotlib.pyplot", "matplotlib.style"],
-    "seaborn": ["seaborn"],
-    "sklearn": ["sklearn.metrics"],
-    "tensorboard": ["torch.utils.tensorboard"],
-    "wandb": ["wandb"],
-}
-
-for needed, modules in UNUSED.items():
-    if find_spec(needed) is None:
-        sys.modules |= dict.fromkeys(modules, MagicMock())
+for name in (
+    *("boto3", "botocore", "botocore.exceptions", "google.cloud", "google.cloud.storage", "matplotlib"),
+    *("matplotlib.backends.backend_pdf", "matplotlib.pyplot", "matplotlib.style", "seaborn", "sklearn.metrics"),
+    *("torch.utils.tensorboard", "wandb"),
+):
+    try:
+        import_module(name)
+    except ImportError:
+        sys.modules[name] = MagicMock()

@@ -1,0 +1,281 @@
+"""A failure as the templates of programs use it: numbers of the problem, and parts of it as plain torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from plumbline.core.cell import Cell
+from plumbline.core.finding import Finding
+from plumbline.hunt.problems import OVER_SAMPLES
+from plumbline.hunt.program.layers import Layer, NotExpressedError, layers_of
+from plumbline.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
+
+LOSSES = {
+    "classes": "F.cross_entropy(outputs, y)",
+    "squares": "F.mse_loss(outputs, y)",
+    "token-mean": "F.cross_entropy(outputs.transpose(1, 2), y)",
+    "in-batch": "F.cross_entropy(outputs @ y.T, torch.arange(len(y)))",
+    "two": "F.cross_entropy(outputs, y) + 0.3 * F.mse_loss(outputs, target)",
+    LABELS: "F.cross_entropy(outputs[:, :-1].transpose(1, 2), y[:, 1:])",
+}
+
+INPUTS = {
+    "features": f"(torch.rand({{rows}}, 1) * torch.randn({{rows}}, {FEATURES})).to(dtype)",
+    "images": f"torch.randn({{rows}}, 2, {SIDE}, {SIDE}).to(dtype)",
+    "tokens": f"torch.randint({VOCABULARY}, ({{rows}}, {LENGTH}))",
+    "sparse-tokens": f"torch.randint({VOCABULARY}, ({{rows}}, {LENGTH}))",
+    TEXT: f"torch.randint({VOCABULARY}, ({{rows}}, {LENGTH + 1}))",
+}
+
+_CLASSES = f"torch.randint({OUTPUTS}, ({{rows}},))"
+_VECTORS = f"torch.randn({{rows}}, {OUTPUTS}).to(dtype)"
+
+TARGETS = {
+    "classes": {"y": _CLASSES},
+    "squares": {"y": _VECTORS},
+    "token-mean": {
+        "lengths": f"torch.randint(1, {LENGTH + 1}, ({{rows}}, 1))",
+        "y": f"torch.randint({OUTPUTS}, ({{rows}}, {LENGTH})).where(torch.arange({LENGTH}) < lengths, -100)",
+    },
+    "in-batch": {"y": _VECTORS},
+    "two": {"y": _CLASSES, "target": _VECTORS},
+    LABELS: {
+        "lengths": f"torch.randint(1, {LENGTH + 1}, ({{rows}}, 1))",
+        "y": f"x.where(torch.arange({LENGTH + 1}) <= lengths, -100)",
+    },
+}
+
+OPTIMIZERS = {
+    "sgd": ["optimizer = torch.optim.SGD({model}.parameters(), lr=0.1)"],
+    "momentum": ["optimizer = torch.optim.SGD({model}.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)"],
+    "adam": ["optimizer = torch.optim.Adam({model}.parameters(), lr=0.01)"],
+    "adamw": ["optimizer = torch.optim.AdamW({model}.parameters(), lr=0.01, weight_decay=0.1)"],
+    "groups": [
+        "matrices = [parameter for parameter in {model}.parameters() if parameter.dim() > 1]",
+        "vectors = [parameter for parameter in {model}.parameters() if parameter.dim() <= 1]",
+        'decayed = {{"params": matrices, "weight_decay": 0.3}}',
+        'others = {{"params": vectors, "lr": 0.02, "weight_decay": 0.0}}',
+        "optimizer = torch.optim.AdamW([decayed, others], lr=0.01)",
+    ],
+    "several": [
+        "first, *others = {model}.parameters()",
+        "optimizers = [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(others, lr=0.01)]",
+    ],
+}
+
+RATE = "lambda n: min((n + 1) / 3, 0.8 ** (n - 2))"
+SCHEDULE = f"torch.optim.lr_scheduler.LambdaLR(optimizer, {RATE})"
+
+COMPARES_WEIGHTS = ("weights", "resumed")
+
+OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-another-size")
+"""Causes of unused samples that a loader did draw: the weights show them."""
+
+SLIGHT = ("slightly-scaled", "scaled-before-clipping")
+"""Causes whose effect is hardly larger than rounding in float32."""
+
+ORDERS = 3
+"""Seeds that are tried where samples are shuffled: the wrong order of a few samples may be right by chance."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A recipe on a cell, and what was found there. ``changed`` says, in words after "it", what differs from that."""
+
+    recipe: Recipe
+    cell: Cell
+    finding: Finding
+    changed: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What a program compares: one of the table in docs/searching.md, or the check, for which there is none."""
+        check, cause = self.finding.check, self.finding.cause
+        if check == "launch" and cause in ("raised", "hung"):
+            return "raised"
+        if check == "metrics":
+            return "val_loss" if self.finding.message.startswith("val_loss") else "loss"
+        if check == "checkpoint" and self.recipe.interrupt_after is not None:
+            return "resumed"
+        if check == "validation" and "were not evaluated" in self.finding.message:
+            return "val_loss"
+        # Within a window of batches, forwards need not begin alike.
+        if check == "buffers" and cause == "buffers-not-broadcast" and self.recipe.accumulate == 1:
+            return "broadcast"
+        # Where samples are shuffled, no weights can be compared.
+        of_a_loader = self.recipe.accumulate == 1 or cause not in (None, *OF_WINDOWS)
+        if check == "samples" and (of_a_loader or self.recipe.shuffle):
+            return "samples"
+        return check if check in ("buffers", "precision", "validation", "rng") else "weights"
+
+    @property
+    def raises(self) -> bool:
+        """Whether the failure is an exception, which the program has to raise too."""
+        return self.finding.check == "launch" or self.finding.cause == "interruption-broke"
+
+    @property
+    def differences(self) -> str:
+        """What the program does not do as the problem that was found, in words after "it"; may be empty."""
+        left_out = []
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss", "broadcast"):
+            left_out.append("evaluations")
+        if self.recipe.interrupt_after is not None and self.kind != "resumed":
+            left_out.append("the interruption")
+        if self.recipe.shuffle and self.kind == "raised":
+            left_out.append("shuffling")
+        return ", ".join(["leaves out " + " and ".join(left_out)] * bool(left_out) + [*self.changed])
+
+    def visible(self, precisions: Collection[str]) -> Problem:
+        """Return the problem to be shown, whose weights or samples tell; ``precisions`` are the trainer's."""
+        recipe, cell, changed = self.recipe, self.cell, []
+        if self.kind == "samples" and recipe.inputs != TEXT:
+            recipe = replace(recipe, inputs="features", layers=(), loss="classes", returns="logits")
+        if recipe.loss == "in-batch" and self.batch == 1 and self.kind in COMPARES_WEIGHTS:
+            recipe = replace(recipe, batch_size=2 * cell.topology.devices)
+            changed.append("has two samples a batch and rank, as the loss among one is zero")
+        if self.finding.cause in SLIGHT and cell.precision == "32" and "64" in precisions:
+            cell = replace(cell, precision="64")
+            changed.append("trains in float64, where rounding hides less")
+        return replace(self, recipe=recipe, cell=cell, changed=tuple(changed))
+
+    def orders(self) -> Iterator[Problem]:
+        """Yield the problem, and if it is shuffled the same with other orders."""
+        yield self
+        for more in range(1, ORDERS if self.recipe.shuffle else 1):
+            seed = self.recipe.seed + more
+            changed = (*self.changed, f"has seed {seed}, as the order of another is right by chance")
+            yield replace(self, recipe=replace(self.recipe, seed=seed), changed=changed)
+
+    @property
+    def precision(self) -> str:
+        return self.cell.precision
+
+    @property
+    def backend(self) -> str:
+        return self.cell.backend
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the training."""
+        return self.cell.processes
+
+    @property
+    def shares(self) -> int:
+        """Ranks that have samples of their own."""
+        return len(self.cell.contract.replicas(self.cell.topology))
+
+    @property
+    def batch(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        devices = self.cell.topology.devices
+        return ceil(self.recipe.batch_size / devices) * devices // self.shares
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        size = self.batch * self.shares
+        most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
+        return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def draws(self) -> int:
+        """Samples of an epoch, including those that are drawn twice so that all ranks have as many."""
+        return ceil(self.samples / self.shares) * self.shares
+
+    @property
+    def rows(self) -> int:
+        """Samples of ``data``: those of an epoch, or held-out ones, whose number is a multiple of nothing."""
+        if self.kind != "val_loss":
+            return self.samples
+        if self.recipe.loss not in OVER_SAMPLES:
+            raise NotExpressedError("a loss that is not a mean over samples")
+        return self.batch * self.shares + 5
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the program shuffles. The training by hand cannot: the order is the trainer's."""
+        if self.recipe.shuffle and self.kind == "weights":
+            raise NotExpressedError("shuffled samples, whose order is the trainer's own")
+        return self.recipe.shuffle and self.kind != "raised"
+
+    @property
+    def stopped_batches(self) -> int:
+        """Batches on each rank, over all epochs, before the interruption."""
+        assert self.recipe.interrupt_after is not None
+        epochs, steps = divmod(self.recipe.interrupt_after, -(-self.recipe.steps_per_epoch // self.recipe.accumulate))
+        return epochs * self.recipe.steps_per_epoch + steps * self.recipe.accumulate
+
+    @property
+    def find_unused(self) -> bool:
+        """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
+        return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
+
+    @property
+    def mesh(self) -> str:
+        """Sizes and names of the mesh of processes, as arguments of ``init_device_mesh``."""
+        mesh = self.cell.contract.mesh(self.cell.topology)
+        return f"{mesh.shape}, mesh_dim_names={tuple(mesh.names)}".replace("'", '"')
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        return list(layers_of(self.recipe))
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The variables of ``prepare`` that hold the data, with their values."""
+        values = {"x": INPUTS[self.recipe.inputs], **TARGETS[self.recipe.loss]}
+        return {name: value.format(rows=self.rows) for name, value in values.items()}
+
+    @property
+    def targets(self) -> str:
+        """The names of a batch's columns after ``x``."""
+        return "y, target" if self.recipe.loss == "two" else "y"
+
+    @property
+    def loss(self) -> str:
+        return LOSSES[self.recipe.loss]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one optimizer."""
+        return self.recipe.optimizer == "several"
+
+    @property
+    def scheduled(self) -> bool:
+        return self.recipe.schedule != "none"
+
+    @property
+    def rate(self) -> str:
+        """The factor of the learning rate after n steps."""
+        return RATE
+
+    def optimizer(self, model: str, *, scheduled: bool = True) -> str:
+        """Return the lines that make ``optimizer`` or ``optimizers``, and ``schedule`` or ``schedules``, if any."""
+        lines = [line.format(model=model) for line in OPTIMIZERS[self.recipe.optimizer]]
+        if scheduled and self.scheduled:
+            several = ["schedules = [", f"    {SCHEDULE}", "    for optimizer in optimizers", "]"]
+            lines += several if self.several else [f"schedule = {SCHEDULE}"]
+        return "\n".join(lines)
+
+    def step(self, step: str = "optimizer.step()") -> str:
+        """Return the lines that ``step`` each optimizer and its schedule, and clear the gradients."""
+        lines = [*step.splitlines(), "optimizer.zero_grad()", *["schedule.step()"] * self.scheduled]
+        if not self.several:
+            return "\n".join(lines)
+        head = "for optimizer in optimizers:"
+        if self.scheduled:
+            head = "for optimizer, schedule in zip(optimizers, schedules, strict=True):"
+        return "\n".join([head, *("    " + line for line in lines)])
+
+    def in_shards(self, lines: str) -> str:
+        """Return the lines that make optimizers, with the state of each divided among the ranks."""
+        return re.sub(r"(torch\.optim\.\w+)\((.+?), (?=lr)", r"ZeroRedundancyOptimizer(\2, \1, ", lines)
+
+    @property
+    def scaler(self) -> str:
+        """The scaler of the loss in float16, whose scale lets no gradient overflow unless that is to be shown."""
+        return f'torch.amp.GradScaler("cpu"{"" if self.kind == "raised" else ", init_scale=16.0"})'
