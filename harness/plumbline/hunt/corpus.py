@@ -1,4 +1,4 @@
-"""What a search has found, on disk: each failure in a line, its problem as a file, and where the search is to go on."""
+"""The failures that searches of one subject found, on disk, and where the next search continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plumbline.workloads.generated import Recipe
 
 @dataclass(frozen=True)
 class Found:
-    """A failure as it was found: its cause, the problem, and the finding's message."""
+    """A failure as it was found, with the finding's message."""
 
     cause: str
     drawn: Drawn
@@ -35,7 +35,7 @@ class Corpus:
         self._progress = folder / "progress.json"
 
     def add(self, failure: Failure) -> Path:
-        """Write a failure down, and return the file of its problem."""
+        """Write a failure, and return the file of its problem."""
         self.folder.mkdir(parents=True, exist_ok=True)
         recipe, cell = failure.drawn.recipe, failure.drawn.cell
         locator = write_problem(recipe, self.folder, found=f": {failure.cause} on {cell.backend} {cell.topology}")
@@ -51,7 +51,7 @@ class Corpus:
         return Path(locator.partition("::")[0])
 
     def __iter__(self) -> Iterator[Found]:
-        """Yield what was found, the first first."""
+        """Yield the failures in the order in which they were found."""
         if self._found.exists():
             for line in self._found.read_text("utf-8").splitlines():
                 values = json.loads(line)
@@ -61,12 +61,12 @@ class Corpus:
 
     @property
     def causes(self) -> set[str]:
-        """The causes that were found already."""
+        """The causes of all failures."""
         return {found.cause for found in self}
 
     @property
     def progress(self) -> Counter[str]:
-        """Counts over all searches so far; ``rounds`` is the next seed."""
+        """Counts over all searches; ``rounds`` is the next seed."""
         return Counter(json.loads(self._progress.read_text("utf-8"))) if self._progress.exists() else Counter()
 
     def went_on(self, counts: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A drawn problem as a file, which every process loads as it loads any workload of the user's own."""
+"""Writes a drawn problem to a file, which processes load like any workload of the user's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Problem(Generated):
 
 
 def name_of(recipe: Recipe) -> str:
-    """Return the name of a recipe's workload: the same recipe has the same one."""
+    """Return the name of a recipe's workload, which follows from the recipe."""
     return f"drawn-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
 
 
@@ -34,7 +34,7 @@ def write_problem(recipe: Recipe, folder: Path, found: str = "") -> str:
 
 
 def in_words(recipe: Recipe) -> str:
-    """Return the recipe as it is written in Python, without what is as in the plainest one."""
+    """Return the recipe in Python, without what equals the plainest one."""
     plain = Recipe()
     given = [
         f"{field.name}={getattr(recipe, field.name)!r}"

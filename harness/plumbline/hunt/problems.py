@@ -1,4 +1,4 @@
-"""Problems at random: recipes that a subject says it can train, on the cells that it says it has."""
+"""Draws problems: recipes that a subject can train, on its cells."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ASKS = {
     "sparse-tokens": "sparse-gradients",
     "nested": "nested-outputs",
 }
-"""Words of a recipe that ask a trainer for a capability."""
+"""The capabilities that words of a recipe need."""
 
 OVER_SAMPLES = ("classes", "squares", "two")
-"""Losses that are means over samples: of others an epoch's mean depends on how the epoch is cut into batches."""
+"""Losses that are means over samples. The epoch's mean of others depends on how it is divided into batches."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A recipe, and the cell it is to be trained on. The cell's workload is a placeholder."""
+    """A recipe, and the cell that trains it. The cell's workload is a placeholder."""
 
     recipe: Recipe
     cell: Cell
@@ -49,13 +49,13 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     if cell.contract.micro_batches > 1:
         recipe = _in_equal_micro_batches(recipe, cell)
     if recipe.accumulate > 1 and recipe.loss not in OVER_SAMPLES:
-        # Micro-batches of unlike size may weigh alike or by their size: what is right, no single device says.
+        # Micro-batches of different sizes may have equal weights, or weights by size. Either is right.
         recipe = replace(recipe, left_out=0)
     return Drawn(recipe, cell)
 
 
 def _in_equal_micro_batches(recipe: Recipe, cell: Cell) -> Recipe:
-    """Return a recipe whose batches, the last one too, divide into the micro-batches of a pipeline's replicas."""
+    # Also the last batch must divide into the micro-batches of a pipeline's replicas.
     pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
     multiple = math.lcm(pieces, cell.topology.devices)
     batch_size = -(-recipe.batch_size // multiple) * multiple
@@ -65,9 +65,9 @@ def _in_equal_micro_batches(recipe: Recipe, cell: Cell) -> Recipe:
 
 @st.composite
 def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = False) -> Recipe:
-    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples.
+    """Draw a recipe, which shrinks to a linear layer with a mean loss and SGD, on one batch of one sample.
 
-    A trainer with an ``own_loss`` can be asked for the next tokens of texts alone.
+    A trainer with an ``own_loss`` gets only texts, whose next tokens are the labels.
     """
     inputs = TEXT if own_loss else draw(st.sampled_from(_allowed(INPUTS, capabilities)))
     sparse = inputs == "sparse-tokens"
@@ -103,11 +103,8 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = F
 
 
 def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[str]:
-    """Return the layers to draw from.
-
-    No batch's statistics with an own loss: each rank has its own, and a loss over the labels of all ranks is then
-    neither what one device computes nor a mean over ranks.
-    """
+    # With an own loss no statistics of batches: each rank has its own, and a loss over the labels of all ranks is then
+    # neither what one device computes nor a mean over ranks.
     words = []
     for kind in _allowed((kind for kind in LAYERS if not (own_loss and kind == "batchnorm")), capabilities):
         words += [f"linear-{width}" for width in WIDTHS] if kind == "linear" else [kind]
@@ -115,5 +112,4 @@ def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[s
 
 
 def _allowed(words: Iterable[str], capabilities: frozenset[str]) -> list[str]:
-    """Return the words that ask for nothing beyond the capabilities."""
     return [word for word in words if ASKS.get(word, word) in {*capabilities, word}]

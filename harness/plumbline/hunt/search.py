@@ -1,4 +1,4 @@
-"""The search: draws problems, trains and judges each, and shrinks what fails to the smallest that fails alike."""
+"""Draws problems, trains and judges them, and shrinks a failure to the simplest problem with the same cause."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from plumbline.planning.declaration import Declaration
 from plumbline.workloads import WORKLOADS
 
 DRAWN_TOGETHER = 200
-"""Problems of one round of the search; each round draws others."""
+"""Problems that one round of the search draws."""
 
 TIME_LIMIT = 60.0
-"""Seconds that one training may take, by default."""
+"""Default limit of one training in seconds."""
 
 SHRINKING = 120.0
-"""Seconds for which a failure that was found last is shrunk when the time is over."""
+"""Seconds for which the last failure is still shrunk after the search's time is over."""
 
 VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A problem on which the subject is wrong, and the first finding in reading order: the others follow from it."""
+    """A problem on which the subject is wrong, and its first finding. The others may follow from it."""
 
     drawn: Drawn
     finding: Finding
 
     @property
     def cause(self) -> str:
-        """What failures are told apart by: the check, and the cause if it has one."""
+        """The check and the cause. Failures with the same ones are the same failure."""
         return f"{self.finding.check}: {self.finding.cause or UNEXPLAINED}"
 
 
 class _FoundError(Exception):
-    """Tells hypothesis that a problem fails."""
+    """A problem fails: hypothesis shrinks it."""
 
 
 @dataclass
@@ -65,12 +65,11 @@ class Search:
         pool: starts the subject's ranks.
         declared: what the subject says it can do, by backend.
         cells: those to draw from; their workload is a placeholder.
-        folder: for problems and traces, while they are needed.
-        time_limit: seconds that one training may take.
-        known: causes that are passed over; each that is found is added.
-        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
-            ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``;
-            ``seconds`` that searching took; and how many failed for each cause, known or new, by the cause.
+        folder: for temporary problems and traces.
+        time_limit: of one training, in seconds.
+        known: causes to skip; new ones are added.
+        counts: problems that were ``drawn``, ``unfit`` for judging, ``refused`` by the subject, ``trained``,
+            ``failed``, or passed with a ``vacuous`` check; new ``causes``; ``rounds``; ``seconds``; failures by cause.
     """
 
     pool: Pool
@@ -85,7 +84,7 @@ class Search:
     until: float = 0.0
 
     def run(self, seconds: float, first_seed: int, tell: Callable[[Failure], None]) -> None:
-        """Search for so many seconds, and tell each new failure once it is shrunk, or the time is over."""
+        """Search for ``seconds``, and call ``tell`` with each new failure when it is shrunk."""
         began = time.monotonic()
         self.until = began + seconds
         while time.monotonic() < self.until:
@@ -98,7 +97,7 @@ class Search:
         self.counts["seconds"] += round(time.monotonic() - began)
 
     def round(self, number: int) -> Failure | None:
-        """Draw problems until one fails for a new cause; return it, shrunk."""
+        """Draw problems until one fails with a new cause, and return it shrunk."""
         self._chased = None
 
         @seed(number)
@@ -120,7 +119,7 @@ class Search:
         return self._chased
 
     def answer(self, drawn: Drawn) -> Failure | None:
-        """Train and judge a problem, once; when the time is over, new ones only while a failure is shrunk."""
+        """Train and judge a problem once. After the time is over, new problems are trained only to shrink a failure."""
         if drawn not in self._answers:
             if time.monotonic() > self.until + (SHRINKING if self._chased else 0):
                 return None
@@ -128,7 +127,7 @@ class Search:
         return self._answers[drawn]
 
     def train(self, drawn: Drawn) -> Failure | None:
-        """Train and judge a problem; None where it is right, or no trainer could be judged by it."""
+        """Train and judge a problem; return None if it passes, or if no trainer could be judged by it."""
         self.counts["drawn"] += 1
         cell = trained_on(drawn.cell, drawn.recipe, write_problem(drawn.recipe, self.folder))
         try:
@@ -161,6 +160,6 @@ class Search:
 
 
 def _is_vacuous(finding: Finding) -> bool:
-    """Say whether a check could have shown nothing on this problem. Others may, and a trainer that never steps does."""
+    # A trainer that never steps makes checks vacuous too, and is wrong.
     is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
     return is_vacuous and finding.cause != NEVER_STEPPED

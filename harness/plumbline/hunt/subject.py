@@ -1,4 +1,4 @@
-"""Searches that are ready to begin, one for each subject of a file: the pool, what it declares, cells to draw from."""
+"""Makes a search for each subject of a file, with the cells to draw from."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from plumbline.workloads import WORKLOADS
 
 TEXTS = ("lm-tokens",)
-"""For subjects that train with no other loss than theirs, the workload of the plan whose cells are drawn from."""
+"""The workload that is planned for subjects with a loss of their own."""
 
 
 def searches(
     pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
 ) -> list[Search]:
-    """Return a search for each subject that ``pool`` has, on cells of up to ``gpus`` devices.
+    """Return a search for each declared subject, on cells of up to ``gpus`` devices.
 
     Raises:
         PlanError: a subject has no cell.
@@ -49,9 +49,9 @@ def _causes(known: Iterable[Expectation]) -> set[str]:
 
 
 def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
-    """Return the subject's cells, the simplest first: few devices, float32.
+    """Return the subject's cells, those with few devices and float32 first.
 
-    They are those of the first plain workload that has any: a pipeline of many stages needs a model of many blocks.
+    They belong to the first workload that has any: a pipeline of many stages needs a model of many blocks.
     """
     for plain in TEXTS if declared[0].behavior.own_loss else SMOKE_WORKLOADS:
         planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)

@@ -1,4 +1,4 @@
-"""The page of a failure, ready to be sent: the problem, what is expected and seen, and a program that was run."""
+"""Writes the page of a failure: the problem, what is expected, what was seen, and a program that was run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.outcome import Outcome
-from plumbline.hunt.problem_file import name_of
+from plumbline.hunt.problem_file import in_words, name_of
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
-from plumbline.hunt.program.render import MOST_LINES, NoTemplateError, render, render_by_hand
+from plumbline.hunt.program.render import NoTemplateError, render, render_by_hand
 from plumbline.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
 from plumbline.hunt.search import Failure
 from plumbline.planning.declaration import Declaration
-from plumbline.workloads.generated import Recipe
 
 EXPECTED = {
     "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
@@ -34,23 +33,23 @@ EXPECTED = {
 OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
 
 SHIPPED = Path(plumbline.subjects.__file__).parent
-"""Where the adapters are that come with Plumbline, and its own trainers."""
+"""The folder of the adapters and trainers that come with Plumbline."""
 
 
 @dataclass(frozen=True)
 class WrittenUp:
-    """The page of a failure; ``shown`` is what its program says when it runs, None where there is no program."""
+    """The page of a failure, and what its program showed; None if there is no program."""
 
     page: Path
     shown: Shown | None
 
 
 def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
-    """Write the page of a failure, and its program, which is run.
+    """Write the page of a failure and its program, and run the program.
 
     Args:
-        failure: what was found.
-        declared: what the subject declares.
+        failure: the problem and its finding.
+        declared: what the subject can do, by backend.
         subject: what the user gave as ``--subject``.
         python: the subject's interpreter.
         folder: where the problem's file is.
@@ -63,12 +62,11 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "versions": declaration.software,
         "cell": cell,
         "ranks": _ranks(cell.processes),
-        "recipe": list(in_phrases(recipe)),
+        "recipe": in_words(recipe),
         "expected": EXPECTED.get(finding.check, OTHERWISE),
         "message": finding.message,
         "cause": finding.cause or "unexplained",
         "far": "" if finding.error_x_noise is None else f", {finding.error_x_noise:.3g} times rounding noise",
-        "most_lines": MOST_LINES,
         "again": "\n".join(_commands(failure, subject, folder)),
         "refusal": None,
     }
@@ -98,26 +96,6 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     return WrittenUp(page, shown)
 
 
-def in_phrases(recipe: Recipe) -> Iterator[str]:
-    """Yield what a recipe is, in words, without what it has not."""
-    yield f"model: {', '.join((recipe.inputs, *recipe.layers, 'a linear layer with 3 outputs'))}"
-    yield f"loss: {recipe.loss}" + (", nested outputs" if recipe.returns == "nested" else "")
-    yield f"optimizer: {recipe.optimizer}" + (f", schedule {recipe.schedule}" if recipe.schedule != "none" else "")
-    last = f", {recipe.left_out} samples fewer in the last" if recipe.left_out else ""
-    yield f"batches: {recipe.steps_per_epoch} an epoch of {recipe.batch_size} samples over all ranks{last}"
-    yield f"epochs: {recipe.epochs}, {'shuffled' if recipe.shuffle else 'in order'}, seed {recipe.seed}"
-    if recipe.accumulate > 1:
-        yield f"gradients accumulated over {recipe.accumulate} batches"
-    if recipe.clip_norm is not None:
-        yield f"gradients clipped to a norm of {recipe.clip_norm}"
-    if recipe.validate_every is not None:
-        yield f"evaluated after every {recipe.validate_every} batches"
-    if recipe.interrupt_after is not None:
-        yield f"interrupted after {recipe.interrupt_after} optimizer steps, and resumed by new processes"
-    if recipe.metrics:
-        yield "the epoch's mean loss is reported"
-
-
 def _run(problem: Problem, declaration: Declaration, file: Path, python: str) -> tuple[ProgramRun, Shown]:
     processes = processes_of(declaration, problem.cell)
     command = shlex.join(command_of(Path(file.name), processes))
@@ -130,12 +108,11 @@ def _run(problem: Problem, declaration: Declaration, file: Path, python: str) ->
 
 
 def _folder(declaration: Declaration) -> Path:
-    """Return the folder of the adapter."""
     return Path(declaration.source[0]).parent if declaration.source else Path()
 
 
 def processes_of(declaration: Declaration, cell: Cell) -> int:
-    """Return in how many processes a program begins: one a rank, or one for a node that starts the ranks by itself."""
+    """Return the processes of a program: one a rank, or one for a node if the subject starts the ranks of several."""
     return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 

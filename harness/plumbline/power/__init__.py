@@ -1,5 +1,1 @@
-"""How small an error the judge notices: known errors, put into what a right training recorded, larger and smaller.
-
-Training one cell and judging it are ``engine``'s and the judge's; what is put where, and how the limit is searched,
-belongs here.
-"""
+"""Measures the smallest error that the judge notices, by putting known errors into what a right training recorded."""

@@ -1,4 +1,4 @@
-"""The cells of one subject in which the power of the checks is measured."""
+"""Selects the cells in which the power of the checks is measured."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Known relative errors in recorded evidence.
+"""Puts known relative errors into recorded evidence.
 
-An error is put into the evidence, not into the trainer. A check reads each step by itself, from the weights that the
-rank recorded before it, and asks whether the step's gradient, update or reported loss is right. So evidence in which
-one of them is off by a known part is, for that check, what a trainer with this error would have recorded, and the error
-has exactly the size that is asked for: in a trainer it would pass through a reduction, a scaler and a cast, each of
-which rounds it to another size. The other checks of the same trace are not asked, for a trainer would have gone on from
-its error: what is measured is each check alone, and the judge, which has all of them, notices at least as much.
+A check reads each step by itself, from the weights recorded before it. So evidence with a wrong gradient is, for
+that check, what a trainer with this error would have recorded, and the error has exactly the size that was asked
+for: a trainer's reduction, scaler and cast would round it. Only this check is asked, because a trainer would have
+continued from its error.
 
-Every rank has the same error. One on a single rank alone is seen at any size, because ranks are compared bit for bit.
+Every rank gets the same error. An error of a single rank shows at any size, because ranks are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -23,30 +21,20 @@ from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.judge.oracle.noise import norm
 
 NEGLIGIBLE = 1e-9
-"""A tensor this much shorter than the longest is zero but for rounding: a bias in front of a BatchNorm, say."""
+"""A tensor whose norm is this part of the largest is zero except for rounding, such as a bias before a BatchNorm."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an error is put.
-
-    Args:
-        step: the index of an optimizer step.
-        parameter: the tensor that is wrong, in a direction drawn by ``seed``; None: all of them, times a number.
-        seed: of the direction.
-    """
+    """Where an error is put: the index of an optimizer step, and one tensor in a random direction, or all scaled."""
 
     step: int
     parameter: str | None
     seed: int = 0
 
 
-Inject = Callable[[Trace, Place, float], Trace]
-"""Returns the trace with a relative error of that size at a place."""
-
-
 def gradient_off(trace: Trace, place: Place, size: float) -> Trace:
-    """Return the trace with a gradient that is wrong by ``size`` times its length, on every rank."""
+    """Return the trace with a gradient that is wrong by ``size`` times its norm."""
 
     def changed(step: Step) -> Step:
         return replace(step, gradients=_off(step.gradients, step.gradients, place, size))
@@ -55,7 +43,7 @@ def gradient_off(trace: Trace, place: Place, size: float) -> Trace:
 
 
 def update_off(trace: Trace, place: Place, size: float) -> Trace:
-    """Return the trace with an update, weights after less before, that is wrong by ``size`` times its length."""
+    """Return the trace with an update, weights after minus before, that is wrong by ``size`` times its norm."""
 
     def changed(step: Step) -> Step:
         updates = {name: value.double() - step.before[name].double() for name, value in step.after.items()}
@@ -65,7 +53,7 @@ def update_off(trace: Trace, place: Place, size: float) -> Trace:
 
 
 def places(trace: Trace, count: int, seed: int, *, whole: bool) -> list[Place]:
-    """Return ``count`` places of a trace at random: ``whole`` gradients, or one tensor each."""
+    """Return random places in a trace: ``whole`` gradients, or one tensor each."""
     draw = random.Random(seed)
     steps = [index for index, step in enumerate(trace.ranks[0].steps) if not step.skipped and step.gradients]
     return [
@@ -90,7 +78,6 @@ def _at(trace: Trace, index: int, changed: Callable[[Step], Step]) -> Trace:
 
 
 def _off(tensors: Tensors, parts: Tensors, place: Place, size: float) -> Tensors:
-    """Return tensors to which ``size`` times their parts was added, or a vector of that length; in their own dtype."""
     if place.parameter is None:
         return {name: _added(value, size * parts[name].double()) for name, value in tensors.items()}
     value, part = tensors[place.parameter], parts[place.parameter]

@@ -1,4 +1,4 @@
-"""Right trainings of a cell, and the limits of the judge in each of them."""
+"""Trains a cell with several seeds, and measures the limits of the judge in each training."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ from plumbline.power.threshold import CAUGHT, KINDS, caught_in_most, number_of
 
 
 class NotRightError(Exception):
-    """A training is wrong by itself, so no error of one's own can be told from it."""
+    """The training is already wrong, so the effect of an added error cannot be measured."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """What is caught of one kind of error in one cell.
+    """The smallest relative errors of a ``kind`` that are caught in 99 % (``limit``) and in half of the runs.
 
-    Args:
-        cell: without its seed.
-        kind: a key of ``KINDS``.
-        runs: over how many trainings and places.
-        limit: the smallest relative error that is caught in 99 % of them; None where nothing could be judged.
-        median: the same of half of them.
+    They are None if nothing could be judged.
     """
 
     cell: Cell
@@ -43,12 +38,12 @@ class Power:
 
     @property
     def caught(self) -> int:
-        """In how many runs an error as large as the limit is caught."""
+        """Runs in which an error as large as the limit is caught."""
         return number_of(CAUGHT, self.runs)
 
 
 def measure(pool: Pool, cell: Cell, folder: Path, *, runs: int, trainings: int) -> Iterator[Power]:
-    """Yield the power of each kind of check in a cell, over ``runs`` places in ``trainings`` of different seeds.
+    """Yield the power for each kind of error, over ``runs`` places in ``trainings`` with different seeds.
 
     Raises:
         NotRightError: a training was found wrong.

@@ -14,25 +14,23 @@ from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.power.injection import Inject, Place, gradient_off, places, update_off
+from plumbline.power.injection import Place, gradient_off, places, update_off
 
 SMALLEST, LARGEST = 1e-18, 1.0
-"""Errors between which the limit is searched: below every rounding, and a tensor that is all wrong."""
+"""Errors between which the limit is searched: below any rounding, and as large as the tensor."""
 
 PRECISION = 1.1
-"""The factor to which a limit is known: far less than limits differ between steps and tensors."""
+"""The factor to which a limit is known. Limits of different steps and tensors differ far more."""
 
 CAUGHT = 0.99
 
-
 Limits = Callable[[TraceAnalysis, Trace, int, int], Iterator[float]]
-"""Yields the smallest error that is caught in each of so many places of a right training, drawn by a seed.
-
-The analysis is that of the trace; what it has computed of the right values is used again.
-"""
+"""Yields the smallest error that is caught, in each of ``count`` places of a right training that a seed draws."""
 
 
-def _of_steps(inject: Inject, compare: Callable[[TraceAnalysis], Finding], *, whole: bool) -> Limits:
+def _of_steps(
+    inject: Callable[[Trace, Place, float], Trace], compare: Callable[[TraceAnalysis], Finding], *, whole: bool
+) -> Limits:
     def limits(analysis: TraceAnalysis, trace: Trace, count: int, seed: int) -> Iterator[float]:
         for place in places(trace, count, seed, whole=whole):
 
@@ -64,11 +62,11 @@ KINDS: Mapping[str, Limits] = {
     "update, one tensor": _of_steps(update_off, compare_updates, whole=False),
     "metric, times a number": _of_metrics,
 }
-"""The kinds of errors, each with the limits of the check that is meant for it."""
+"""Kinds of errors, with the limits of the check that has to notice them."""
 
 
 def smallest(caught: Callable[[float], bool]) -> float:
-    """Return the smallest relative error that is caught, by bisection; infinite where none is."""
+    """Return the smallest relative error that is caught, by bisection; infinity if none is."""
     if not caught(LARGEST):
         return math.inf
     low, high = SMALLEST, LARGEST
@@ -79,20 +77,17 @@ def smallest(caught: Callable[[float], bool]) -> float:
 
 
 def caught_in_most(found: Sequence[float], share: float = CAUGHT) -> float | None:
-    """Return the smallest error that is caught in this share of the runs; None where there are none."""
+    """Return the smallest error that is caught in this share of the runs; None if there are no runs."""
     return sorted(found)[number_of(share, len(found)) - 1] if found else None
 
 
 def number_of(share: float, runs: int) -> int:
-    """Return how many of the runs are this share of them, rounded up: of 20 runs, 99 % are all 20."""
+    """Return this share of the runs, rounded up: 99 % of 20 runs are 20."""
     return math.ceil(share * runs)
 
 
 def _with(analysis: TraceAnalysis, trace: Trace) -> TraceAnalysis:
-    """Return the analysis of a trace that differs in gradients, updates and reports alone.
-
-    The right gradients and their noise follow from weights before each step and from samples: they are the same.
-    """
+    # Errors change neither the samples nor the weights before a step, so what is right stays the same.
     other = TraceAnalysis(trace, analysis.workload, analysis.cell, analysis.behavior)
     other.expected, other.noise = analysis.expected, analysis.noise
     return other
