@@ -1,0 +1,112 @@
+"""``plumbline check`` and the marker ``ranks`` need torch alone: what ``pip install --no-deps`` leaves is enough."""
+
+from __future__ import annotations
+
+import subprocess
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+HANG_S = 300
+"""No command of these tests takes this long, however busy the machine is."""
+
+TRAIN = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, targets = torch.randn(32, 4), torch.randn(32, 1)
+for start in range(0, 32, 8):
+    loss = nn.functional.mse_loss(model(inputs[start : start + 8]), targets[start : start + 8])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+MARKED = """
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.mark.ranks(2)
+def test_ranks_add_up(rank, world_size):
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    assert value.item() == 3
+    assert world_size == 2
+"""
+
+
+def installed_with(*names):
+    """Return these distributions and what they require, without their extras."""
+    found, wanted = {}, [*names]
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        found[name] = metadata.distribution(name)
+        for requirement in map(Requirement, found[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                wanted.append(requirement.name)
+    return found.values()
+
+
+@pytest.fixture(scope="session")
+def bare_environment(wheel, tmp_path_factory):
+    """An environment with the wheel, torch and pytest, and with what these two require, as links to ours."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for distribution in installed_with("torch", "pytest"):
+        tops = {file.parts[0] for file in distribution.files or ()}
+        for place in (Path(distribution.locate_file(top)) for top in tops - {"..", "__pycache__"}):
+            if place.exists() and not (packages / place.name).exists():
+                (packages / place.name).symlink_to(place)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    return folder
+
+
+@pytest.fixture
+def python(bare_environment, tmp_path, monkeypatch):
+    """Runs this environment's Python in an empty folder, and returns how it ended."""
+    monkeypatch.setenv("PATH", f"{bare_environment / 'bin'}:/usr/bin:/bin")
+    for name in ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        command = [bare_environment / "bin" / "python", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["numpy", "pandas", "pydantic", "rich", "safetensors", "scipy", "psutil"])
+def test_the_environment_has_none_of_our_requirements(python, name):
+    assert "ModuleNotFoundError" in python("-c", f"import {name}").stderr
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="plumbline.check imports pydantic, rich and safetensors on its way to the verdict in the terminal",
+)
+def test_check_gives_a_verdict(python, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    main = "import sys; from plumbline.cli.main import main; sys.exit(main())"
+    done = python("-c", main, "check", "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT" in done.stderr
+
+
+def test_a_test_with_the_marker_ranks_passes(python, tmp_path):
+    (tmp_path / "test_marked.py").write_text(MARKED)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
