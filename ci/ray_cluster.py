@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from plumbline.worker.connectivity import free_port
-from plumbline.worker.processes import die_with, end_each, present
+from plumbline.worker.processes import die_with, end_each
 from plumbline.worker.scratch import NODE, Scratch
 
 START_TIMEOUT_S = 300.0
@@ -113,7 +115,9 @@ class RayCluster:
 
     def _of(self, number: int) -> frozenset[int]:
         pid = self._running[number].pid
-        return frozenset({pid}) | present(pid)
+        with suppress(psutil.NoSuchProcess):
+            return frozenset({pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))})
+        return frozenset({pid})
 
 
 def is_actor(pid: int) -> bool:

@@ -57,7 +57,7 @@ def test_this_machine_is_asked_everything(tmp_path: Path) -> None:
     del asked["ranks"]
     answered = list(run_probes(asked))
     assert {name for name, _ in answered} == set(asked)
-    assert not [line.found for _, line in answered if "cannot be found out" in line.found]
+    assert not [line.found for _, line in answered if "the probe failed" in line.found]
 
 
 def test_two_ranks_train_together(one_thread: None) -> None:
@@ -109,7 +109,7 @@ def test_a_question_that_hangs_is_not_waited_for() -> None:
     finally:
         forever.set()
     assert answered[0] == ("hanging", ProbeResult("begun"))
-    assert "nothing has been computed" in answered[1][1].found
+    assert "no CPU time used" in answered[1][1].found
     assert "hangs" in (answered[1][1].advice or "")
     assert ("sound", ProbeResult("well")) in answered
 
@@ -158,7 +158,7 @@ def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
             other.wait()
     assert busy.is_note
     assert "the machine is busy" in (busy.advice or "")
-    assert "× its processor time" in busy.found
+    assert "× its CPU time" in busy.found
 
 
 def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
@@ -214,7 +214,7 @@ def test_gpus_are_named(gpus: Callable[..., None]) -> None:
     assert [line.found for line in gpu_probes.devices()] == ["3 × NVIDIA H200, 143771 MiB, compute mode Default"]
     kinds, reach = gpu_probes.links()
     assert kinds.found == "NV18 between 1 pair, SYS between 2 pairs"
-    assert reach == ProbeResult("each of 3 devices reaches each other one directly")
+    assert reach == ProbeResult("all 3 devices have peer access to each other")
 
 
 @pytest.mark.parametrize(

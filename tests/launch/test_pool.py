@@ -96,7 +96,7 @@ def test_a_subject_that_starts_cuda_when_it_is_imported_is_refused(tmp_path, how
     file.write_text(f"{STARTS_CUDA[how]}\n{declared}")
     pool = Pool(str(file))
     try:
-        with pytest.raises(SubjectError, match=r"early\.py starts CUDA.*move what uses a device"):
+        with pytest.raises(SubjectError, match=r"early\.py starts CUDA.*Move the code that uses a device"):
             assert pool.subjects
     finally:
         pool.close()

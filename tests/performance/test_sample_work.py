@@ -74,12 +74,12 @@ def test_a_peak_has_a_source(device, precision, flops):
 @pytest.mark.parametrize(
     ("device", "precision", "why"),
     [
-        (None, "bf16", "not known"),
-        ("AMD Instinct MI300X", "bf16", "no peak of AMD Instinct MI300X"),
-        (H100, "32", "no one peak"),
+        (None, "bf16", "is unknown"),
+        ("AMD Instinct MI300X", "bf16", "the peak of AMD Instinct MI300X is unknown"),
+        (H100, "32", "no single peak"),
         ("Tesla T4", "bf16", "does not compute in bf16"),
-        ("NVIDIA A10G", "16", "no peak of NVIDIA A10G"),
-        ("NVIDIA H200 NVL", "16", "no peak of NVIDIA H200 NVL"),
+        ("NVIDIA A10G", "16", "the peak of NVIDIA A10G is unknown"),
+        ("NVIDIA H200 NVL", "16", "the peak of NVIDIA H200 NVL is unknown"),
         (H100, "fp8", "mixes widths"),
     ],
 )

@@ -18,11 +18,11 @@ from plumbline.launch import this_machine
 from plumbline.launch.launch_progress import EXIT_GRACE_S, LaunchedRankEnd, LaunchProgress, RunningLaunch
 from plumbline.launch.process_tags import TAG, end_tagged
 from plumbline.launch.server_events import NoEventError, contents_of, event_of
-from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, ignore
+from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, cpu_seconds, ignore
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.connectivity import free_port
 from plumbline.worker.package_path import PACKAGE_PATH
-from plumbline.worker.processes import KILL_TIMEOUT_S, cpu_seconds
+from plumbline.worker.processes import KILL_TIMEOUT_S
 
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -99,12 +99,12 @@ class Pool:
         return self._subjects
 
     def _first_event(self) -> dict[str, Any]:
-        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        wait = StartWait(self._cpu_seconds, self._notify)
         while (event := self._next(wait.next_check)) is None:
             if not wait.goes_on(f"{self._python} to import {self.locator}"):
                 raise ServerNotStartedError(
-                    f"{self._python} has not imported it after {wait.seconds:.0f} s, of which it used "
-                    f"{cpu_seconds(self._process.pid):.0f} s of processor time"
+                    f"{self._python} has not imported it in {wait.seconds:.0f} s; it used {self._cpu_seconds():.0f} s "
+                    "of CPU time"
                 )
         return event
 
@@ -121,7 +121,7 @@ class Pool:
         """
         assert self.subjects
         self._send({"command": "workloads", "locators": [*locators]})
-        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        wait = StartWait(self._cpu_seconds, self._notify)
         while (event := self._next(wait.next_check)) is None or event["event"] != "workloads":
             if event is None and not wait.goes_on(f"{self._python} to import {', '.join(locators)}"):
                 raise self._lost("does not answer")
@@ -211,6 +211,9 @@ class Pool:
         if self._errors is not None:
             os.close(self._errors)
             self._errors = None
+
+    def _cpu_seconds(self) -> float:
+        return cpu_seconds([self._process.pid])
 
     def _send(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import psutil
 
 START_TIMEOUT_S = 300.0
 """Time without progress after which a start is given up."""
@@ -24,12 +27,24 @@ def ignore(message: str) -> None:
     """Show nothing."""
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU time, in seconds, of these processes and their descendants; 0 for those that have ended."""
+    total = 0.0
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error):
+                    total += sum(one.cpu_times()[:4])  # of itself, and of the children that it has waited for
+    return total
+
+
 class StartWait:
     """Times one start, from now on.
 
-    A slow or busy machine is waited for: the limit counts from the last progress. Progress is each event that is
-    reported, and any processor time that the server uses (``cpu_seconds`` returns the sum, 0 where unknown), until that
-    is ``START_TIMEOUT_S`` too: a server that computes for longer does not start.
+    The limit counts from the last progress, so a slow or busy machine has the time it needs. Progress is each reported
+    event, and any CPU time that the server uses, as ``cpu_seconds`` returns it. A server that has used
+    ``START_TIMEOUT_S`` of CPU time makes no progress any more.
     """
 
     def __init__(self, cpu_seconds: Callable[[], float], notify: Notify = ignore) -> None:

@@ -1,4 +1,1 @@
-"""The local machine: its fingerprint, its load, locks on it and its devices, and the doctor's probes.
-
-Nothing here depends on cells or findings.
-"""
+"""The local machine: fingerprint, load, device locks, and the doctor's probes."""

@@ -1,15 +1,13 @@
-"""How busy the processors are, measured, and how much processor time this process and its descendants have used."""
+"""Measures how busy the CPUs are, and the CPU time of this process and its descendants."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
-from plumbline.worker.processes import present
+import psutil
 
 _PROBE = """
 import time
@@ -21,25 +19,17 @@ print((time.monotonic() - began) / (time.process_time() - used))
 
 
 def slowdown(processes: int) -> float:
-    """Return the wall time of a computation over its processor time, in the slowest of several ``processes``."""
+    """Return the wall time of a computation over its CPU time, in the slowest of several ``processes``."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     return max(float(process.communicate()[0] or 1) for process in running)
 
 
-def work_done() -> float | None:
-    """Return the seconds for which this process and its descendants have run on a processor, or waited for one.
-
-    The calling thread is not counted. None where the system does not report it.
-    """
-    own = str(threading.get_native_id())
-    if not Path(f"/proc/self/task/{own}/schedstat").exists():
-        return None
-    nanoseconds = 0
-    for process in (os.getpid(), *present()):
-        with suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{process}/task"):
-                if thread != own:
-                    ran, waited, _ = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()
-                    nanoseconds += int(ran) + int(waited)
-    return nanoseconds / 1e9
+def cpu_seconds_of_others() -> float:
+    """Return the CPU time, in seconds, of this process's other threads and of its descendants that still run."""
+    process, calling = psutil.Process(), threading.get_native_id()
+    seconds = sum(one.user_time + one.system_time for one in process.threads() if one.id != calling)
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            seconds += sum(child.cpu_times()[:2])
+    return float(seconds)

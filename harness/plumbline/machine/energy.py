@@ -1,7 +1,7 @@
-"""The energy that this machine's GPUs have consumed, by the counters of their driver (NVML).
+"""The energy that this machine's GPUs have used, from their driver's counters (NVML).
 
-The library comes with the driver and is called directly: three functions need no package. Volta and newer GPUs have a
-counter, in millijoules since the driver was loaded (NVML API reference, ``nvmlDeviceGetTotalEnergyConsumption``).
+Volta and newer GPUs count millijoules since the driver was loaded (NVML API reference,
+``nvmlDeviceGetTotalEnergyConsumption``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 COUNTER_PERIOD_S: Final = 0.1
-"""How rarely a counter may move: every 20 to 100 ms on newer GPUs (PETSc manual, ``PetscLogGpuEnergyMeter``)."""
+"""Newer GPUs update a counter every 20 to 100 ms (PETSc manual, ``PetscLogGpuEnergyMeter``)."""
 
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
@@ -24,14 +24,14 @@ Counters = dict[str, float]
 
 
 class NoEnergyError(Exception):
-    """No device of this machine says how much energy it has consumed; the message says why."""
+    """No device of this machine counts its energy; the message says why."""
 
 
 class EnergyMeter:
-    """The counters of all GPUs of this machine. ``load`` opens the driver's library by its name.
+    """The energy counters of all GPUs of this machine. ``load`` opens the driver's library by its name.
 
     Raises:
-        NoEnergyError: there is no such library, or it refuses.
+        NoEnergyError: The library is missing, or a call of it fails.
     """
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
@@ -39,13 +39,13 @@ class EnergyMeter:
             self._nvml = load(LIBRARY)
         except OSError as error:
             raise NoEnergyError(f"the driver's library {LIBRARY} cannot be opened ({error})") from error
-        self._insist("nvmlInit_v2")
+        self._call("nvmlInit_v2")
         count = ctypes.c_uint()
-        self._insist("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         self._devices = dict(map(self._device, range(count.value)))
 
     def read(self) -> Counters:
-        """Return what each GPU has consumed since its driver was loaded; one without a counter is left out."""
+        """Return what each GPU has used since its driver was loaded, without GPUs that have no counter."""
         found = {}
         for uuid, handle in self._devices.items():
             millijoules = ctypes.c_ulonglong()
@@ -55,11 +55,11 @@ class EnergyMeter:
 
     def _device(self, index: int) -> tuple[str, ctypes.c_void_p]:
         handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
-        self._insist("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-        self._insist("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
         return uuid.value.decode(), handle
 
-    def _insist(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._nvml, name)(*arguments)
         if code:
             raise NoEnergyError(f"the driver's {name} failed with error {code} of NVML")
@@ -67,7 +67,7 @@ class EnergyMeter:
 
 @cache
 def meter_of(accelerator: str) -> Callable[[], Counters]:
-    """Return what reads the counters of the devices of this kind; where there are none it raises ``NoEnergyError``."""
+    """Return a function that reads the energy counters; it raises ``NoEnergyError`` if there are none."""
     try:
         if accelerator != "cuda":
             raise NoEnergyError("simulated devices have no energy counter")

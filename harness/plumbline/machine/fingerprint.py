@@ -1,8 +1,6 @@
-"""The fingerprint of a run: which machine and which software it was made with.
+"""The fingerprint of a run: its machine and software.
 
-It has two parts: the *comparability key*, which must be equal before the figures of two runs may be compared, and a
-fuller record that helps to explain a difference. Reports get published, so neither holds a host name, a user name, a
-path, or any environment variable beyond a short list.
+Reports get published, so it holds no host name, user name or path, and only a short list of environment variables.
 """
 
 from __future__ import annotations
@@ -84,8 +82,7 @@ class Fingerprint(BaseModel):
 def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
     """Return the fingerprint of this machine; ``nodes`` is how many machines take part, without simulated ones.
 
-    Never raises: what is unknown is None. Imports torch but does not initialise CUDA, because ranks may yet be forked
-    from this process, and CUDA does not work in a process that was forked after that.
+    What is unknown is None. Does not initialise CUDA, which would not survive the fork of ranks from this process.
     """
     cpu = cpu_model()
     software = torch_versions()
@@ -124,12 +121,11 @@ def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
 
 
 def device_name(accelerator: str) -> str | None:
-    """Return the model of this machine's GPUs, or of its CPU; None where it is unknown."""
     return _gpus()[0] if accelerator == "cuda" else cpu_model()
 
 
 def public_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change what a trainer computes or how fast, and that identify nobody."""
+    """Return the variables that change results or speed and identify nobody."""
     return {
         name: environment[name]
         for name in _PUBLIC_VARIABLES
@@ -147,14 +143,12 @@ def _visible_gpus() -> int | None:
 
 
 def _gpus() -> tuple[str | None, str | None]:
-    """Return the models in this node (``A + B`` if they differ) and the driver's version."""
     # Not from torch: asking it for a device's name initialises CUDA in this process.
     rows = gpu_rows("name", "driver_version")
     return (" + ".join(sorted({name for name, _ in rows})), rows[0][1]) if rows else (None, None)
 
 
 def _compute_capability() -> str | None:
-    """Return the lowest among the GPUs, for example ``9.0``."""
     found = [capability for (capability,) in gpu_rows("compute_cap") if re.fullmatch(r"\d{1,3}\.\d{1,3}", capability)]
     return min(found, key=lambda capability: tuple(map(int, capability.split("."))), default=None)
 

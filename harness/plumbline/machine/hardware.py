@@ -1,6 +1,6 @@
-"""The processor, the memory and the GPUs of this machine, and how fast and how busy they are at the moment.
+"""The CPU, memory and GPUs of this machine, with their clocks and load.
 
-Best effort throughout: what the system does not report is None or left out. CUDA is never initialised.
+What the system does not report is None or left out. CUDA is never initialised.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 _COMMAND_TIMEOUT_S = 10.0
 
@@ -20,11 +23,11 @@ _GPU_FIGURES = {
     "utilization.gpu": "busy, %",
     "memory.used": "memory in use, MiB",
 }
-"""The figures of each GPU by nvidia-smi's names for them."""
+"""The figures of each GPU, by nvidia-smi's names."""
 
 
 def command_output(*command: str) -> str | None:
-    """Return what ``command`` prints, or None if it does not exist, fails, or takes too long."""
+    """Return the output of ``command``, or None if it does not exist, fails, or takes too long."""
     # A git hook sets GIT_DIR and GIT_INDEX_FILE, which would make git answer about another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
@@ -43,17 +46,15 @@ def command_output(*command: str) -> str | None:
 
 
 def cpu_model() -> str | None:
-    """Return the processor's name."""
     return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine() or None
 
 
 def cpu_governor() -> str | None:
-    """Return the policy that sets the processor's clock, for example ``performance``."""
     return _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def usable_cores() -> int | None:
-    """Return the cores this process may use, after its affinity and a container's quota."""
+    """Return how many cores this process may use, by its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         quota, period = (_text("/sys/fs/cgroup/cpu.max") or "").split()
@@ -62,26 +63,24 @@ def usable_cores() -> int | None:
         return cores
 
 
-def memory_left() -> int | None:
-    """Return the bytes that are available to more processes, within the machine's memory and a container's limit."""
+def memory_left() -> int:
+    """Return how many bytes further processes can use, within the machine's memory and the container's limit."""
+    available = int(psutil.virtual_memory().available)
     limit, used = cgroup_number("memory.max"), cgroup_number("memory.current")
-    container = None if limit is None or used is None else max(0, limit - used)
-    available = re.fullmatch(r"(\d+) kB", _field("/proc/meminfo", "MemAvailable") or "")
-    machine = int(available[1]) << 10 if available else None
-    return min((number for number in (machine, container) if number is not None), default=None)
+    return available if limit is None or used is None else min(available, max(0, limit - used))
 
 
 def cgroup_number(name: str) -> int | None:
-    """Return a number of this container's control group, None where there is none."""
     text = _text(f"/sys/fs/cgroup/{name}")
     return int(text) if text and text.isdecimal() else None  # "max": no limit
 
 
 def clocks_and_load() -> dict[str, float]:
-    """Return clocks and load, which move a measurement although no program changes: figures by name and unit."""
+    """Return clocks and load, which can change a measurement, by name and unit."""
     found: dict[str, float] = {}
-    if (clock := _number(_field("/proc/cpuinfo", "cpu MHz"))) is not None:
-        found["cpu, MHz"] = clock
+    with suppress(OSError, NotImplementedError):  # virtual machines may not report it
+        if clock := psutil.cpu_freq():
+            found["cpu, MHz"] = clock.current
     if hasattr(os, "getloadavg"):
         found["load average over 1 min"] = round(os.getloadavg()[0], 2)
     for number, row in enumerate(gpu_rows(*_GPU_FIGURES)):
@@ -92,7 +91,7 @@ def clocks_and_load() -> dict[str, float]:
 
 
 def gpu_rows(*names: str) -> list[list[str]]:
-    """Return these properties of each GPU in this machine, by nvidia-smi's names; nothing where it cannot report."""
+    """Return these properties of each GPU, by nvidia-smi's names."""
     output = command_output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
     rows = [[value.strip() for value in line.rsplit(",", len(names) - 1)] for line in (output or "").splitlines()]
     return rows if all(len(row) == len(names) for row in rows) else []
@@ -106,7 +105,6 @@ def _text(file: str) -> str | None:
 
 
 def _field(file: str, name: str) -> str | None:
-    """Return the value of the first line ``name: value`` of a file."""
     fields = (line.partition(":") for line in (_text(file) or "").splitlines())
     return next((value.strip() for field, _, value in fields if field.strip() == name), None)
 

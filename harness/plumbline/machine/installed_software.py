@@ -1,4 +1,4 @@
-"""The software that is installed beside plumbline: its own version and commit, torch, every distribution."""
+"""Versions of the installed software: Plumbline, torch, all distributions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _PUBLIC_NAME = re.compile(r"[\w.+!-]{1,100}", re.ASCII)
 
 
 def plumbline_version() -> str:
-    """Return the installed version, or ``unknown`` where plumbline runs without being installed."""
     return installed_version(DISTRIBUTION) or "unknown"
 
 
 def project_commit(root: Path | None = None) -> str | None:
-    """Return the commit of plumbline's checkout at ``root``, with ``-dirty`` if its code has changes.
+    """Return the commit of Plumbline's checkout, with ``-dirty`` if its code has changes.
 
-    None where there is no checkout: an installed plumbline may lie in another project's repository.
+    None if Plumbline is installed: it may then lie in another project's repository.
     """
     root = root or Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
@@ -32,7 +31,6 @@ def project_commit(root: Path | None = None) -> str | None:
     commit = head(root)
     if commit is None:
         return None
-    # Only the code counts: a new report or note does not change the run.
     changes = command_output(
         "git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites"
     )
@@ -40,7 +38,7 @@ def project_commit(root: Path | None = None) -> str | None:
 
 
 def torch_versions() -> dict[str, str]:
-    """Return the versions of torch, and of the CUDA and NCCL it was built with, by their lower-case names."""
+    """Return the versions of torch, and of the CUDA and NCCL that it was built with."""
     try:
         import torch
     except Exception:  # a broken torch raises OSError, RuntimeError, …
@@ -55,7 +53,6 @@ def torch_versions() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Return the version of every installed distribution by its lower-case name, as ``pip list`` does."""
     found = {(each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions()}
     return {
         name: version
@@ -65,7 +62,6 @@ def packages() -> dict[str, str]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -24,19 +24,17 @@ _DOOR, _MACHINE = "plumbline.door.lock", "plumbline.machine.lock"
 
 
 class Lease:
-    """A lock on the machine, and on some of its devices, until it is given back; a context manager."""
+    """A lock on the machine and on some of its devices; a context manager."""
 
     def __init__(self, machine: int) -> None:
         self._machine: int | None = machine
         self._devices: list[int] = []
 
     def give_back_devices(self) -> None:
-        """Release the devices and keep the machine, for work that remains on its CPUs."""
         while self._devices:
             os.close(self._devices.pop())
 
     def give_back(self) -> None:
-        """Release everything. Further calls do nothing."""
         self.give_back_devices()
         if self._machine is not None:
             os.close(self._machine)
@@ -61,10 +59,10 @@ def shared_lease(
     share_devices: bool = False,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Lease:
-    """Wait until no other process has or wants the machine exclusively, and share it; lock ``devices`` of it.
+    """Share the machine and lock ``devices`` of it, once no other process has or wants the machine exclusively.
 
-    With ``share_devices`` other leases of that kind may have the same devices. ``notify`` receives a message when a
-    device has to be waited for.
+    With ``share_devices``, other leases with that option may have the same devices. ``notify`` receives a message
+    before this waits for a device.
     """
     with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
         lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH))
@@ -83,7 +81,7 @@ def shared_lease(
 
 
 def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False) -> Lease | None:
-    """Return what :func:`shared_lease` returns if that needs no waiting, else None."""
+    """Return a :func:`shared_lease` if that needs no waiting, else None."""
     operation = fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX
     lease = None
     try:
@@ -99,7 +97,7 @@ def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False
 
 
 def exclusive_lease() -> Lease:
-    """Wait until no other process uses the machine, and lock it. A process with a shared lease would deadlock here."""
+    """Lock the machine once no other process uses it. A process that holds a shared lease would deadlock here."""
     with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
         return Lease(_lock(_MACHINE, fcntl.LOCK_EX))
 
@@ -124,7 +122,6 @@ def _lock(name: str, operation: int) -> int:
 
 
 def _holders(device: str) -> str:
-    """Return the processes that hold a device's lock, "" where the kernel does not list them."""
     found = []
     with suppress(OSError):
         inode = os.stat(os.path.join(tempfile.gettempdir(), _file_of(device))).st_ino

@@ -1,11 +1,10 @@
-"""The most floating-point operations a second that a device does by its maker's data sheet, for dense matrices.
+"""Peak floating-point operations per second from the makers' data sheets, for dense matrices.
 
-Only for 16-bit products with 32-bit sums on tensor cores. There is no figure for precision 32: torch computes matrix
-products in float32 there and convolutions in TF32, whose peaks differ eightfold; none for a CPU, whose clock is not
-known; and none for a mixture of 8 and 16 bits, which has no one peak.
+The figures are for 16-bit products with 32-bit sums on tensor cores. Precision 32 has none: torch computes matrix
+products in float32 and convolutions in TF32, whose peaks differ eightfold. A CPU has none because its clock is unknown.
+Mixtures of 8 and 16 bits have no single peak.
 
-Each figure was looked up on 2026-11-23 in copies and quotations of the documents that it names. A device for which none
-was found (H200 NVL, for example) has none here.
+The figures were looked up on 2026-11-23 in copies and quotations of the documents that they name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Peak:
-    """Operations a second of one device, and where that is written."""
+    """Operations per second of one device, and the document that says so."""
 
     flops: float
     source: str
@@ -40,23 +39,23 @@ _PEAKS: Final = (
     (r"V100-PCIE", 112e12, "NVIDIA V100 data sheet, tensor performance 112 TFLOPS with PCIe"),
     (r"T4", 65e12, "NVIDIA T4 data sheet, mixed precision (FP16/FP32) 65 TFLOPS"),
 )
-OF_A_CPU: Final = "a CPU has no stated peak, as its clock is not known"
+OF_A_CPU: Final = "a CPU has no stated peak, because its clock is unknown"
 _PRECISIONS: Final = ("16", "bf16")
 _WITHOUT_BF16: Final = ("V100", "T4")
 
 
 def peak_of(device: str | None, precision: str) -> Peak | str:
-    """Return the peak of a device by its name, as nvidia-smi gives it; where there is none, why."""
+    """Return the peak of a device, by its name in nvidia-smi, or the reason why there is none."""
     if device is None:
-        return "the name of the device is not known"
+        return "the name of the device is unknown"
     if precision in ("32", "64"):
-        return f"precision {precision} has no one peak on a GPU: matrix products and convolutions differ"
+        return f"precision {precision} has no single peak on a GPU: matrix products and convolutions differ"
     if precision not in _PRECISIONS:
-        return f"precision {precision} mixes widths, and each has another peak"
+        return f"precision {precision} mixes widths that have different peaks"
     of_nvidia = "NVIDIA" in device.upper() or "TESLA" in device.upper()
     for pattern, flops, source in _PEAKS if of_nvidia else ():
         if re.search(rf"(?<![A-Z0-9]){pattern}(?![A-Z0-9])", device):
             if precision == "bf16" and any(name in device for name in _WITHOUT_BF16):
                 return f"{device} does not compute in bf16"
             return Peak(flops, source)
-    return f"no peak of {device} is known here: harness/plumbline/machine/peak_flops.py has those with a data sheet"
+    return f"the peak of {device} is unknown: plumbline/machine/peak_flops.py lists those with a data sheet"

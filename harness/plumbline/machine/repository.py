@@ -9,10 +9,10 @@ from plumbline.machine.hardware import command_output
 
 
 def repository_commit(file: Path) -> str | None:
-    """Return the commit of the repository that ``file`` is part of, with ``-dirty`` where its code has changes.
+    """Return the commit of the repository of ``file``, with ``-dirty`` if its code has changes; None without one.
 
-    The file of an installed package, or one that git ignores, is part of none. Code is dirty where the file is not
-    committed yet, or a committed Python file has changed: a new report or note changes no training.
+    Files of installed packages, and files that git ignores, belong to no repository. Code is dirty if the file is not
+    committed, or a committed Python file has changed.
     """
     if any(part.endswith("-packages") for part in file.parts):
         return None
@@ -28,6 +28,5 @@ def repository_commit(file: Path) -> str | None:
 
 
 def head(folder: Path) -> str | None:
-    """Return the commit that is checked out in a folder's repository, None where there is none."""
     commit = command_output("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
     return commit if commit is not None and re.fullmatch(r"[0-9a-f]{40,64}", commit) else None

@@ -1,4 +1,4 @@
-"""Imports workloads of the user's own into a fork server, so that every rank that is forked from it has them."""
+"""Imports the user's workloads into a fork server, whose ranks then have them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from plumbline.workloads import find
 
 
 def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
-    """Import them and return the event that says so: a fingerprint of each one's weights and data, by its name.
+    """Import them; return an event with a fingerprint of each one's weights and data, by name.
 
-    Where one cannot be imported here, or starts CUDA, ``message`` says it; it is empty otherwise.
+    Its ``message`` says why one cannot be imported here; otherwise it is empty.
     """
     try:
         own = use_workloads(locators)
         if driver_started():
             raise WorkloadError(
-                "to import it starts CUDA, and ranks are forked after that, which CUDA does not survive: move what "
-                "uses a device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()"
+                "importing it starts CUDA, which does not survive the fork of the ranks. Move the code that uses a "
+                "device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()."
             )
         gc.collect()
         gc.freeze()  # as what was imported before: see plumbline.worker.preload

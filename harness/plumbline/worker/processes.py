@@ -43,12 +43,6 @@ def has_exited(pid: int) -> bool:
     return sys.platform == "linux" and (not fields or fields[0] in ("Z", "X"))
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time that a process and the children it has waited for have used; 0 where unknown."""
-    fields = _stat(pid)
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
 def kills_for_memory() -> int:
     """Return how many processes the kernel has killed for want of memory, on this machine or in a control group."""
     try:
@@ -72,10 +66,10 @@ def adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def present(pid: int | None = None) -> frozenset[int]:
-    """Return every descendant of a process, by default of this one."""
+def descendants() -> frozenset[int]:
+    """Return the process ids of this process's children, of their children, and so on."""
     found: set[int] = set()
-    above = [pid or os.getpid()]
+    above = [os.getpid()]
     while above:
         for child in _children(above.pop()) - found:
             found.add(child)
@@ -86,7 +80,7 @@ def present(pid: int | None = None) -> frozenset[int]:
 def end_all(spared: frozenset[int] = frozenset()) -> int:
     """End every descendant of this process except ``spared``, and return how many there were."""
     # Those that lose their parent become this process's children.
-    ended = end_each(lambda: present() - spared, after_each=_reap)
+    ended = end_each(lambda: descendants() - spared, after_each=_reap)
     _reap()
     return ended
 

@@ -25,15 +25,15 @@ from plumbline.core.errors import PlumblineError
 from plumbline.worker.child_registry import Child, Registry
 from plumbline.worker.connectivity import ConnectivityProbe
 from plumbline.worker.launcher_link import LauncherLink, PipeLink
-from plumbline.worker.preload import gather_in_large_pages, preload
+from plumbline.worker.preload import preload
 from plumbline.worker.processes import (
     KILL_TIMEOUT_S,
     adopt,
+    descendants,
     die_with,
     end_all,
     has_exited,
     is_stopped,
-    present,
     signal_session,
 )
 from plumbline.worker.rank_process import ForkedRank
@@ -73,7 +73,7 @@ class Server:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
             return True
         die_with(parent, number=0)
-        self._spared = present()  # a library may have started processes when it was imported
+        self._spared = descendants()  # a library may have started processes when it was imported
         declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
         wake, wake_write = os.pipe()
@@ -87,7 +87,6 @@ class Server:
         self._selector.register(self._link, selectors.EVENT_READ)
         if self._link.from_ranks is not None:
             self._selector.register(self._link.from_ranks, selectors.EVENT_READ)
-        gather_in_large_pages()  # half a second, in which the parent makes its plan
         try:
             return self._obey(wake)
         except ParentDisconnected as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from plumbline.core.errors import LaunchError
-from plumbline.worker.processes import cpu_seconds, present
+from plumbline.launch.start_wait import cpu_seconds
 
 _END_TIMEOUT_S = 30.0
 """Time for the commands to end once they are asked to, and once they are killed."""
@@ -68,12 +68,10 @@ class NodeProcesses:
         if not self._running:
             return "nodes are started by hand, and no node has connected and then printed anything here"
         programs = ", ".join(f"{_program(process)} ({process.pid})" for process in self._running)
-        return f"{programs} printed nothing and used {self.cpu_seconds():.1f} s of processor time"
+        return f"{programs} printed nothing and used {self.cpu_seconds():.1f} s of CPU time"
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that the commands and all below them on this machine have used."""
-        pids = {pid for process in self._running for pid in (process.pid, *present(process.pid))}
-        return sum(map(cpu_seconds, pids))
+        return cpu_seconds(process.pid for process in self._running)
 
     def wait_for_output(self, seconds: float) -> None:
         """Wait, at most so long, until one command ends: it prints then what is known of its node."""

@@ -1,4 +1,1 @@
-"""Probes of whether this machine can do a run, a module for each kind; ``probes`` lists and runs them.
-
-Their results are lines of text for a person. Nothing here changes the machine.
-"""
+"""The probes of ``plumbline doctor``. They change nothing on the machine."""

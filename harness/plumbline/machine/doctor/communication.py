@@ -20,16 +20,13 @@ TRAINING_LIMIT_S = 10.0
 """Time limit of two ranks that train together, on a machine that starts the fork server at once."""
 
 START_TIMES = 4
-"""On a slow or busy machine the limit is longer by so many times the start of the fork server."""
+"""The limit grows by this many times the start-up time of the fork server, for slow or busy machines."""
 
 FEWEST_PORTS = 1000
 
 
 def ranks() -> Iterator[ProbeResult]:
-    """Check that ranks can be started, and that two of them average gradients over gloo, and over NCCL.
-
-    They train the smallest cell, and the judge decides whether the gradients were averaged.
-    """
+    """Train the smallest cell on two ranks, over gloo and over NCCL, and judge whether they averaged gradients."""
     from plumbline.launch.pool import Pool
 
     begun = time.monotonic()
@@ -38,7 +35,7 @@ def ranks() -> Iterator[ProbeResult]:
         started = time.monotonic() - begun
         yield ProbeResult(f"the fork server started in {started:.1f} s")
         limit = TRAINING_LIMIT_S + START_TIMES * started
-        advice = "is the loopback interface up? may processes here connect to each other?"
+        advice = "check that the loopback interface is up and that local processes may connect to each other"
         yield _together(pool, "cpu", "gloo", advice, limit)
         over_nccl = _over_nccl(pool, limit)
     yield over_nccl
@@ -48,11 +45,11 @@ def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
-        return ProbeResult("this build of torch has no NCCL; simulated devices do not need it")
+        return ProbeResult("this build of torch has no NCCL (not needed for simulated devices)")
     version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() < 2:
-        return ProbeResult(f"{version}; fewer than two CUDA devices to try it on")
-    advice = "set NCCL_DEBUG=INFO; in a container, is there enough shared memory?"
+        return ProbeResult(f"{version}; not tried: fewer than two CUDA devices")
+    advice = "set NCCL_DEBUG=INFO; in a container, check the size of /dev/shm"
     return _together(pool, "cuda", version, advice, limit)
 
 
@@ -67,12 +64,11 @@ def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float
         trace = launch(pool, cell, Path(folder), Settings(time_limit=limit))
     wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
     if wrong:
-        return ProbeResult(f"two ranks did not train together over {over}: {wrong[0].message}", advice)
-    return ProbeResult(f"two ranks trained together over {over} in {trace.seconds:.2f} s, their gradients averaged")
+        return ProbeResult(f"two ranks failed to train together over {over}: {wrong[0].message}", advice)
+    return ProbeResult(f"two ranks trained together over {over} in {trace.seconds:.2f} s and averaged their gradients")
 
 
 def ports() -> Iterator[ProbeResult]:
-    """Check that there are free ports for the rendezvous of ranks."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         used = len(Path("/proc/net/tcp").read_text().splitlines()) - 1
@@ -80,5 +76,5 @@ def ports() -> Iterator[ProbeResult]:
         yield ProbeResult("the system does not report its range of ephemeral ports")
         return
     free = last - first + 1 - used
-    advice = "widen net.ipv4.ip_local_port_range, or end the processes that hold them" if free < FEWEST_PORTS else None
+    advice = "widen net.ipv4.ip_local_port_range, or end processes that hold ports" if free < FEWEST_PORTS else None
     yield ProbeResult(f"{free} of the ports {first} to {last} are free", advice)

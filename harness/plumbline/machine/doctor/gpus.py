@@ -1,10 +1,10 @@
-"""Probes of the CUDA devices and their links. A machine without any is fit for a run: devices are simulated."""
+"""Probes of the CUDA devices and their links. Without CUDA devices, runs simulate devices."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 
 from plumbline.machine.doctor.probe_result import ProbeResult
@@ -14,22 +14,21 @@ _EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 
 
 def devices() -> Iterator[ProbeResult]:
-    """Check which CUDA devices torch sees, and whether several ranks may use them."""
     import torch
 
     seen = torch.cuda.device_count()
     rows = gpu_rows("name", "memory.total", "compute_mode")
     if not seen:
         if not rows:
-            yield ProbeResult("no CUDA device: devices are simulated, by processes and replicas over gloo")
+            yield ProbeResult("no CUDA device: runs use simulated devices (CPU processes over gloo)")
         elif torch.version.cuda:
             yield ProbeResult(
-                f"{len(rows)} GPUs are in this machine, and torch sees none",
-                "check CUDA_VISIBLE_DEVICES, the driver, and whether the container has access to the GPUs",
+                f"this machine has {_gpus(len(rows))}, but torch sees none",
+                "check CUDA_VISIBLE_DEVICES, the driver, and the container's access to GPUs",
             )
         else:
             yield ProbeResult(
-                f"{len(rows)} GPUs are in this machine, and torch was built without CUDA", "install a CUDA build"
+                f"this machine has {_gpus(len(rows))}, but torch was built without CUDA", "install a CUDA build"
             )
         return
     if not rows:
@@ -39,16 +38,15 @@ def devices() -> Iterator[ProbeResult]:
         found = f"{count} × {name}, {memory} MiB, compute mode {mode}"
         yield ProbeResult(found, "nvidia-smi -c 0 lets several processes use a GPU" if mode in _EXCLUSIVE else None)
     if len(rows) != seen:
-        yield ProbeResult(f"torch sees {seen} of them, as CUDA_VISIBLE_DEVICES or the container says")
+        yield ProbeResult(f"torch sees {seen} of them: see CUDA_VISIBLE_DEVICES, or the container's access to GPUs")
 
 
 def links() -> Iterator[ProbeResult]:
-    """Check how the CUDA devices are linked."""
     import torch
 
     seen = torch.cuda.device_count()
     if seen < 2:
-        yield ProbeResult("fewer than two CUDA devices: nothing to link")
+        yield ProbeResult("fewer than two CUDA devices")
         return
     kinds = link_kinds(command_output("nvidia-smi", "topo", "-m") or "")
     if kinds:
@@ -58,23 +56,24 @@ def links() -> Iterator[ProbeResult]:
         shown = ", ".join(f"{first} and {second}" for first, second in apart[:4])
         yield ProbeResult(
             f"no peer access between {_pairs(len(apart))} of devices ({shown}{', …' if len(apart) > 4 else ''})",
-            "NCCL copies through the host there: check NCCL_P2P_DISABLE, and ACS in the BIOS",
+            "NCCL copies through the host between them: check NCCL_P2P_DISABLE, and ACS in the BIOS",
         )
     else:
-        yield ProbeResult(f"each of {seen} devices reaches each other one directly")
+        yield ProbeResult(f"all {seen} devices have peer access to each other")
 
 
 def link_kinds(matrix: str) -> dict[str, int]:
-    """Return how many pairs of GPUs are linked in which way, from what ``nvidia-smi topo -m`` prints."""
+    """Count the pairs of GPUs by the kind of their link, from the output of ``nvidia-smi topo -m``."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
     # The header row is indented, and NICs have rows of their own.
     gpus = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    return dict(Counter(kind for place, row in enumerate(gpus) for kind in _beside(row, place, len(gpus))))
+    # The matrix is symmetric: each row counts from its diagonal on.
+    links_to_later = (row[place + 2 : len(gpus) + 1] for place, row in enumerate(gpus))
+    return dict(Counter(kind for row in links_to_later for kind in row))
 
 
-def _beside(row: Sequence[str], place: int, count: int) -> Sequence[str]:
-    """Return the links to the devices after this one: the matrix is symmetric."""
-    return row[1 : count + 1][place + 1 :]
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _pairs(count: int) -> str:

@@ -15,33 +15,31 @@ OLDEST_TORCH = (2, 4)
 
 
 def python() -> Iterator[ProbeResult]:
-    """Check that this interpreter is new enough for the parent process."""
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
     wanted = ".".join(map(str, OLDEST_PYTHON))
     old = sys.version_info[:2] < OLDEST_PYTHON
-    yield ProbeResult(found, f"make a virtual environment with Python {wanted} or newer" if old else None)
+    yield ProbeResult(found, f"create a virtual environment with Python {wanted} or newer" if old else None)
 
 
 def torch_build() -> Iterator[ProbeResult]:
-    """Check that torch can be imported and is new enough, and which CUDA it was built for."""
     try:
         import torch
     except Exception as error:  # a broken torch raises OSError, RuntimeError, …
         yield ProbeResult(
-            f"torch cannot be imported ({type(error).__name__}: {error})", "install it again: pip install torch"
+            f"torch cannot be imported ({type(error).__name__}: {error})",
+            "reinstall torch",
         )
         return
     version = str(torch.__version__)
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
     if numbers < OLDEST_TORCH:
-        yield ProbeResult(f"torch {version}, {built}", f"take {'.'.join(map(str, OLDEST_TORCH))} or newer")
+        yield ProbeResult(f"torch {version}, {built}", f"install {'.'.join(map(str, OLDEST_TORCH))} or newer")
     else:
         yield ProbeResult(f"torch {version}, {built}")
 
 
 def subjects() -> Iterator[ProbeResult]:
-    """List which of the shipped subjects can be examined here."""
     from plumbline.subjects.short_names import SHORT_NAMES
     from plumbline.subjects.virtual_environments import LIBRARIES
 
@@ -55,4 +53,4 @@ def subjects() -> Iterator[ProbeResult]:
     yield ProbeResult(", ".join(there))
     if missing:
         listing = command("plumbline", "subjects")
-        yield ProbeResult(f"not installed, and not required: {', '.join(missing)} (`{listing}` says how to get them)")
+        yield ProbeResult(f"not installed (optional): {', '.join(missing)}; `{listing}` shows how to install them")

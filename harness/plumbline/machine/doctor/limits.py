@@ -1,4 +1,4 @@
-"""Probes of what the system lets a run use: processors, memory, processes, files, clocks, disk."""
+"""Probes of what a run may use of this system: CPUs, memory, processes, files, clocks, disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.machine.hardware import cgroup_number, cpu_governor, memory_left,
 
 GIB = 1 << 30
 CONTAINER_SHM = 64 << 20
-"""Docker's default for a container: too little for NCCL and for DataLoader workers."""
+"""Docker's default, in bytes: too little for NCCL and for DataLoader workers."""
 
 FEWEST_FILES = 1024
 FEWEST_PROCESSES = 1024
@@ -24,26 +24,24 @@ LEAST_MEMORY = 2 * GIB
 LEAST_DISK = GIB
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 BUSY = 1.5
-"""Wall time of a computation over its processor time from which on the machine is called busy."""
+"""The machine is busy if a computation takes this many times its CPU time."""
 
 MOST_LOAD_PROCESSES = 4
 
 
 def load() -> ProbeResult:
-    """Measure how busy the processors are. A busy machine is fit for a run, and slow."""
     cores = usable_cores() or 1
     factor = slowdown(min(cores, MOST_LOAD_PROCESSES))
-    found = f"computing takes {factor:.1f} × its processor time"
+    found = f"work takes {factor:.1f} × its CPU time"
     with suppress(OSError):
         found += f"; load average {os.getloadavg()[0]:.1f} on {cores} cores"
     if factor < BUSY:
         return ProbeResult(found)
-    advice = "the machine is busy: a run takes longer (see --time-limit), and its speed figures are not reliable"
+    advice = "the machine is busy: runs take longer (see --time-limit), and their speed figures are unreliable"
     return ProbeResult(found, advice, is_note=True)
 
 
 def shared_memory() -> Iterator[ProbeResult]:
-    """Check that there is enough shared memory for NCCL and for DataLoader workers."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -51,7 +49,7 @@ def shared_memory() -> Iterator[ProbeResult]:
         return
     found = f"/dev/shm: {_size(usage.free)} of {_size(usage.total)} free"
     if usage.total <= CONTAINER_SHM:
-        yield ProbeResult(found, "give the container more of it: docker run --shm-size=1g, or --ipc=host")
+        yield ProbeResult(found, "give the container more: docker run --shm-size=1g, or --ipc=host")
     elif usage.free < CONTAINER_SHM:
         yield ProbeResult(found, "it is nearly full: look for files left in /dev/shm")
     else:
@@ -59,7 +57,6 @@ def shared_memory() -> Iterator[ProbeResult]:
 
 
 def limits() -> Iterator[ProbeResult]:
-    """Check the limits on open files, processes and locked memory."""
     files = _soft(resource.RLIMIT_NOFILE)
     advice = f"ulimit -n {FEWEST_FILES}" if files is not None and files < FEWEST_FILES else None
     yield ProbeResult(f"open files: {_number(files)}", advice)
@@ -74,7 +71,6 @@ def limits() -> Iterator[ProbeResult]:
 
 
 def cores() -> Iterator[ProbeResult]:
-    """Check how many cores a run may use, after affinity and a container's quota."""
     usable, present = usable_cores() or 1, os.cpu_count() or 1
     governor = cpu_governor()
     found = f"{usable} of {present} cores" + (f", governor {governor}" if governor else "")
@@ -85,18 +81,12 @@ def cores() -> Iterator[ProbeResult]:
 
 
 def memory() -> Iterator[ProbeResult]:
-    """Check how much memory is available, after a container's limit."""
     free = memory_left()
-    if free is not None:
-        yield ProbeResult(
-            f"{_size(free)} available", "end other processes, or take fewer --gpus" if free < LEAST_MEMORY else None
-        )
-    else:
-        yield ProbeResult("the system does not report how much is available")
+    advice = "end other processes, or use a smaller --gpus" if free < LEAST_MEMORY else None
+    yield ProbeResult(f"{_size(free)} available", advice)
 
 
 def clock() -> Iterator[ProbeResult]:
-    """Check that the clocks are fit for timing, and for run names that sort by time."""
     try:
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     except OSError:
@@ -105,27 +95,25 @@ def clock() -> Iterator[ProbeResult]:
     found = f"resolution {resolution * 1e9:.0f} ns" + (f", source {source}" if source else "")
     slow = source in SLOW_CLOCKS or resolution > 1e-6
     yield ProbeResult(
-        found, "it is slow or coarse, so step times are inaccurate: change the clock source" if slow else None
+        found, "the clock is slow or coarse, so step times are inaccurate: change the clock source" if slow else None
     )
     if time.time() < Path(__file__).stat().st_mtime:
         yield ProbeResult(
-            "the time of day is before the files of this program were written", "set the clock: runs are named by it"
+            "the system time is earlier than Plumbline's own files", "set the clock: runs are named after the time"
         )
 
 
 def disk(report_dir: Path) -> Iterator[ProbeResult]:
-    """Check that runs can be written, and how much space there is for them."""
     place = next(folder for folder in (report_dir.absolute(), *report_dir.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     found = f"{_size(free)} free in {place}"
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        yield ProbeResult(found, "not writable: name another folder with --report-dir")
+        yield ProbeResult(found, "not writable: choose another folder with --report-dir")
     else:
-        yield ProbeResult(found, "make room: the traces of failed cells are kept" if free < LEAST_DISK else None)
+        yield ProbeResult(found, "free some space: the traces of failed cells are kept" if free < LEAST_DISK else None)
 
 
 def _soft(what: int) -> int | None:
-    """Return the limit in force, None where there is none."""
     soft, _ = resource.getrlimit(what)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """``found`` describes what is there; ``advice`` says what to do about it, None where nothing is wrong.
-
-    ``is_note``: the machine is fit for a run all the same.
-    """
+    """What a probe ``found``, and ``advice`` if something is wrong. ``is_note``: runs are possible all the same."""
 
     found: str
     advice: str | None = None

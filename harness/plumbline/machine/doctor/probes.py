@@ -1,4 +1,4 @@
-"""All probes of this machine by name, and running them beside each other."""
+"""All probes of this machine by name, and a function that runs them in parallel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from plumbline.machine.cpu_load import work_done
+from plumbline.machine.cpu_load import cpu_seconds_of_others
 from plumbline.machine.doctor.communication import ports, ranks
 from plumbline.machine.doctor.gpus import devices, links
 from plumbline.machine.doctor.installations import python, subjects, torch_build
@@ -16,13 +16,13 @@ from plumbline.machine.doctor.limits import clock, cores, disk, limits, load, me
 from plumbline.machine.doctor.probe_result import ProbeResult
 
 IDLE_LIMIT_S = 30.0
-"""A probe without a result hangs if no processor time has been used for the probes for so long."""
+"""A probe without a result hangs if the probes have used no CPU time for this long."""
 
 TOTAL_LIMIT_S = 600.0
-"""For all probes together, however much processor time they use."""
+"""For all probes together, however much CPU time they use."""
 
 _LEAST_WORK_S = 0.02
-"""Processor time, or waiting for a processor, that counts as work."""
+"""CPU time that counts as work: two ticks of the kernel's clock."""
 
 _POLL_S = 0.2
 
@@ -30,7 +30,7 @@ Probe = Callable[[], Iterator[ProbeResult]]
 
 
 def probes(report_dir: Path) -> dict[str, Probe]:
-    """Return every probe by its name, in the order of the results. The load is measured now, before any of them."""
+    """Return the probes by name, in the order of their results. The load is measured now, before any of them runs."""
     measured = load()
     return {
         "load": lambda: iter([measured]),
@@ -53,11 +53,10 @@ def probes(report_dir: Path) -> dict[str, Probe]:
 def run_probes(
     named: Mapping[str, Probe], quiet: float = IDLE_LIMIT_S, longest: float = TOTAL_LIMIT_S
 ) -> Iterator[tuple[str, ProbeResult]]:
-    """Run all probes at once; yield the results of each with its name, in order, as they arrive.
+    """Run all probes at once; yield their results with their names, in order, as they arrive.
 
-    A probe that raises has a result that says so. One without a result is waited for as long as any of them uses
-    processor time, however slow the machine is: it hangs if none was used, or waited for, for ``quiet`` seconds. After
-    ``longest`` seconds no probe is waited for.
+    A probe that raises yields a result with the error. A probe hangs if it has no result while all probes together
+    have used no CPU time for ``quiet`` seconds. After ``longest`` seconds, no probe is waited for.
     """
     activity = _Activity()
     for name, results in [(name, _start(probe)) for name, probe in named.items()]:
@@ -65,11 +64,11 @@ def run_probes(
             try:
                 result = results.get(timeout=min(_POLL_S, quiet))
             except queue.Empty:
-                if activity.quiet > quiet:
-                    found = f"no answer, and nothing has been computed for {activity.quiet:.0f} s"
+                if (idle := activity.idle()) > quiet:
+                    found = f"no answer, and no CPU time used for {idle:.0f} s"
                     yield name, ProbeResult(found, "it hangs: a device, a file system or the network does not respond")
                     break
-                if activity.seconds > longest:
+                if activity.elapsed() > longest:
                     found = f"no answer within {longest:.0f} s"
                     yield name, ProbeResult(found, "try again when the machine is less busy")
                     break
@@ -80,28 +79,25 @@ def run_probes(
 
 
 class _Activity:
-    """For how long the probes have used no processor time. Where the system does not report it, they always do."""
+    """Follows the CPU time of the probes, from their start on; times are in seconds."""
 
     def __init__(self) -> None:
         self._begun = self._since = time.monotonic()
-        self._done = work_done()
+        self._used = cpu_seconds_of_others()
 
-    @property
-    def seconds(self) -> float:
-        """The time since the probes were started."""
+    def elapsed(self) -> float:
         return time.monotonic() - self._begun
 
-    @property
-    def quiet(self) -> float:
-        """The time since work was last seen."""
-        done = work_done()
-        if done is None or self._done is None or abs(done - self._done) > _LEAST_WORK_S:
-            self._done, self._since = done, time.monotonic()
+    def idle(self) -> float:
+        """Return for how long the probes have used no CPU time."""
+        used = cpu_seconds_of_others()
+        if abs(used - self._used) > _LEAST_WORK_S:  # it is less where a process has ended
+            self._used, self._since = used, time.monotonic()
         return time.monotonic() - self._since
 
 
 def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
-    """Run a probe in a daemon thread, and return the queue of its results; None is the end of them."""
+    """Run a probe in a daemon thread; return the queue of its results, which None ends."""
     results: queue.SimpleQueue[ProbeResult | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -110,7 +106,7 @@ def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
                 results.put(result)
         except Exception as error:  # whatever is wrong with the machine, the other probes go on
             results.put(
-                ProbeResult(f"cannot be found out ({type(error).__name__}: {error})", "look into what the error names")
+                ProbeResult(f"the probe failed ({type(error).__name__}: {error})", "look at what the error names")
             )
         results.put(None)
 
