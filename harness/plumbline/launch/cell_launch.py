@@ -24,7 +24,7 @@ from plumbline.launch.launch_progress import RunningLaunch
 from plumbline.launch.node_launch import gather
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.launch.this_machine import new_store
+from plumbline.launch.this_machine import new_store, torchrun_variables
 from plumbline.own_workloads.find import workload_of
 from plumbline.worker.assignment import Assignment
 
@@ -211,21 +211,8 @@ def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tu
 
 
 def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank on any node, or those of a whole node."""
-    local_world = cell.contract.processes_per_node(cell.topology)
-    node = {
-        "GROUP_RANK": rank // local_world,
-        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
-        "OMP_NUM_THREADS": 1,
-    }
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank % local_world,
-        "ROLE_RANK": rank,
-        "WORLD_SIZE": cell.processes,
-        "LOCAL_WORLD_SIZE": local_world,
-        "ROLE_WORLD_SIZE": cell.processes,
-        "ROLE_NAME": "default",
-    }
-    variables = node | ({"NODE_RANK": rank // local_world} if whole_node else own)
-    return {name: str(value) for name, value in variables.items()}
+    variables = torchrun_variables(rank, cell.processes, cell.contract.processes_per_node(cell.topology))
+    if not whole_node:
+        return variables
+    of_node = {name: variables[name] for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS")}
+    return {**of_node, "NODE_RANK": variables["GROUP_RANK"]}

@@ -27,11 +27,9 @@ from plumbline.worker.processes import KILL_TIMEOUT_S
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
-    # once lose some answers and wait for the default timeout, 5 s each; the name is not needed.
-    "RES_OPTIONS": "timeout:1 attempts:1",
-    # CUDA does not survive a fork. With this, torch.cuda.is_available() counts devices without starting it, so a
-    # library may ask when it is imported.
+    **this_machine.QUICK_RESOLVER,
+    # CUDA does not survive a fork. With this variable, torch.cuda.is_available() does not start it, so libraries may
+    # call that function when they are imported.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
@@ -154,7 +152,8 @@ class Pool:
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
-        return this_machine.variables(cell, rank, oversubscribe)
+        local = this_machine.local_variables(this_machine.loopback())
+        return local | this_machine.own_devices(cell, rank, oversubscribe)
 
     def meeting_point(self) -> dict[str, str]:
         """Return where the ranks of a launch meet that a subject starts by itself, in torchrun's variables."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 _CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
-_OURS = ("worker/rank.py", "call")
+_CALLERS = ("worker/rank.py", "ranks/rank_main.py")
+"""The files whose function ``call`` calls the user's code."""
+
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
@@ -45,7 +47,7 @@ def calls_of(text: str) -> tuple[PendingCall, ...]:
             threads[-1].append(PendingCall(found["file"], int(found["line"]), found["name"]))
     for calls in threads:
         for place, call in enumerate(calls):
-            if call.file.endswith(_OURS[0]) and call.name == _OURS[1]:
+            if call.file.endswith(_CALLERS) and call.name == "call":
                 return tuple(calls[:place])
     return tuple(current or (threads[-1] if threads else ()))
 

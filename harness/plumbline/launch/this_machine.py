@@ -1,4 +1,4 @@
-"""Launches on this machine: where ranks meet, which of its devices each node sees, and the devices' names."""
+"""Launches on this machine: environment variables, rendezvous, and the devices of each node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Tells ranks that another process holds the rendezvous store."""
+"""Tells ranks that another process serves the rendezvous store."""
 
 ELASTIC = {
     "TORCHELASTIC_RUN_ID": "plumbline",
@@ -21,7 +21,11 @@ ELASTIC = {
     "TORCHELASTIC_MAX_RESTARTS": "0",
     **AGENT_STORE,
 }
-"""What torchrun says of itself, for launches without torchrun."""
+"""Variables that torchrun sets about itself, for launches without torchrun."""
+
+QUICK_RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""torch's TCPStore looks up the name of the address it connects to, which is not needed. When dozens of ranks ask a DNS
+server at once, some answers get lost, and each such rank would wait for the default timeout of 5 s."""
 
 _LOOPBACKS = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
 
@@ -30,69 +34,92 @@ def loopback() -> str:
     """Return the address at which processes of this machine reach each other.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: There is none.
     """
     for address, family in _LOOPBACKS:
         try:
             with socket.create_server((address, 0), family=family) as server:
-                # One that is down can be listened on all the same.
+                # It is possible to listen on an interface that is down.
                 socket.create_connection(server.getsockname()[:2], timeout=1).close()
         except OSError:
             continue
         return address
-    raise LaunchError("this machine has no loopback address, 127.0.0.1 or ::1: bring it up (ip link set lo up)")
+    raise LaunchError(
+        "this machine has no loopback address, 127.0.0.1 or ::1: bring the interface up (ip link set lo up)"
+    )
 
 
-def new_store(address: str) -> TCPStore:
-    """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens at ``address`` alone, at a port that no other process can take from now on.
 
-    The socket listens on ``address``, and nowhere else, before any rank is given the port, so that no other process can
-    take it. It is an IPv4 socket where there is IPv4: a dual-stack socket's addresses have names that only a DNS server
-    can resolve.
+    It is an IPv4 socket if possible: only a DNS server resolves the names of a dual-stack socket's addresses.
 
     Raises:
-        LaunchError: this machine does not have that address.
+        LaunchError: This machine does not have that address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        return socket.create_server((address, 0), family=family, backlog=1024)
     except OSError as error:
-        raise LaunchError(f"ranks cannot meet at {address}, where this process cannot listen: {error}") from error
+        raise LaunchError(f"ranks cannot meet at {address}: this process cannot listen there ({error})") from error
+
+
+def store_on(listener: socket.socket, address: str) -> TCPStore:
+    """Return a rendezvous store on a socket. Ranks join it as they would join that of torchrun's agent."""
+    descriptor = os.dup(listener.fileno())  # the store closes it
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def variables(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the environment variables of ranks that share this machine."""
-    return {
-        **ELASTIC,
-        "MASTER_ADDR": loopback(),
-        # Names of network interfaces differ between machines; ranks on one machine meet on loopback.
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        **own_devices(cell, rank, oversubscribe),
+def new_store(address: str) -> TCPStore:
+    """Return a rendezvous store that listens at ``address`` alone; see :func:`listen`."""
+    with listen(address) as listener:
+        return store_on(listener, address)
+
+
+def torchrun_variables(rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, apart from the address of the rendezvous."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_world_size,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": rank // local_world_size,
+        "GROUP_WORLD_SIZE": world_size // local_world_size,
+        "OMP_NUM_THREADS": 1,
     }
+    return {name: str(value) for name, value in values.items()}
+
+
+def local_variables(address: str) -> dict[str, str]:
+    """Return the variables of ranks that meet at ``address``, a loopback address of this machine."""
+    # The names of other network interfaces differ between machines.
+    return {**ELASTIC, "MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 
 
 def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the variables with which each node sees its own CUDA devices only, as on a machine of its own.
+    """Return the variables with which each node sees its own CUDA devices only, as on a separate machine.
 
-    A single node needs them too: trainers take all devices that they see (``DataParallel(model)``, for one).
+    A single node needs them too, because some trainers use all visible devices (``DataParallel(model)``, for example).
     """
     found = {}
     if cell.accelerator == "cuda" and not oversubscribe:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         every = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
         first = rank // cell.contract.processes_per_node(cell.topology) * cell.topology.gpus
-        if not visible:  # else the user's numbers mean what they meant
+        if not visible:  # otherwise the user's numbers keep their meaning
             found["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         found["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + cell.topology.gpus])
     return found
 
 
 def devices_of(cell: Cell, oversubscribe: bool) -> tuple[str, ...]:
-    """Return the CUDA devices that a launch of ``cell`` on this machine uses; none where they are simulated.
+    """Return the CUDA devices that a launch of ``cell`` uses; none if they are simulated.
 
-    Their names are the same in every process, whichever devices it sees in whatever order.
+    A device has the same name in every process, whichever devices the process sees.
     """
     if cell.accelerator != "cuda":
         return ()
@@ -102,7 +129,7 @@ def devices_of(cell: Cell, oversubscribe: bool) -> tuple[str, ...]:
 
 
 def _device_name(index: int) -> str:
-    """Return a device's UUID, or, with a torch that does not know it, its place among the visible ones."""
+    """Return a device's UUID, or its index if this torch does not report the UUID."""
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:
         return f"GPU {uuid}"

@@ -15,7 +15,7 @@ import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from plumbline.pytest_ranks.rank_fixtures import set_up_here
-from plumbline.ranks.rank import Terminal
+from plumbline.ranks.rank_main import Terminal
 
 ON_RANK: pytest.StashKey[Terminal] = pytest.StashKey()
 """In the stash of a test, on a rank only."""

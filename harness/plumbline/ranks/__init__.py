@@ -1,8 +1,4 @@
-"""A Python function on N warm ranks: forked from this process, joined in a process group, watched and ended.
-
-``run_on_ranks`` is all that other packages use: the pytest marker is built on it, and so can be whatever else has to
-run a user's function on several ranks. Nothing here judges, and nothing here knows pytest.
-"""
+"""Runs a Python function on several ranks that are forked from this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one rank ended: what it returned or raised, what it printed, and where it was if it did neither."""
+"""How a rank ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class How(enum.Enum):
     RETURNED = "returned"
     RAISED = "raised"
     DIED = "died"
-    """Its process ended by itself, by a signal or by ``os._exit``."""
+    """Its process ended by a signal or by ``os._exit``."""
     HUNG = "hung"
-    """It was ended when the time limit was over."""
+    """It was killed at the time limit."""
     ENDED = "ended"
-    """It was ended because another rank had failed."""
+    """It was killed because another rank had failed."""
 
 
 class UnpicklableError(Exception):
@@ -28,12 +28,11 @@ class UnpicklableError(Exception):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
+    """How one rank ended, ``seconds`` after the start.
 
-    ``value`` is what the function returned, ``error`` what it raised; ``description`` is what the caller's ``describe``
-    made of that on the rank. ``code`` is the exit code of a rank that died, negative for a signal. ``calls`` are those
-    in which a rank was when it hung, was ended, or died by a signal, the innermost first. ``seconds`` after the start
-    it returned, raised, died, or was ended.
+    ``value`` is what the function returned, ``error`` what it raised; ``description`` is the result of the caller's
+    ``describe`` for that error. ``code`` is the exit code of a rank that died, negative for a signal. ``calls`` are the
+    pending calls of a rank that hung, was killed, or died by a signal, the innermost first.
     """
 
     rank: int
@@ -49,10 +48,9 @@ class RankEnd:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the failure is the rank's own."""
         return self.how in (How.RAISED, How.DIED, How.HUNG)
 
     @property
     def waits_in(self) -> str | None:
-        """The collective in which it waited, None where it was in none."""
+        """The collective in which it waited, if any."""
         return collective_of(self.calls)

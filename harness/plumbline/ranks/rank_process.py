@@ -1,4 +1,4 @@
-"""A forked rank as its supervisor knows it: its streams, its report, and how it ended."""
+"""A forked rank as its supervisor sees it: its streams, its report, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import IO
 
 from plumbline.launch.stacks import PendingCall, calls_of
-from plumbline.ranks.channel import Channel
-from plumbline.ranks.rank import RankReport, Streams
 from plumbline.ranks.rank_end import How
+from plumbline.ranks.rank_main import RankReport, Streams
 from plumbline.worker.log import Log
 from plumbline.worker.processes import signal_session
 
 
 class _Output:
-    """What one stream of a rank prints: the beginning and the end, in a file without a name."""
+    """What a rank prints to one stream, in a file without a name, which nobody has to remove."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        # By its descriptor: nobody has to remove a file that has no name.
         self.log = Log(f"/dev/fd/{self._file.fileno()}")
 
     def text(self) -> str:
-        """Return what was printed; the rank has ended."""
         self.log.close()
         self._file.seek(0)
         with self._file:
@@ -45,13 +43,12 @@ class RankProcess:
         self.calls: tuple[PendingCall, ...] = ()
         self.at = 0.0
         self.is_debugging = False
-        self.channel, self.rank_channel = Channel.pair()
+        self.connection, self.rank_connection = Pipe()
         self.outputs = [_Output(), _Output()] if capture else []
         self._stack: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
 
     @property
     def streams(self) -> Streams:
-        """The descriptors that the rank writes to."""
         out, err = (output.log.sink for output in self.outputs) if self.outputs else (None, None)
         return Streams(out, err, self._stack.fileno())
 
@@ -62,58 +59,46 @@ class RankProcess:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has raised or died."""
         return self.how in (How.RAISED, How.DIED)
 
     def forked(self, pid: int) -> None:
-        """Take the process id, in the supervisor, and close what is the rank's."""
+        """In the supervisor, note the process id, and close the rank's ends."""
         self.pid = pid
-        self.rank_channel.close()
+        self.rank_connection.close()
         for output in self.outputs:
             os.close(output.log.sink)
 
     def close_in_fork(self) -> None:
-        """Close the supervisor's ends, in a rank."""
-        self.channel.close()
+        """In a rank, close the supervisor's ends."""
+        self.connection.close()
         for output in self.outputs:
             output.log.close_in_fork()
 
-    def settle(self, how: How) -> None:
-        """Take how it ended, if that is not known yet."""
+    def note_end(self, how: How) -> None:
+        """Note how it ended, unless that is known already."""
         if self.how is None:
             self.how, self.at = how, time.monotonic()
             if how is not How.RETURNED:
-                self.calls = self._read_stack()
+                self.calls = calls_of(os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace"))
 
     def request_stack(self) -> None:
-        """Let it write its stacks; one that was stopped goes on for that."""
+        """Let it write its stacks. A stopped process has to continue for that."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     @property
     def has_stack(self) -> bool:
-        """Whether it has written its stacks."""
         return os.fstat(self._stack.fileno()).st_size > 0
 
     def kill(self) -> None:
-        """End it, and what it has left in its session."""
+        """Kill it, and the processes that it left in its session."""
         signal_session(self.pid, signal.SIGKILL)
 
     def texts(self) -> tuple[str, str]:
-        """Return what it printed to stdout and stderr; it has ended."""
+        """Return what it printed to stdout and stderr. Call this once, after its end."""
         self._stack.close()
         if not self.outputs:
             return "", ""
         out, err = (output.text() for output in self.outputs)
         return out, err
-
-    def _read_stack(self) -> tuple[PendingCall, ...]:
-        text = os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace")
-        calls = calls_of(text)
-        own = next((place for place, one in enumerate(calls) if _is_own(one)), len(calls))
-        return calls[:own]
-
-
-def _is_own(call: PendingCall) -> bool:
-    return call.file.endswith("plumbline/ranks/rank.py") and call.name == "call"

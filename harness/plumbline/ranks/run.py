@@ -1,20 +1,21 @@
-"""Runs a function on several ranks, in the process that calls: prepares, forks a supervisor, waits for the ends."""
+"""Runs a function on several ranks: forks their supervisor and waits for their ends."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import Any
 
 from plumbline.core.errors import LaunchError
-from plumbline.ranks.channel import Channel
-from plumbline.ranks.rank import Terminal
 from plumbline.ranks.rank_end import How, RankEnd
-from plumbline.ranks.supervisor import Order, PickledEnd, opened, supervise
+from plumbline.ranks.rank_main import Terminal
+from plumbline.ranks.supervisor import Order, PickledEnd, supervise
 from plumbline.ranks.world import World
 
 
@@ -34,64 +35,65 @@ def run_on_ranks(
 ) -> tuple[RankEnd, ...]:
     """Call ``function`` on ``ranks`` processes that are forked from this one, and return how each ended, by rank.
 
-    In each the environment variables that torchrun sets are there, and so is the default process group. The function
-    may be a closure, and finds whatever this process has in memory; what it returns is pickled. Each rank has one
-    thread for computing. When one fails, the others have a second to end. Nothing that they start outlives this call.
+    Each rank has torchrun's environment variables, the default process group, and one thread. The function may be a
+    closure over anything in this process's memory; its return value is pickled. When one rank fails, the others have a
+    second to end. No process that ranks start outlives this call.
 
     Args:
-        function: Called with a :class:`~plumbline.ranks.rank.Terminal`, whose ``rank`` tells which one it is.
-        ranks: Number of ranks, at least 1.
-        timeout: Seconds after which ranks that have not ended are ended.
-        backend: Of the default process group; None is nccl where there is a CUDA device for each rank, else gloo.
-        init: Whether the default process group is there; without it the function can initialise its own.
-        capture: Whether to keep what ranks print, or let it go where this process prints.
-        describe: Called on a rank with what ``function`` raised; its result, or the traceback where it raises itself,
-            becomes the ``description``.
+        function: Is called with a :class:`~plumbline.ranks.rank_main.Terminal`, which has the ``rank``.
+        ranks: The number of ranks, at least 1.
+        timeout: Seconds after which ranks are killed.
+        backend: The backend of the default process group; None is nccl with a CUDA device for each rank, else gloo.
+        init: Whether to initialise the default process group; without it, the function can do so.
+        capture: Whether to keep what ranks print. Otherwise they print where this process prints.
+        describe: Is called on a rank with the exception that ``function`` raised; its result is the ``description``.
+            If it raises, the description is the traceback.
 
     Raises:
-        LaunchError: the ranks cannot be started here; the message says what to do.
+        LaunchError: The ranks cannot be started; the message says what to do.
     """
     import torch._dynamo
     import torch.distributed  # the first DistributedDataParallel(...) imports it, which takes a second
 
     if init and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise LaunchError(
-            "this process is in a process group already, and ranks that are forked from it cannot form one of their "
-            "own: call torch.distributed.destroy_process_group() first"
+            "this process is in a process group already, so ranks that are forked from it cannot form another: call "
+            "torch.distributed.destroy_process_group() first"
         )
     world = World.prepare(ranks, backend, init)
     order = Order(function, describe, timeout, capture)
-    here, there = Channel.pair()
+    here, there = Pipe()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(Exception):  # what is buffered now would be printed by each rank
             stream.flush()  # type: ignore[union-attr]
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Since Python 3.12, where this process has threads. Only what torch does after a fork matters here: it computes
-        # in the thread that remains.
+        # Python 3.12 and newer warn if this process has threads. A rank computes in the thread that remains.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             pid = os.fork()
         except OSError as error:
-            raise LaunchError(f"no process can be started for the ranks: {error.strerror}; see ulimit -u") from error
+            raise LaunchError(f"cannot start a process for the ranks: {error.strerror}; see ulimit -u") from error
     if not pid:
         here.close()
         supervise(world, order, there, parent)
     there.close()
     world.listener.close()
+    ends: Any = None
     try:
-        ends = here.receive()
+        with suppress(EOFError, OSError):
+            ends = here.recv()
     finally:
-        here.close()  # if it still runs it ends its ranks, and itself
+        here.close()  # a supervisor that still runs then ends its ranks and itself
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
     if not isinstance(ends, list):
-        raise LaunchError(f"the process that watches the ranks has ended: {ends or 'it was killed'}")
+        raise LaunchError(f"the supervisor of the ranks has ended: {ends or 'it was killed'}")
     return tuple(map(_end, ends))
 
 
 def _end(end: PickledEnd) -> RankEnd:
-    outcome = opened(end.outcome)
+    outcome, description = (None if data is None else pickle.loads(data) for data in (end.outcome, end.description))
     raised = end.how is How.RAISED
     return RankEnd(
         rank=end.rank,
@@ -99,7 +101,7 @@ def _end(end: PickledEnd) -> RankEnd:
         seconds=end.seconds,
         value=None if raised else outcome,
         error=outcome if raised else None,
-        description=opened(end.description),
+        description=description,
         code=end.code,
         calls=end.calls,
         stdout=end.stdout,

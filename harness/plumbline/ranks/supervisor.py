@@ -1,7 +1,7 @@
 """The process between a caller and its ranks: forks them, follows them to their ends, and leaves nothing behind.
 
-It is a process of its own so that the caller's children, signals and threads are not touched, and so that whatever
-ranks start and lose can be found and ended: on Linux such processes become its children.
+As a separate process, it leaves the caller's children, signals and threads alone. On Linux it becomes the parent of
+processes that ranks started and lost, and can end them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from __future__ import annotations
 import gc
 import math
 import os
-import pickle
 import selectors
 import signal
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from plumbline.launch.stacks import PendingCall
-from plumbline.ranks.channel import Channel
-from plumbline.ranks.rank import WITH_TERMINAL, Debugging, Describe, Function, run
 from plumbline.ranks.rank_end import How
+from plumbline.ranks.rank_main import WITH_TERMINAL, Debugging, Describe, Function, RankReport, run
 from plumbline.ranks.rank_process import RankProcess
 from plumbline.ranks.world import World
-from plumbline.worker.processes import adopt, die_with, end_all
+from plumbline.worker.processes import adopt, die_with, end_all, wakeup_pipe
 
 GRACE_S = 1.0
-"""Time for the other ranks to end when one has failed: those that fail too are worth a traceback of their own."""
+"""Time for the other ranks to end after one has failed: those that fail too show their own tracebacks."""
 
 _STACK_S = 1.0
 _EXIT_S = 5.0
@@ -35,7 +34,7 @@ _EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run, and for how long, in seconds. With ``capture`` each rank's output is kept apart."""
+    """The function to run, with a timeout in seconds. With ``capture``, the output of each rank is kept separately."""
 
     function: Function
     describe: Describe
@@ -45,7 +44,7 @@ class Order:
 
 @dataclass(frozen=True)
 class PickledEnd:
-    """A rank's end as the supervisor knows it, with what the rank has pickled unopened."""
+    """How a rank ended; ``outcome`` and ``description`` are pickles of the rank, which the supervisor does not open."""
 
     rank: int
     how: How
@@ -59,37 +58,36 @@ class PickledEnd:
 
 
 class CallerGone(Exception):  # noqa: N818
-    """The caller was interrupted, or has died."""
+    """The caller was interrupted or has died."""
 
 
 class Supervisor:
     """Runs one launch, from the first fork to the last end."""
 
-    def __init__(self, world: World, order: Order, caller: Channel) -> None:
+    def __init__(self, world: World, order: Order, caller: Connection) -> None:
         self._world, self._order, self._caller = world, order, caller
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankProcess] = []
         self._begun = time.monotonic()
         self._deadline = self._begun + order.timeout
-        self._caller_is_gone = False
         self._callers_group = os.getpgid(os.getppid())
         self._last_how = How.HUNG
-        """How those ended that are there when the deadline is over."""
+        """How ranks ended that are still there at the deadline."""
 
     def run(self) -> list[PickledEnd]:
         """Run the launch.
 
         Raises:
-            CallerGone: the caller does not wait for it any more; everything has been ended.
+            CallerGone: The caller no longer waits for it; everything has been ended.
         """
-        wake = self._listen_for_signals()
+        wake = wakeup_pipe()
         try:
             for rank in range(self._world.size):
                 self._fork(rank)
             store = self._world.serve()
             self._selector.register(wake, selectors.EVENT_READ)
             self._selector.register(self._caller, selectors.EVENT_READ, self._caller)
-            while self._unsettled:
+            while self._not_ended:
                 if not self._follow(self._deadline):
                     self._end_late()
             self._let_exit()
@@ -105,22 +103,8 @@ class Supervisor:
         return [process for process in self._ranks if process.is_alive and process.pid]
 
     @property
-    def _unsettled(self) -> list[RankProcess]:
+    def _not_ended(self) -> list[RankProcess]:
         return [process for process in self._ranks if process.how is None]
-
-    def _listen_for_signals(self) -> int:
-        wake, wake_write = os.pipe()
-        for descriptor in (wake, wake_write):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        # It only wakes the loop: an exception could interrupt the clean-up that the caller's end has begun already.
-        signal.signal(signal.SIGTERM, self._note_end_of_caller)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, which ends us in order
-        return wake
-
-    def _note_end_of_caller(self, *_: object) -> None:
-        self._caller_is_gone = True
 
     def _fork(self, rank: int) -> None:
         parent, process = os.getpid(), RankProcess(rank, self._order.capture)
@@ -128,12 +112,11 @@ class Supervisor:
         pid = os.fork()
         if pid:
             process.forked(pid)
-            self._selector.register(process.channel, selectors.EVENT_READ, process)
+            self._selector.register(process.connection, selectors.EVENT_READ, process)
             for output in process.outputs:
                 self._selector.register(output.log.source, selectors.EVENT_READ, output.log)
             return
         try:
-            signal.set_wakeup_fd(-1)
             self._caller.close()
             for other in self._ranks:
                 other.close_in_fork()
@@ -141,44 +124,45 @@ class Supervisor:
             if rank == WITH_TERMINAL:
                 with suppress(OSError):  # the caller's group is gone
                     os.setpgid(0, self._callers_group)
-            run(rank, self._world, order.function, order.describe, process.rank_channel, process.streams, parent)
+            run(rank, self._world, order.function, order.describe, process.rank_connection, process.streams, parent)
         finally:
             os._exit(70)
 
     def _follow(self, deadline: float) -> bool:
-        """Take in what happens next; return False when the deadline is over."""
+        """Handle what happens next; return False when the deadline has passed."""
         left = deadline - time.monotonic()
         ready = self._selector.select(None if math.isinf(left) else max(left, 0.0))
-        if self._caller_is_gone:
-            raise CallerGone
-        self._reap()  # first: a rank that dies does so before others notice, and are heard
+        self._reap()  # first: a rank dies before others notice and report that
         for key, _ in ready:
             if isinstance(key.data, RankProcess):
-                self._hear(key.data)
+                self._receive(key.data)
             elif key.data is self._caller:
                 raise CallerGone
             elif key.data is None:
-                with suppress(BlockingIOError):
-                    os.read(key.fd, 1 << 12)
+                if signal.SIGTERM in os.read(key.fd, 1 << 12):
+                    raise CallerGone
             elif not key.data.read():
                 self._selector.unregister(key.fileobj)
         return bool(ready) or left > 0
 
-    def _hear(self, process: RankProcess) -> None:
-        """Take in what a rank has sent."""
-        messages, is_open = process.channel.drain()
-        if not is_open and process.channel in self._selector.get_map():
-            self._selector.unregister(process.channel)
-        for message in messages:
-            if isinstance(message, Debugging):
-                process.is_debugging = message.active
-            elif process.how is None:
-                process.report, process.is_debugging = message, False
-                process.settle(How.RAISED if message.raised else How.RETURNED)
-            self._move_deadline()
+    def _receive(self, process: RankProcess) -> None:
+        try:
+            while process.connection.poll():
+                self._take(process, process.connection.recv())
+        except (EOFError, OSError):  # it has closed its end
+            with suppress(KeyError):
+                self._selector.unregister(process.connection)
+
+    def _take(self, process: RankProcess, message: Debugging | RankReport) -> None:
+        if isinstance(message, Debugging):
+            process.is_debugging = message.active
+        elif process.how is None:
+            process.report, process.is_debugging = message, False
+            process.note_end(How.RAISED if message.raised else How.RETURNED)
+        self._move_deadline()
 
     def _move_deadline(self) -> None:
-        """Set the deadline anew after what a rank did: none while somebody debugs, a short one after a failure."""
+        """Set the deadline: none while a debugger is active, a short one after a failure."""
         now = time.monotonic()
         if any(one.is_debugging for one in self._ranks):
             self._deadline = math.inf
@@ -194,32 +178,31 @@ class Supervisor:
             pid, status = os.waitpid(process.pid, os.WNOHANG)
             if pid:
                 process.code = os.waitstatus_to_exitcode(status)
-                process.kill()  # processes that it left in its session end with it
+                process.kill()  # the processes that it left in its session
                 if process.how is None:
-                    self._hear(process)  # what it had sent before
-                    process.settle(How.DIED)
+                    self._receive(process)  # what it had sent before
+                    process.note_end(How.DIED)
                     process.is_debugging = False
                     self._move_deadline()
 
     def _end_late(self) -> None:
-        """End those that have not ended, and note where they were."""
-        late = self._unsettled
+        late = self._not_ended
         for process in late:
             process.request_stack()
         deadline = time.monotonic() + _STACK_S
         while not all(process.has_stack for process in late) and time.monotonic() < deadline:
             time.sleep(0.01)
         for process in late:
-            process.settle(self._last_how)
+            process.note_end(self._last_how)
 
     def _let_exit(self) -> None:
-        """Let those exit that wait for it, and wait until they have."""
+        """Let ranks exit that wait for it, kill the others, and wait for their ends."""
         for process in self._ranks:
             if process.how in (How.HUNG, How.ENDED):
                 process.kill()
             with suppress(KeyError):
-                self._selector.unregister(process.channel)
-            process.channel.close()
+                self._selector.unregister(process.connection)
+            process.connection.close()
         deadline = time.monotonic() + _EXIT_S
         while self._alive and self._follow(deadline):
             pass
@@ -240,13 +223,13 @@ class Supervisor:
         )
 
 
-def supervise(world: World, order: Order, caller: Channel, parent: int) -> NoReturn:
-    """Be the supervisor of one launch, and send its ends to the caller. Does not return: the process ends here."""
+def supervise(world: World, order: Order, caller: Connection, parent: int) -> NoReturn:
+    """Supervise one launch, and send the ends of its ranks to the caller. Does not return: the process ends here."""
     try:
         die_with(parent, signal.SIGTERM)
-        os.setpgid(0, 0)  # what kills the caller's group is to leave somebody who cleans up
+        os.setpgid(0, 0)  # a signal to the caller's group must leave somebody who cleans up
         adopt()
-        gc.freeze()  # what was there before the fork is no garbage of these processes', nor copied to find that out
+        gc.freeze()  # garbage collection would copy the pages of the caller's objects
         caller.send(Supervisor(world, order, caller).run())
     except CallerGone:
         pass
@@ -255,8 +238,3 @@ def supervise(world: World, order: Order, caller: Channel, parent: int) -> NoRet
             caller.send(traceback.format_exc())
     finally:
         os._exit(0)
-
-
-def opened(data: bytes | None) -> Any:
-    """Return what a rank has pickled, None where it has sent nothing."""
-    return None if data is None else pickle.loads(data)

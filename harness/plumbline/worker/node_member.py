@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import atexit
 import copyreg
-import faulthandler
 import json
 import multiprocessing
 import os
 import re
-import signal
 import socket
 import sys
 import traceback
@@ -29,6 +27,7 @@ from plumbline.worker.arithmetic import compute_as_named
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address, connect
 from plumbline.worker.job import Job
+from plumbline.worker.processes import dump_stacks_on_request
 from plumbline.worker.recording.child_recorder import ChildRecorder
 from plumbline.worker.recording.late_evidence import answer_requests
 from plumbline.worker.recording.process_groups import keep_process_groups
@@ -132,7 +131,7 @@ class NodeMember:
         with suppress(OSError):
             if self._line is None:
                 self._line = connect(self._address)
-                self._dump_stacks_on_request()
+                dump_stacks_on_request(os.open(self._stack, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
                 values = {**self._introduction(), **values}
             self._line.sendall(json.dumps(values).encode() + b"\n")
 
@@ -205,11 +204,6 @@ class NodeMember:
 
     def _introduction(self) -> dict[str, Any]:
         return {"below": self._first, "pid": os.getpid(), "rank": self.rank if "RANK" in os.environ else None}
-
-    def _dump_stacks_on_request(self) -> None:
-        stack = os.open(self._stack, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        faulthandler.enable(file=stack)
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
 
     def _forked(self) -> None:
         """Start over in a forked process, which shares nothing with its parent."""

@@ -1,11 +1,12 @@
-"""What the operating system knows of a rank's processes: signals, ends for want of memory, and descendants to end.
+"""Processes of ranks: their signals and states, out-of-memory kills, and descendants to end.
 
-On systems other than Linux the kernel says less, and descendants cannot be found.
+It uses the standard library alone, since it runs in the environments of subjects. Descendants are found on Linux only.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -15,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 KILL_TIMEOUT_S = 5.0
-"""Time in which killed processes must be gone. Those that the kernel holds longer are left to it."""
+"""Time in which killed processes should be gone. Those that the kernel holds longer are left to it."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_session(pid: int, number: int) -> None:
-    """Signal a rank and all of its session; before it has one, itself alone."""
+    """Signal a rank and its session, or the rank alone if it has no session yet."""
     for send in (os.killpg, os.kill):
         try:
             send(pid, number)
@@ -32,19 +33,19 @@ def signal_session(pid: int, number: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal or a debugger; False where that is unknown."""
+    """Return whether a signal or a debugger has stopped a process; False if unknown."""
     fields = _stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 
 
 def has_exited(pid: int) -> bool:
-    """Return whether a process has exited, also if nobody has waited for it yet; False where that is unknown."""
+    """Return whether a process has exited, even if nobody has waited for it yet; False if unknown."""
     fields = _stat(pid)
     return sys.platform == "linux" and (not fields or fields[0] in ("Z", "X"))
 
 
 def kills_for_memory() -> int:
-    """Return how many processes the kernel has killed for want of memory, on this machine or in a control group."""
+    """Return how many processes the kernel has killed because memory ran out, on this machine or in a control group."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except (OSError, ValueError):
@@ -53,15 +54,44 @@ def kills_for_memory() -> int:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent dies; 0: no longer."""
+    """Have the kernel send this process a signal when its parent dies, or none with 0."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(70)
 
 
+def wakeup_pipe() -> int:
+    """Return a descriptor that becomes readable at SIGCHLD and SIGTERM, whose numbers it gives; SIGINT is ignored.
+
+    Ctrl-C goes to the process that started this one, which ends it in order.
+    """
+    wake, wake_write = os.pipe()
+    for descriptor in (wake, wake_write):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return wake
+
+
+def restore_signals() -> None:
+    """Undo, in a forked process, what :func:`wakeup_pipe` did."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def dump_stacks_on_request(descriptor: int) -> None:
+    """Write the stacks of all threads to a descriptor at SIGUSR1, and when this process dies by a signal."""
+    faulthandler.enable(file=descriptor)
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
+
+
 def adopt() -> None:
-    """Become the parent of every descendant that loses its own, where the system has that (Linux)."""
+    """On Linux, become the parent of descendants that lose theirs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -78,7 +108,7 @@ def descendants() -> frozenset[int]:
 
 
 def end_all(spared: frozenset[int] = frozenset()) -> int:
-    """End every descendant of this process except ``spared``, and return how many there were."""
+    """End all descendants of this process except ``spared``; return how many there were."""
     # Those that lose their parent become this process's children.
     ended = end_each(lambda: descendants() - spared, after_each=_reap)
     _reap()
@@ -86,9 +116,9 @@ def end_all(spared: frozenset[int] = frozenset()) -> int:
 
 
 def end_each(find: Callable[[], Set[int]], after_each: Callable[[], None] = lambda: None) -> int:
-    """End the processes that ``find`` returns until it finds none; return how many there were.
+    """End the processes that ``find`` returns, until it finds none or ``KILL_TIMEOUT_S`` has passed; count them.
 
-    It is called repeatedly, for at most ``KILL_TIMEOUT_S``: processes may have forked in the meantime.
+    It is called repeatedly, because processes may have forked in the meantime.
     """
     ended: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -119,7 +149,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the process's state on, none where there are none."""
+    """Return the fields of /proc/PID/stat, from the process's state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-import faulthandler
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from plumbline.worker.arithmetic import compute_as_named
 from plumbline.worker.assignment import Assignment, stack_beside
 from plumbline.worker.job import Job
 from plumbline.worker.node_member import current_member
+from plumbline.worker.processes import dump_stacks_on_request
 from plumbline.worker.recording.late_evidence import answer_requests, block_requests
 from plumbline.worker.recording.process_groups import keep_process_groups
 from plumbline.worker.recording.recorder import Recorder
@@ -122,8 +121,7 @@ def prepare_process(assignment: Assignment) -> None:
     os.dup2(null, 0)
     # The stacks at its death, or on request. Not in the log, which belongs to the subject.
     stack = os.open(stack_beside(assignment.log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    faulthandler.enable(file=stack)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    dump_stacks_on_request(stack)
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
     # Each rank has a seed of its own, on purpose: the trainer must make equal what has to be equal on all ranks.

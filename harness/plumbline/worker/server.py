@@ -24,6 +24,7 @@ from typing import Any
 from plumbline.core.errors import PlumblineError
 from plumbline.worker.child_registry import Child, Registry
 from plumbline.worker.connectivity import ConnectivityProbe
+from plumbline.worker.forked_rank import ForkedRank
 from plumbline.worker.launcher_link import LauncherLink, PipeLink
 from plumbline.worker.preload import preload
 from plumbline.worker.processes import (
@@ -34,9 +35,10 @@ from plumbline.worker.processes import (
     end_all,
     has_exited,
     is_stopped,
+    restore_signals,
     signal_session,
+    wakeup_pipe,
 )
-from plumbline.worker.rank_process import ForkedRank
 from plumbline.worker.recording.late_evidence import REQUEST
 
 
@@ -76,13 +78,7 @@ class Server:
         self._spared = descendants()  # a library may have started processes when it was imported
         declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
-        wake, wake_write = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us in order.
+        wake = wakeup_pipe()
         self._selector.register(wake, selectors.EVENT_READ)
         self._selector.register(self._link, selectors.EVENT_READ)
         if self._link.from_ranks is not None:
@@ -178,10 +174,7 @@ class Server:
             os.close(process.log.sink)
             for other in (process, *self._ranks.values()):
                 other.log.close_in_fork()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            restore_signals()
             self._link.close_in_fork()
             address = self._registry.address if self._registry else ""
             if self._registry:

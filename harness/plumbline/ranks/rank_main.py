@@ -1,33 +1,31 @@
-"""One rank: a forked process that joins the group, calls the function, reports, and waits until it may exit.
+"""The main function of a forked rank: it joins the group, calls the user's function, reports, and waits for its end.
 
-It does not exit before all have reported: the end of one would break the connections in which others may still wait,
-and hide why they wait. It exits without running destructors, which may hang: see
+A rank does not exit before all have reported. Its exit would break connections in which other ranks may wait, and hide
+why they wait. It exits without running destructors, which may hang: see
 :mod:`plumbline.worker.recording.process_groups`.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TextIO, cast
 
 import torch
 
-from plumbline.ranks.channel import Channel
 from plumbline.ranks.rank_end import UnpicklableError
 from plumbline.ranks.world import World, separate_rendezvous
-from plumbline.worker.processes import die_with
+from plumbline.worker.processes import die_with, dump_stacks_on_request, restore_signals
 from plumbline.worker.recording.process_groups import keep_process_groups
 
 WITH_TERMINAL = 0
-"""The rank that keeps the terminal: it stays in the session of the process that forked it, so that it can debug."""
+"""The rank that can debug: it stays in the session of the calling process, and so keeps the terminal."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +39,32 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Debugging:
-    """What a rank sends when a debugger begins, or ends."""
+    """What a rank sends when a debugger starts or ends."""
 
     active: bool
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """What a rank is called with: who it is, and access to the terminal for a debugger."""
+    """The argument of the user's function: its rank, and access to the terminal for a debugger."""
 
     rank: int
-    _channel: Channel
+    _supervisor: Connection
     _saved: tuple[int, ...]
 
     @property
     def is_available(self) -> bool:
-        """Whether this rank is the one that may debug."""
         return bool(self._saved)
 
     def take(self) -> None:
-        """Read and write the terminal from now on; no time limit holds until :meth:`leave`."""
-        self._channel.send(Debugging(True))
+        """Read and write the terminal from now on; time limits do not hold until :meth:`leave`."""
+        self._supervisor.send(Debugging(True))
         sys.stdout.flush()
         for number, saved in enumerate(self._saved):
             os.dup2(saved, number)
 
     def leave(self) -> None:
-        """Say that the debugger has ended."""
-        self._channel.send(Debugging(False))
+        self._supervisor.send(Debugging(False))
 
 
 Function = Callable[[Terminal], Any]
@@ -77,7 +73,7 @@ Describe = Callable[[BaseException], Any]
 
 @dataclass(frozen=True)
 class Streams:
-    """Where a rank writes: descriptors for stdout and stderr, None for those of the process above; for its stacks."""
+    """Descriptors for a rank's stdout, stderr and stacks; None keeps the stream of the calling process."""
 
     stdout: int | None
     stderr: int | None
@@ -85,20 +81,26 @@ class Streams:
 
 
 def run(
-    rank: int, world: World, function: Function, describe: Describe, channel: Channel, streams: Streams, parent: int
+    rank: int,
+    world: World,
+    function: Function,
+    describe: Describe,
+    supervisor: Connection,
+    streams: Streams,
+    parent: int,
 ) -> NoReturn:
-    """Be a rank. Does not return: the process ends here."""
+    """Run the function as ``rank``. Does not return: the process ends here."""
     try:
         die_with(parent)
-        terminal = Terminal(rank, channel, _redirect(rank, streams))
+        terminal = Terminal(rank, supervisor, _redirect(rank, streams))
         _prepare_process(rank, world, streams)
         report = _call(rank, world, function, describe, terminal)
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        channel.send(report)
-        channel.receive()  # until the supervisor closes it
-    except OSError:  # the supervisor is gone
+        supervisor.send(report)
+        supervisor.recv()  # until the supervisor closes it
+    except (EOFError, OSError):  # the supervisor is gone
         pass
     except BaseException:
         traceback.print_exc()
@@ -107,7 +109,7 @@ def run(
 
 
 def _redirect(rank: int, streams: Streams) -> tuple[int, ...]:
-    """Redirect the standard streams; return copies of those that lead to the terminal, none where it is not ours."""
+    """Redirect the standard streams; return copies of those that lead to the terminal, if this rank may debug."""
     saved: tuple[int, ...] = ()
     if rank == WITH_TERMINAL:
         saved = tuple(os.dup(number) for number in (0, 1, 2))
@@ -119,7 +121,7 @@ def _redirect(rank: int, streams: Streams) -> tuple[int, ...]:
             os.dup2(target, number)
     os.close(null)
     if streams.stdout is not None:
-        # What they were may write elsewhere: to memory, or where it was redirected to.
+        # The calling process may have replaced these objects, and they would write elsewhere.
         sys.stdin, sys.stdout, sys.stderr = (_text_stream(number) for number in (0, 1, 2))
     return saved
 
@@ -131,14 +133,10 @@ def _text_stream(number: int) -> TextIO:
 
 
 def _prepare_process(rank: int, world: World, streams: Streams) -> None:
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.enable(file=streams.stack)
-    faulthandler.register(signal.SIGUSR1, file=streams.stack, all_threads=True)
+    restore_signals()
+    dump_stacks_on_request(streams.stack)
     os.environ.update(world.variables(rank))
-    # The threads of the process above are not there after a fork, but OpenMP still counts on them: a second thread
-    # would wait for ever.
+    # OpenMP's threads are gone after a fork, but OpenMP still counts on them: a second thread would wait forever.
     torch.set_num_threads(1)
     keep_process_groups(lambda: None)
     separate_rendezvous()
@@ -154,7 +152,7 @@ def _call(rank: int, world: World, function: Function, describe: Describe, termi
 
 
 def call(function: Function, terminal: Terminal) -> Any:
-    """Call the function; the stacks of a rank are shown from here on."""
+    """Call the function; a rank's stacks are shown from here on: see :mod:`plumbline.launch.stacks`."""
     return function(terminal)
 
 
@@ -169,12 +167,11 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        what = f"a {type(value).__name__}, which cannot be pickled ({error})"
-        raise UnpicklableError(f"a rank returned {what}: return tensors, numbers or text") from None
+        what = f"a rank returned a {type(value).__name__}, which cannot be pickled ({error})"
+        raise UnpicklableError(f"{what}: return tensors, numbers or text") from None
 
 
 def _pickled_error(error: BaseException) -> bytes:
-    """Pickle an exception, or a stand-in where it does not survive that."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
