@@ -22,7 +22,8 @@ from plumbline.submit.engines.kubernetes import KubernetesEngine
 from plumbline.submit.kubernetes.manifests import PORT, merged
 from plumbline.submit.kubernetes.states import states_of
 from plumbline.submit.select_cells import SelectedCell
-from plumbline.submit.submission import Submission, Work
+from plumbline.submit.submission import Submission
+from plumbline.submit.tasks import TaskCommand
 
 ROOT = Path(__file__).parents[2]
 KUBECTL = Path(__file__).parent / "kubectl"
@@ -35,10 +36,10 @@ def submission(tmp_path):
 
     def make(nodes=1, kind=None, *, accelerator="auto", subjects=("reference",), workloads=(), mount=None, **settings):
         engine = KubernetesEngine("plumbline:1", "reports", mount or str(tmp_path), "lab", kind, **settings)
-        work = Work(nodes, 8, accelerator, ("-q",), subjects, workloads, sys.executable, str(ROOT), "/suites")
+        work = TaskCommand(nodes, 8, accelerator, ("-q",), subjects, workloads, sys.executable, str(ROOT), "/suites")
         cells = tuple(SelectedCell(f"cell-{number}", f"/suites/a.py::[{number}]", {}) for number in range(4))
         tasks = (("cell-0", "cell-2"), ("cell-1", "cell-3"))
-        return Submission(tmp_path / "20261123T014053Z-CAE93168", ("plumbline",), engine, work, cells, tasks)
+        return Submission(tmp_path / "20261123T014053Z-CAE93168", ("plumbline",), work, cells, tasks, engine)
 
     return make
 
@@ -199,11 +200,11 @@ def test_a_task_of_several_nodes_runs_when_all_of_its_pods_do(submission, kind, 
     ("changed", "said"),
     [
         ({"mount": "/elsewhere"}, r"report directory .* is not on the volume reports, .* at /elsewhere"),
-        ({"subjects": (f"{ROOT}/suites/detection/sync.py::right",)}, "copy the file to the volume"),
-        ({"workloads": (f"{ROOT}/harness/plumbline/own_workloads/skeleton.py",)}, "copy the file to the volume"),
+        ({"subjects": (f"{ROOT}/suites/detection/sync.py::right",)}, "Copy the file to the volume"),
+        ({"workloads": (f"{ROOT}/harness/plumbline/own_workloads/skeleton.py",)}, "Copy the file to the volume"),
         ({"nodes": 2, "kind": "job"}, "--kind jobset or pytorchjob"),
         ({"nodes": 2, "subjects": ("torch", "reference")}, "one subject"),
-        ({"nodes": 2, "subjects": ("torch;python=/venv/bin/python",)}, "the image's own interpreter"),
+        ({"nodes": 2, "subjects": ("torch;python=/venv/bin/python",)}, "the image's Python"),
     ],
 )
 def test_what_pods_could_not_find_or_start_is_refused(submission, changed, said):
@@ -217,7 +218,7 @@ def test_what_pods_could_not_find_or_start_is_refused(submission, changed, said)
     [
         (["kubernetes"], "--engine kubernetes needs --image"),
         (["kubernetes", "--image", "one"], "needs --volume"),
-        (["kubernetes", "--image", "one", "--volume", "Reports"], "--volume Reports: Kubernetes has names of"),
+        (["kubernetes", "--image", "one", "--volume", "Reports"], "--volume Reports: names in Kubernetes have"),
         (["kubernets"], "there is no engine 'kubernets': did you mean 'kubernetes'?"),
         (["ray", "--image", "one"], "--image is for --engine kubernetes, not for ray"),
         (["kubernetes", "--image", "one", "--volume", "v", "--time", "1"], "--time is for --engine slurm"),
@@ -228,7 +229,7 @@ def test_a_wrong_option_is_said_before_anything_is_planned(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a list", "a pod's spec is a mapping"), ("{", "is no YAML")])
+@pytest.mark.parametrize(("text", "said"), [("- a list", "a pod's spec must be a mapping"), ("{", "is not valid YAML")])
 def test_a_patch_that_is_no_mapping_is_refused(tmp_path, capsys, text, said):
     (tmp_path / "pod.yaml").write_text(text)
     words = ["--engine", "kubernetes", "--image", "one", "--volume", "v", "--pod", str(tmp_path / "pod.yaml")]
@@ -239,7 +240,7 @@ def test_a_patch_that_is_no_mapping_is_refused(tmp_path, capsys, text, said):
 def test_a_pod_whose_volume_is_another_says_so(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(pod.signal, "signal", lambda *handler: None)
     assert pod.main([str(tmp_path), "0"]) == 2
-    assert "Is the volume what the submitting machine has mounted" in capfd.readouterr().err
+    assert "Check that the submitting machine mounts this volume" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("index", "left"), [("0", [0, 2]), ("1", [1])])

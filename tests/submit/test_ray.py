@@ -17,7 +17,8 @@ from plumbline.submit.engine import FORGOTTEN, EngineError
 from plumbline.submit.engines.ray import RayEngine
 from plumbline.submit.follow import Follower
 from plumbline.submit.request import SubmitRequest, prepare
-from plumbline.submit.submission import Submission, Work
+from plumbline.submit.submission import Submission
+from plumbline.submit.tasks import TaskCommand
 
 CLUSTER = """
 import sys
@@ -85,8 +86,8 @@ def test_a_cluster_that_cannot_be_asked_is_said():
 
 def test_what_is_sent_could_be_sent_by_hand(tmp_path):
     engine = RayEngine("http://head:8265")
-    work = Work(2, 8, "auto", ("-q",), ("reference",), (), "/env/bin/python", "/my folder", "/suites")
-    submission = Submission(tmp_path / "run", ("plumbline",), engine, work, (), ((), ()))
+    work = TaskCommand(2, 8, "auto", ("-q",), ("reference",), (), "/env/bin/python", "/my folder", "/suites")
+    submission = Submission(tmp_path / "run", ("plumbline",), work, (), ((), ()), engine)
     assert engine.text(submission, "job", [1]) == (
         "ray job submit --no-wait --address http://head:8265 --submission-id job-1 -- env '--chdir=/my folder' "
         f"/env/bin/python -m pytest -q --accelerator auto --launcher ray --report-dir {submission.part(1)} "

@@ -13,7 +13,7 @@ from plumbline.slurm.script import BatchScript
 from plumbline.submit.engines.slurm import SlurmEngine
 from plumbline.submit.pairs import pairs, variables
 from plumbline.submit.request import SubmitRequest
-from plumbline.submit.submission import split_cells
+from plumbline.submit.tasks import split_cells
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 
@@ -71,14 +71,14 @@ def test_cells_are_dealt_out_evenly_and_each_once(cells, tasks):
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"gpus": 0}, {"tasks": 0}])
 def test_nothing_cannot_be_asked_for(wrong):
-    with pytest.raises(PlanError, match="at least one"):
+    with pytest.raises(PlanError, match="at least 1"):
         SubmitRequest(**{"engine": SlurmEngine(), "nodes": 1, "gpus": 1, **wrong})
 
 
 def test_a_variable_has_the_value_that_is_given_or_the_one_of_here(monkeypatch):
     monkeypatch.setenv("HERE", "a secret")
     assert variables(["HERE", "EMPTY=", "TWO=a=b"]) == {"HERE": "a secret", "EMPTY": "", "TWO": "a=b"}
-    with pytest.raises(PlanError, match="--env NOWHERE: it is not set here"):
+    with pytest.raises(PlanError, match="--env NOWHERE: this variable is not set"):
         variables(["NOWHERE"])
     with pytest.raises(PlanError, match="should look like NAME=VALUE"):
         pairs("--slurm", ["mem"])

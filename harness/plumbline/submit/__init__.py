@@ -1,5 +1,5 @@
-"""Submits a run to an engine that owns machines, follows it, and collects what its tasks write.
+"""Submits a run to an engine that owns machines, follows it, and collects the results of its tasks.
 
-Which cells each task has, resuming and collecting are the same for every engine. ``engines/`` has what differs, one
-file an engine. Ranks inside a task are started by a launcher (``plumbline.launch.launchers``).
+``engines/`` has one file per engine; everything else is the same for all. Inside a task, a launcher starts the ranks
+(``plumbline.launch.launchers``).
 """

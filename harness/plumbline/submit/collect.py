@@ -1,4 +1,4 @@
-"""Merges the runs that tasks have written into one run."""
+"""Merges the runs of a submission's tasks into one run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from plumbline.submit.submission import Submission
 
 @dataclass(frozen=True)
 class Collected:
-    """The records of all tasks: ``header`` is None while no task has begun, ``cells`` are the whole ones by id.
+    """The records of all tasks; ``cells`` are the complete ones by id. ``header`` is None until a task has begun.
 
-    ``unlike``: tasks ran on machines that cannot be compared.
+    ``unlike``: tasks ran on machines whose figures cannot be compared.
     """
 
     header: Header | None
@@ -29,7 +29,6 @@ class Collected:
 
     @property
     def bad(self) -> int:
-        """How many cells make the run fail."""
         return sum(map(is_bad, self.cells.values()))
 
 
@@ -44,13 +43,13 @@ def collect(submission: Submission) -> Collected:
     """Read what the tasks have written so far.
 
     Raises:
-        ResultsError: a task's run cannot be read.
+        ResultsError: The run of a task cannot be read.
     """
     return merged(parts_of(submission), [cell.cell for cell in submission.cells])
 
 
 def parts_of(submission: Submission) -> list[Run]:
-    """Return the run that was collected before, and every run that a task has begun, in the order of their starts."""
+    """Return the run that was collected before, and every run that a task has begun, in order of their starts."""
     runs = []
     for file in (*submission.run.glob(RESULTS), *submission.folder.glob(f"task-*/*/{RESULTS}")):
         if file.parent.is_symlink():
@@ -63,7 +62,7 @@ def parts_of(submission: Submission) -> list[Run]:
 
 
 def merged(parts: Sequence[Run], wanted: Iterable[str]) -> Collected:
-    """Return the cells that are whole in one of the ``parts``, in the order of ``wanted``."""
+    """Return the cells that are complete in one of the ``parts``, in the order of ``wanted``."""
     cells: dict[str, tuple[Result | Measurement, ...]] = {}
     for run in parts:
         whole = run.whole
@@ -80,9 +79,9 @@ def merged(parts: Sequence[Run], wanted: Iterable[str]) -> Collected:
 
 
 def write(submission: Submission, collected: Collected) -> Run | None:
-    """Write the merged run, over an earlier one, and return it; None while there is none.
+    """Write the merged run, over an earlier one, and return it; None if no task has begun.
 
-    It has a footer if no cell is missing. Traces that the tasks kept are moved to it.
+    The run has a footer if no cell is missing. Traces that the tasks kept are moved to it.
     """
     if collected.header is None:
         return None
@@ -104,7 +103,7 @@ def write(submission: Submission, collected: Collected) -> Run | None:
 
 
 def _planned(submission: Submission, collected: Collected) -> Iterable[PlannedCell]:
-    """Yield every cell with the accelerator of its task: the machine that submits may have no devices."""
+    """Yield every cell with the accelerator of its task. The machine that submits may have no devices."""
     assert collected.header is not None
     accelerator = next((planned.accelerator for planned in collected.header.planned), "cpu")
     for cell in submission.cells:
@@ -124,6 +123,6 @@ def _move_traces(submission: Submission, collected: Collected) -> None:
 
 
 def clear(submission: Submission) -> None:
-    """Remove the tasks' report directories, whose records the run has now."""
+    """Remove the tasks' report directories; the run has their records now."""
     for task in range(len(submission.tasks)):
         shutil.rmtree(submission.part(task), ignore_errors=True)

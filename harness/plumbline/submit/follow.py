@@ -1,4 +1,4 @@
-"""Follows a submission to its end: reports progress, resubmits unfinished cells, collects the run."""
+"""Follows a submission to its end: shows progress, resubmits unfinished cells, collects the run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plumbline.submit.engine import FORGOTTEN, Phase, TaskState
 from plumbline.submit.submission import Submission
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.5, 15.0
-"""Seconds between two polls: the end of a short job is noticed soon, and a long one does not burden the engine."""
+"""Seconds between two polls. They grow, so that long jobs do not burden the engine."""
 
 
 @dataclass
 class Follower:
-    """Follows one submission; ``notify`` receives a line whenever something has changed.
+    """Follows one submission; ``notify`` receives a line whenever something changes.
 
-    A task that ends before its cells are whole is resubmitted with the missing ones: always where the engine ended it
+    A task that ends before its cells are complete is resubmitted with the missing ones: always if the engine ended it
     (preempted, its node failed), else as long as each attempt examines some cells, and once if it examines none. A
     cancelled task is not resubmitted.
     """
@@ -34,10 +34,10 @@ class Follower:
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def follow(self) -> Run | None:
-        """Wait until no task runs that could add to the run, and return the run; None if no task ever began.
+        """Wait for the tasks, and return the run; None if no task ever began.
 
         Raises:
-            EngineError, SchedulerError, ResultsError: the engine does not answer, or a task's run cannot be read.
+            EngineError, SchedulerError, ResultsError: The engine does not answer, or a task's run cannot be read.
         """
         self._jobs = self.submission.jobs()
         self._submit_unfinished()
@@ -58,7 +58,7 @@ class Follower:
         for task, why in sorted(self._given_up.items()):
             self.notify(f"task {task}: {why}")
         if collected.unlike:
-            self.notify("tasks ran on different machines: figures of this run cannot be compared with each other")
+            self.notify("tasks ran on different machines: do not compare figures of this run with each other")
         run = write(self.submission, collected)
         if run is not None and not run.incomplete:
             clear(self.submission)
@@ -66,13 +66,11 @@ class Follower:
         return run
 
     def _submit_unfinished(self) -> None:
-        """Submit every task that has cells to examine and is not pending or running."""
         states_by_task, collected = self._states(), collect(self.submission)
         missing = {task: self._missing(task, collected) for task in range(len(self.submission.tasks))}
         self._submit({task: cells for task, cells in missing.items() if cells and not states_by_task[task].is_live})
 
     def _states(self) -> dict[int, TaskState]:
-        """Return the state of each task, by its last job."""
         found = self.submission.engine.states(self.submission, self._jobs)
         return {task: found.get(task, FORGOTTEN) for task in range(len(self.submission.tasks))}
 
@@ -80,7 +78,6 @@ class Follower:
         return [cell for cell in self.submission.tasks[task] if cell not in collected.cells]
 
     def _missing_tasks(self, collected: Collected) -> list[int]:
-        """Return the tasks that lack cells and have not been given up."""
         tasks = range(len(self.submission.tasks))
         return [task for task in tasks if task not in self._given_up and self._missing(task, collected)]
 
@@ -90,7 +87,7 @@ class Follower:
             missing = self._missing(task, collected)
             place = (self._jobs[task], task)
             if not missing or place not in self._seen:
-                # On a network file system its last records may become visible after its end.
+                # On a network file system, its last records may appear after its end.
                 self._seen.add(place)
                 continue
             if state.phase is Phase.CANCELLED:
@@ -128,7 +125,6 @@ class Follower:
 
 
 def progress(submission: Submission, collected: Collected, states_by_task: Mapping[int, TaskState]) -> str:
-    """Return one line: examined and bad cells, and the tasks by state, with the reasons of pending ones."""
     counts = Counter(state.name.lower() for state in states_by_task.values() if state.is_live)
     pending = [state for state in states_by_task.values() if state.name.lower() == "pending"]
     reasons = sorted({state.reason for state in pending if state.reason})

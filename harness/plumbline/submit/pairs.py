@@ -1,4 +1,4 @@
-"""``NAME=VALUE`` as options have it."""
+"""Options of the form ``NAME=VALUE``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict
     """Return the values by name; None for a name alone, which is refused unless ``valueless``.
 
     Raises:
-        PlanError: a text has another form.
+        PlanError: A text does not have this form.
     """
     found: dict[str, str | None] = {}
     for text in given:
@@ -25,14 +25,14 @@ def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables that ``--env`` sets; one without a value has the value of this process.
+    """Return the variables of ``--env``; a name alone takes the value in this process.
 
     Raises:
-        PlanError: a text has another form, or this process has no such variable.
+        PlanError: A text does not have this form, or this process has no such variable.
     """
     found: dict[str, str | None] = pairs("--env", given, valueless=True)
     for name in [name for name, value in found.items() if value is None]:
         if name not in os.environ:
-            raise PlanError(f"--env {name}: it is not set here: set it, or take --env {name}=VALUE")
+            raise PlanError(f"--env {name}: this variable is not set: set it, or use --env {name}=VALUE")
         found[name] = os.environ[name]
     return {name: value or "" for name, value in found.items()}

@@ -1,13 +1,13 @@
-"""What each pod of ``plumbline submit --engine kubernetes`` runs: one node of one task.
+"""The program of each pod of ``plumbline submit --engine kubernetes``: one node of one task.
 
     python3 -m plumbline.submit.pod RUN TASK [TASK …]
 
-RUN is the run's folder on the volume. A pod of an indexed Job has the task at its index, JOB_COMPLETION_INDEX. Where a
-task has several nodes, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT say where this one stands: each starts a
-torchrun with the fork server of its ranks, and the first one also the run.
+RUN is the run's folder on the volume. A pod of an indexed Job has the task at its index, JOB_COMPLETION_INDEX. If a
+task has several nodes, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT give this node's place. Each node starts a
+torchrun with the fork server of its ranks; the first one also starts the run.
 
-A run that has red cells has done its work: the exit code is then 0. A pod that takes the place of another examines only
-the cells that are not on the volume yet.
+The exit code is 0 even if cells are red. A pod that replaces another one examines only the cells that are missing on
+the volume.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from plumbline.submit.collect import collect
 from plumbline.submit.submission import NoSubmissionError, Submission
 
 MEETING_TIMEOUT = timedelta(minutes=30)
-"""For how long a node waits for the others of its task: their images may still be pulled."""
+"""Time that a node waits for the others of its task, whose images may still be pulled."""
 
 RESTARTS = 3
-"""How often torchrun may restart a node's lost fork server."""
+"""The number of times that torchrun may restart a node's lost fork server."""
 
 _LEAVE_GRACE_S = 30.0
-"""Time in which torchrun ends after the run, before it is terminated."""
+"""Time for torchrun to end after the run, before it is terminated."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine what is left of this pod's task; return the exit code of its container."""
+    """Examine the cells that this pod's task still lacks; return the exit code of the container."""
     options = _options(arguments)
     # The first process of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         submission = Submission.load(options.run)
     except NoSubmissionError as error:
-        print(f"{error}. Is the volume what the submitting machine has mounted at this path?", file=sys.stderr)
+        print(f"{error}. Check that the submitting machine mounts this volume at the same path.", file=sys.stderr)
         return 2
     alone = submission.work.nodes == 1
     task = options.tasks[int(os.environ.get("JOB_COMPLETION_INDEX", "0")) if alone else 0]
@@ -58,21 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cells_left(submission: Submission, task: int) -> list[str]:
-    """Return the pytest node ids of a task's cells that no run on the volume has in whole."""
+    """Return the pytest node ids of a task's cells that no run on the volume has completely."""
     wanted = submission.selection(task).read_text().splitlines()
     done = collect(submission).cells
     return [cell.nodeid for cell in submission.cells if cell.nodeid in wanted and cell.cell not in done]
 
 
 def examine(submission: Submission, task: int, cells: Sequence[str], *launcher: str) -> int:
-    """Run pytest over ``cells``, with ``launcher``'s name and options or the local one; 0 if it has examined them."""
+    """Run pytest over ``cells`` with a launcher and its options (default: local); return 0 if it has examined them."""
     work = submission.work
 
     def here(texts: Sequence[str]) -> tuple[str, ...]:
         return tuple(text.replace(work.suites, str(suites())) for text in texts)
 
     name, *further = launcher or ("local",)
-    words = replace(work, python=sys.executable, flags=here(work.flags)).command(name)
+    words = replace(work, python=sys.executable, flags=here(work.flags)).words(name)
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         file = Path(folder) / "cells.txt"
         file.write_text("".join(f"{cell}\n" for cell in here(cells)))
@@ -84,13 +84,13 @@ def examine(submission: Submission, task: int, cells: Sequence[str], *launcher: 
 
 
 def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
-    """Meet the other nodes, then serve ranks until the run has ended; the first node has the run, too."""
+    """Meet the other nodes, then serve ranks until the run has ended; the first node also runs pytest."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     nodes, rank = submission.work.nodes, int(os.environ["PET_NODE_RANK"])
     host, port = os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"])
-    # Kept until the end: a node that takes the place of a lost one meets the others there, too.
-    # The first node listens at its own address alone.
+    # Kept until the end: a node that replaces a lost one meets the others there, too. The first node listens at its own
+    # address alone.
     listener = socket.create_server((socket.gethostbyname(host), port + 1)).detach() if rank == 0 else None
     meeting = TCPStore(host, port + 1, nodes, rank == 0, MEETING_TIMEOUT, master_listen_fd=listener)
     launcher = f"{host}:{port + 2}"
@@ -118,7 +118,7 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _child(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command, and end it with this process; torchrun's variables are this pod's, and not a trainer's."""
+    """Run a command, and end it with this process. It gets no variables of torchrun: they belong to this pod."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     child = subprocess.Popen(words, env=environment)
     try:

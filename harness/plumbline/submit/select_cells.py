@@ -1,6 +1,6 @@
-"""The cells that a pytest command selects, found by letting it collect them in a process of its own.
+"""Finds the cells that a pytest command selects: a separate process collects them.
 
-Run as a module, it is that process: ``python -m plumbline.submit.select_cells FILE suites/ --gpus 8`` writes them.
+That process runs this module: ``python -m plumbline.submit.select_cells FILE suites/ --gpus 8`` writes the cells.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class SelectedCell:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a pytest command selects: cells, in order.
+    """The cells that a pytest command selects, in order.
 
     ``reports`` is the report directory, ``flags`` are the command's arguments without paths, ``subjects`` and
-    ``workloads`` the locators that ``--subject`` and ``--workload`` name.
+    ``workloads`` the values of ``--subject`` and ``--workload``.
     """
 
     cells: tuple[SelectedCell, ...]
@@ -44,7 +44,7 @@ class Selection:
 def select_cells(arguments: Sequence[str]) -> Selection:
     """Return the cells that ``pytest ARGUMENTS`` would examine; nothing is trained.
 
-    They are planned for simulated devices, because the machine that submits need not have any.
+    They are planned for simulated devices, because the machine that submits may have no GPUs.
 
     Raises:
         PlanError: pytest refuses the arguments, or they select no cell.
@@ -57,18 +57,16 @@ def select_cells(arguments: Sequence[str]) -> Selection:
         if done.returncode or not file.exists():
             error = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
             output = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            raise PlanError(f"pytest {' '.join(arguments)}: {error or next(iter(output), 'it ended without output')}")
+            raise PlanError(f"pytest {' '.join(arguments)}: {error or next(iter(output), 'no output')}")
         values = json.loads(file.read_text())
     if not values["cells"]:
-        raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
+        raise PlanError(f"pytest {' '.join(arguments)}: these arguments select no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
     cells = tuple(SelectedCell(**cell) for cell in values["cells"])
     return Selection(cells, Path(values["reports"]), flags, tuple(values["subjects"]), tuple(values["workloads"]))
 
 
 class _Collector:
-    """A pytest plugin that writes the selected cells to a file."""
-
     def __init__(self, file: Path) -> None:
         self._file = file
 
@@ -91,7 +89,7 @@ class _Collector:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collect, and write the cells to the file that is the first argument; return pytest's exit code."""
+    """Write the selected cells to the file that is the first argument; return pytest's exit code."""
     import pytest
 
     return int(pytest.main([*arguments[1:]], plugins=[_Collector(Path(arguments[0]))]))

@@ -1,4 +1,4 @@
-"""The engines by the names that ``--engine`` takes: one file an engine, one line in ``ENGINES``."""
+"""The engines by name. A new engine is one file here, and one entry of ``ENGINES``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def find_engine(options: argparse.Namespace) -> Engine:
     """Return the engine that the options of ``plumbline submit`` name, with its settings.
 
     Raises:
-        PlanError: there is none of that name, or an option is missing, invalid, or another engine's.
+        PlanError: There is no such engine, or an option is missing, invalid, or another engine's.
     """
     name = options.engine
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(ENGINES)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(ENGINES)}"
         raise PlanError(f"there is no engine {name!r}: {hint}")
     for other, engine in ENGINES.items():
         for option in sorted(engine.own_options - ENGINES[name].own_options):

@@ -1,6 +1,6 @@
-"""Kubernetes: the tasks of a submission are an indexed Job or, where each has several nodes, JobSets or PyTorchJobs.
+"""Kubernetes: tasks of one node are an indexed Job; tasks of several nodes are JobSets or PyTorchJobs.
 
-The report directory lies on a volume that this machine and the pods mount at the same path.
+The report directory is on a volume that this machine and the pods mount at the same path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command
@@ -33,10 +33,8 @@ from plumbline.submit.kubernetes.manifests import (
 )
 from plumbline.submit.kubernetes.states import states_of
 from plumbline.submit.pairs import variables
+from plumbline.submit.tasks import Tasks
 from plumbline.worker.node_server import TOKEN
-
-if TYPE_CHECKING:
-    from plumbline.submit.submission import Submission
 
 COMMAND_TIMEOUT_S = 60.0
 
@@ -45,10 +43,10 @@ _RESOURCES = {"job": "jobs.batch", "jobset": "jobsets.jobset.x-k8s.io", "pytorch
 
 @dataclass(frozen=True)
 class KubernetesEngine(Engine):
-    """What pods run in: the image, the namespace (None: kubectl's own), the claim and where it is mounted.
+    """The image of the pods, the namespace (None: kubectl's default), and the claim of the volume.
 
     ``mount`` None is the report directory. ``kind`` None is a Job for tasks of one node, else a JobSet. ``pod`` is
-    merged into each pod's spec. ``environment`` goes into the run's Secret, and into no manifest.
+    merged into each pod's spec. ``environment`` goes into the run's Secret, not into manifests.
     """
 
     name: ClassVar[str] = "kubernetes"
@@ -64,7 +62,6 @@ class KubernetesEngine(Engine):
 
     @staticmethod
     def add_options(add: Callable[..., Any]) -> None:
-        """Declare its own options."""
         add("--image", metavar="NAME", help="kubernetes: the image of the pods, as ci/Dockerfile builds it")
         volume = "kubernetes: the claim that this machine mounts at PATH (default: at the report directory)"
         add("--volume", metavar="CLAIM[=PATH]", help=volume)
@@ -75,30 +72,28 @@ class KubernetesEngine(Engine):
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> KubernetesEngine:
-        """Return the engine with the settings that the options make."""
         for option, what in (("image", "the image of its pods"), ("volume", "the claim that holds the reports")):
             if not getattr(options, option):
-                raise PlanError(f"--engine kubernetes needs --{option}: {what}")
+                raise PlanError(f"--engine kubernetes needs --{option}, {what}")
         claim, _, mount = options.volume.partition("=")
         for what, name in (("--volume", claim), ("--namespace", options.namespace)):
             if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
-                raise PlanError(f"{what} {name}: Kubernetes has names of lower-case letters, digits and hyphens")
+                raise PlanError(f"{what} {name}: names in Kubernetes have lower-case letters, digits and hyphens")
         patch = _patch(options.pod) if options.pod else {}
         path = str(Path(mount).resolve()) if mount else None
         return cls(options.image, claim, path, options.namespace, options.kind, patch, variables(options.env))
 
     def settings(self) -> dict[str, Any]:
-        """Return all but the environment, which may hold secrets: it is in the run's Secret."""
+        """Return all settings but the environment, which may hold secrets."""
         return {**asdict(self), "environment": {}}
 
-    def check(self, submission: Submission) -> None:
-        """Refuse what pods could not find, or could not start."""
+    def check(self, submission: Tasks) -> None:
         work, mount = submission.work, self._mount(submission)
         _yaml()
         if not submission.run.is_relative_to(mount):
             raise PlanError(
                 f"the report directory {submission.run.parent} is not on the volume {self.claim}, which is mounted at "
-                f"{mount}: name one that is with --report-dir, or the volume's place with --volume {self.claim}=PATH"
+                f"{mount}: choose one on the volume (--report-dir), or set the mount point (--volume {self.claim}=PATH)"
             )
         begins_there = Path(work.folder).is_relative_to(mount)
         for locator in (*work.subjects, *work.workloads):
@@ -106,26 +101,25 @@ class KubernetesEngine(Engine):
             on_volume = file.resolve().is_relative_to(mount) and (file.is_absolute() or begins_there)
             if file.is_file() and not on_volume:
                 raise PlanError(
-                    f"{locator}: pods see the volume {self.claim}, at {mount}, and their image: copy the file to the "
-                    "volume and give its whole path, or name a module that the image has"
+                    f"{locator}: pods see only the volume {self.claim}, at {mount}, and their image. Copy the file to "
+                    "the volume and give its full path, or name a module of the image."
                 )
         if work.nodes == 1:
             return
         if self.kind == "job":
-            raise PlanError(f"--kind job is for tasks of one node, not {work.nodes}: take --kind jobset or pytorchjob")
+            raise PlanError(f"--kind job is for tasks of one node, not {work.nodes}: use --kind jobset or pytorchjob")
         if len(work.subjects) > 1 or ";" in work.subjects[0]:
             raise PlanError(
-                f"--subject {' '.join(work.subjects)}: on several nodes a run has one subject, in the image's own "
-                "interpreter: make a run for each"
+                f"--subject {' '.join(work.subjects)}: on several nodes, a run has one subject, which runs in the "
+                "image's Python. Submit a run for each subject."
             )
 
-    def text(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
-        """Return the manifests, with a Secret whose values are left out."""
+    def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
+        """Return the manifests; the values of the Secret are hidden."""
         hidden = dict.fromkeys(self._variables(submission), "(not shown)")
         return _dumped([secret(_secret(submission), hidden), *self._objects(submission, job, tasks)])
 
-    def send(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
-        """Write the manifests and apply them."""
+    def send(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         objects = submission.folder / f"{job}.yaml"
         objects.write_text(_dumped(self._objects(submission, job, tasks)))
         self._write_secret(submission)
@@ -133,14 +127,14 @@ class KubernetesEngine(Engine):
         if shutil.which("kubectl") is None:
             submission.add_job(job, tasks)
             raise EngineError(
-                f"kubectl is not installed here. Where it is, run\n    {shlex.join(self._kubectl(*apply))}\n"
-                f"and afterwards, to collect the run: {command('plumbline', 'submit', '--attach', str(submission.run))}"
+                f"kubectl is not installed here. On a machine that has it, run\n"
+                f"    {shlex.join(self._kubectl(*apply))}\n"
+                f"Then collect the run: {command('plumbline', 'submit', '--attach', str(submission.run))}"
             )
         self._call(*apply)
         return job
 
-    def states(self, submission: Submission, jobs: Mapping[int, str]) -> dict[int, TaskState]:
-        """Ask for the objects of the jobs and for their pods; nothing is known where there is no kubectl."""
+    def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
         if not jobs or shutil.which("kubectl") is None:
             return {}
         which = f"{JOB_LABEL} in ({','.join(sorted({*jobs.values()}))})"
@@ -148,20 +142,19 @@ class KubernetesEngine(Engine):
         found = states_of(json.loads(told)["items"])
         return {task: found[job, task] for task, job in jobs.items() if (job, task) in found}
 
-    def log(self, submission: Submission, job: str, task: int) -> str:
-        """Return the command that shows the output of a task's pods."""
+    def log(self, submission: Tasks, job: str, task: int) -> str:
         one = f"{TASK_LABEL}={task}"
         if self._kind(submission) == "job":
             one = f"{INDEX_LABEL}={submission.tasks_of(job).index(task)}"
         return shlex.join(self._kubectl("logs", "--tail=-1", "--prefix", "-l", f"{JOB_LABEL}={job},{one}"))
 
-    def end(self, submission: Submission) -> None:
-        """Remove the run's Secret, if that is possible: the run itself is complete."""
+    def end(self, submission: Tasks) -> None:
+        """Remove the run's Secret if possible. The run itself is complete."""
         _secret_file(submission).unlink(missing_ok=True)
         with contextlib.suppress(EngineError, FileNotFoundError):
             self._call("delete", "secret", _secret(submission), "--ignore-not-found")
 
-    def _objects(self, submission: Submission, job: str, tasks: Sequence[int]) -> list[dict[str, Any]]:
+    def _objects(self, submission: Tasks, job: str, tasks: Sequence[int]) -> list[dict[str, Any]]:
         work, mount = submission.work, self._mount(submission)
         settings = PodSettings(
             image=self.image,
@@ -174,22 +167,22 @@ class KubernetesEngine(Engine):
         )
         return manifests(self._kind(submission), job, str(submission.run), tasks, work.nodes, settings)
 
-    def _kind(self, submission: Submission) -> str:
+    def _kind(self, submission: Tasks) -> str:
         return self.kind or ("job" if submission.work.nodes == 1 else "jobset")
 
-    def _mount(self, submission: Submission) -> Path:
+    def _mount(self, submission: Tasks) -> Path:
         return Path(self.mount) if self.mount else submission.run.parent
 
-    def _write_secret(self, submission: Submission) -> None:
-        """Write the manifest of the run's Secret, once, so that only its owner can read it."""
+    def _write_secret(self, submission: Tasks) -> None:
+        """Write the manifest of the run's Secret once; only its owner can read it."""
         file = _secret_file(submission)
         if not file.exists():
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as private:
                 private.write(_dumped([secret(_secret(submission), self._variables(submission))]))
 
-    def _variables(self, submission: Submission) -> dict[str, str]:
-        """Return the user's variables, with a new secret by which the nodes of a task know each other."""
-        user = {"HOME": "/tmp", "USER": "plumbline"}  # the image need not know the user, nor have a home for it
+    def _variables(self, submission: Tasks) -> dict[str, str]:
+        """Return the user's variables, with a new secret that the nodes of a task share."""
+        user = {"HOME": "/tmp", "USER": "plumbline"}  # the image may not have this user, or a home for it
         token = {TOKEN: secrets.token_hex(32)} if submission.work.nodes > 1 else {}
         return {**user, **token, **self.environment}
 
@@ -201,17 +194,17 @@ class KubernetesEngine(Engine):
         try:
             done = subprocess.run(asked, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise EngineError(f"{shlex.join(asked)} did not end within {COMMAND_TIMEOUT_S:.0f} s") from error
+            raise EngineError(f"{shlex.join(asked)} did not finish within {COMMAND_TIMEOUT_S:.0f} s") from error
         if done.returncode:
             raise EngineError(f"{shlex.join(asked)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
         return done.stdout
 
 
-def _secret_file(submission: Submission) -> Path:
+def _secret_file(submission: Tasks) -> Path:
     return submission.folder / "secret.yaml"
 
 
-def _secret(submission: Submission) -> str:
+def _secret(submission: Tasks) -> str:
     return f"plumbline-{submission.run.name.lower()}"
 
 
@@ -220,14 +213,14 @@ def _patch(file: Path) -> dict[str, Any]:
     try:
         patch = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
-        raise PlanError(f"--pod {file} is no YAML: {error}") from error
+        raise PlanError(f"--pod {file} is not valid YAML: {error}") from error
     if not isinstance(patch, dict):
-        raise PlanError(f"--pod {file}: a pod's spec is a mapping, such as nodeSelector: {{pool: gpu}}")
+        raise PlanError(f"--pod {file}: a pod's spec must be a mapping, such as nodeSelector: {{pool: gpu}}")
     return patch
 
 
 def _dumped(objects: Sequence[Mapping[str, Any]]) -> str:
-    # What several objects share is written out in each.
+    # Through JSON: YAML would write values that objects share as anchors and aliases.
     return str(_yaml().safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False))
 
 
@@ -235,5 +228,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise PlanError("--engine kubernetes writes YAML: pip install 'torch-plumbline[kubernetes]'") from error
+        raise PlanError("--engine kubernetes needs PyYAML: pip install 'torch-plumbline[kubernetes]'") from error
     return yaml

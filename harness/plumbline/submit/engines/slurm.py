@@ -1,4 +1,4 @@
-"""SLURM: a submission is a job array, with one element for each of its tasks."""
+"""SLURM: a submission is a job array with one element per task."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from plumbline.slurm.scheduler import INTERRUPTED, LIVE, sbatch, states
 from plumbline.slurm.script import BatchScript
 from plumbline.submit.engine import Engine, Phase, TaskState
 from plumbline.submit.pairs import pairs, variables
-
-if TYPE_CHECKING:
-    from plumbline.submit.submission import Submission
+from plumbline.submit.tasks import Tasks
 
 LOG = "log-%A_%a.txt"
-"""The file of a task's output, by job and index, in SLURM's notation."""
+"""The file with a task's output, in SLURM's notation for job and index."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class SlurmEngine(Engine):
 
     @staticmethod
     def add_options(add: Callable[..., Any]) -> None:
-        """Declare its own options."""
         add("--partition", metavar="NAME", help="slurm: the partition to run in")
         add("--time", metavar="LIMIT", help="slurm: time limit of each task in SLURM's format, for example 02:00:00")
         add("--module", action="append", default=[], metavar="NAME", help="slurm: a module to load (repeatable)")
@@ -44,17 +41,14 @@ class SlurmEngine(Engine):
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> SlurmEngine:
-        """Return the engine with the settings that the options make."""
         environment = variables(options.env)
         slurm = pairs("--slurm", options.slurm, valueless=True)
         return cls(options.partition, options.time, tuple(options.module), environment, slurm)
 
-    def check(self, submission: Submission) -> None:
-        """Refuse what cannot be expressed in a batch script."""
+    def check(self, submission: Tasks) -> None:
         self.batch(submission)
 
-    def batch(self, submission: Submission) -> BatchScript:
-        """Return the script of each task: pytest over its own cells, on all of its nodes."""
+    def batch(self, submission: Tasks) -> BatchScript:
         work, tasks = submission.work, len(submission.tasks)
         gpus: dict[str, str | int | None] = {} if work.accelerator == "cpu" else {"gpus-per-node": work.gpus}
         wished = {"partition": self.partition, "time": self.time}
@@ -76,30 +70,26 @@ class SlurmEngine(Engine):
         part = f"{shlex.quote(str(submission.folder))}/task-$SLURM_ARRAY_TASK_ID"
         return BatchScript(
             options=options,
-            command=f"{shlex.join(work.command('slurm'))} --report-dir {part} @{part}/cells.txt",
+            command=f"{shlex.join(work.words('slurm'))} --report-dir {part} @{part}/cells.txt",
             folder=work.folder,
             modules=self.modules,
             environment=self.environment,
             comments=comments,
         )
 
-    def text(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
-        """Return the batch script."""
+    def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         return self.batch(submission).text()
 
-    def send(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
-        """Submit a job array, and keep its script beside its logs."""
+    def send(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         script = self.text(submission, job, tasks)
         (submission.folder / "batch.sh").write_text(script)
         return str(sbatch(script, ",".join(map(str, tasks))))
 
-    def states(self, submission: Submission, jobs: Mapping[int, str]) -> dict[int, TaskState]:
-        """Ask squeue and sacct."""
+    def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
         found = states({int(job) for job in jobs.values()})
         return {task: _state(*found[place]) for task, job in jobs.items() if (place := (int(job), task)) in found}
 
-    def log(self, submission: Submission, job: str, task: int) -> str:
-        """Return the file with the output of a task of a job."""
+    def log(self, submission: Tasks, job: str, task: int) -> str:
         return str(submission.folder / LOG.replace("%A", job).replace("%a", str(task)))
 
 

@@ -1,7 +1,7 @@
-"""The manifests of tasks, as plain objects: an indexed Job for tasks of one node, else a JobSet or PyTorchJob for each.
+"""The manifests of tasks, as plain objects: one indexed Job for tasks of one node, else a JobSet or PyTorchJob each.
 
-Every pod runs ``python3 -m plumbline.submit.pod`` and finds what it is to do on the volume. A pod of several nodes gets
-the variables by which torchrun knows its place (PET_…): a JobSet's from its manifest, a PyTorchJob's from its operator.
+Every pod runs ``python3 -m plumbline.submit.pod``, which finds its task on the volume. If a task has several nodes, its
+pods get torchrun's variables (PET_…): from the manifest of a JobSet, or from the operator of a PyTorchJob.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 KINDS = ("job", "jobset", "pytorchjob")
 
 JOB_LABEL, TASK_LABEL = "plumbline-job", "plumbline-task"
-"""Labels of objects and of their pods: the job by its name and, where it is one object a task, the task's number."""
+"""Labels of objects and their pods: the name of the job and, if each task is an object, the number of the task."""
 
 TASKS = "plumbline-tasks"
-"""The annotation with an object's tasks, in the order of its indices."""
+"""The annotation with the tasks of an object, in the order of its indices."""
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""The label, and the annotation, of a pod of an indexed Job with its index."""
+"""The label and annotation of a pod with its index in an indexed Job."""
 
 PORT = 23456
-"""The port of torchrun's store on a task's first pod; the two after it are Plumbline's."""
+"""The port of torchrun's store on the first pod of a task. Plumbline uses the next two."""
 
 TTL_S = 86_400
-"""Seconds for which a finished object is kept, so that its state and its logs can be read."""
+"""Seconds for which finished objects are kept, so that their states and logs can be read."""
 
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
-"""The condition of a pod that was preempted, evicted or drained: it says nothing about the run."""
+"""The condition of a pod that was preempted, evicted or drained."""
 
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What every pod of a run has in common.
+    """The settings of every pod of a run.
 
-    ``claim`` is mounted at ``mount``. ``gpus`` are the devices to request, 0 for none. ``secret`` is the Secret whose
-    keys are its variables. ``patch`` is merged into its spec, as a JSON merge patch (RFC 7386).
+    ``claim`` is mounted at ``mount``. ``gpus`` is the number of devices to request. The keys of the Secret ``secret``
+    are environment variables. ``patch`` is merged into the spec, as a JSON merge patch (RFC 7386).
     """
 
     image: str
@@ -50,14 +50,14 @@ class PodSettings:
 
 
 def secret(name: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the Secret with the variables of every pod."""
+    """Return a Secret with the environment variables of every pod."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": dict(values)}
 
 
 def manifests(
     kind: str, job: str, run: str, tasks: Sequence[int], nodes: int, settings: PodSettings
 ) -> list[dict[str, Any]]:
-    """Return the objects that run ``tasks`` of the submission in ``run``: one for all, or one for each."""
+    """Return the objects that run ``tasks`` of the submission in ``run``: one for all tasks, or one per task."""
     if kind == "job":
         return [_indexed_job(job, run, tasks, settings)]
     make = {"jobset": _jobset, "pytorchjob": _pytorchjob}[kind]
@@ -70,7 +70,7 @@ def _indexed_job(job: str, run: str, tasks: Sequence[int], settings: PodSettings
         "completionMode": "Indexed",
         "completions": len(tasks),
         "parallelism": len(tasks),
-        # A task that fails does not end the others, and a pod that takes its place goes on with what is left.
+        # A failed task does not end the others; a pod that replaces it continues with the missing cells.
         "backoffLimitPerIndex": 1,
         "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": _DISRUPTED}]},
         "ttlSecondsAfterFinished": TTL_S,
@@ -98,7 +98,7 @@ def _jobset(job: str, run: str, task: int, nodes: int, settings: PodSettings) ->
     }
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        # Nodes train together, so all of them start again: after a disruption always, else once.
+        # Nodes train together, so all of them restart: always after a disruption, else once.
         "failurePolicy": {
             "maxRestarts": 1,
             "rules": [
@@ -120,7 +120,7 @@ def _pytorchjob(job: str, run: str, task: int, nodes: int, settings: PodSettings
     labels = {JOB_LABEL: job, TASK_LABEL: str(task)}
     template = _pod(run, [task], labels, [], settings)
     del template["spec"]["restartPolicy"]  # the operator sets it
-    # ExitCode: a pod that a signal ended is made again, one that failed by itself ends the job.
+    # ExitCode: a pod that was ended by a signal is created again; one that failed by itself ends the job.
     replicas = {"Master": 1, "Worker": nodes - 1}
     specs = {
         role: {"replicas": count, "restartPolicy": "ExitCode", "template": template}
@@ -165,7 +165,7 @@ def _pod(
     spec = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        # What it writes to the volume belongs to who submitted it.
+        # The user who submitted the run owns the files on the volume.
         "securityContext": {"runAsUser": os.getuid(), "runAsGroup": os.getgid()},
         "containers": [container],
         "volumes": [
@@ -177,7 +177,7 @@ def _pod(
 
 
 def merged(value: Any, patch: Any) -> Any:
-    """Return a JSON value with a merge patch applied: objects are merged, None removes, all else replaces."""
+    """Apply a JSON merge patch: objects are merged, None removes a key, any other value replaces the old one."""
     if not isinstance(patch, Mapping):
         return patch
     found = dict(value) if isinstance(value, Mapping) else {}

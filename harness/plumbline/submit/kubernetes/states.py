@@ -1,4 +1,4 @@
-"""The states of tasks, from the objects and pods that the cluster has of them."""
+"""Reads the states of tasks from their objects and pods."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from plumbline.submit.engine import Phase, TaskState
 from plumbline.submit.kubernetes.manifests import INDEX_LABEL, JOB_LABEL, TASK_LABEL, TASKS
 
 _ENDED = ("Complete", "Completed", "Succeeded", "Failed")
-"""Conditions of objects that have ended: of a Job, a JobSet and a PyTorchJob."""
+"""The conditions of a Job, a JobSet or a PyTorchJob that has ended."""
 
 
 def states_of(objects: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], TaskState]:
-    """Return the states of tasks by job and number; ``objects`` are those with the jobs' label, and their pods."""
+    """Return the states of tasks by job and number, from the objects with the jobs' label and their pods."""
     every = list(objects)
     pods = [one for one in every if one["kind"] == "Pod"]
     found: dict[tuple[str, int], TaskState] = {}
@@ -35,7 +35,7 @@ def _is_of(labels: Mapping[str, str], job: str, task: int, index: int) -> bool:
 
 
 def _ended(status: Mapping[str, Any], index: int) -> TaskState | None:
-    """Return how a task ended, by its index where the object is not through with all of them; None if it has not."""
+    """Return how a task ended, None if it has not. An indexed Job reports each index before the whole Job ends."""
     for name, field in (("Complete", "completedIndexes"), ("Failed", "failedIndexes")):
         if index in set(_indices(status.get(field) or "")):
             return TaskState(name, Phase.ENDED)
@@ -46,14 +46,13 @@ def _ended(status: Mapping[str, Any], index: int) -> TaskState | None:
 
 
 def _indices(text: str) -> Iterator[int]:
-    """Yield the indices of a list as a Job's status has it: ``1,3-5``."""
+    """Yield the indices in a Job's status, such as ``1,3-5``."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _live(pods: Iterable[Mapping[str, Any]]) -> TaskState:
-    """Return the state of a task that has not ended: running when all of its pods are."""
     live = [pod["status"] for pod in pods if pod["status"].get("phase") in ("Pending", "Running")]
     waiting = [status for status in live if status["phase"] == "Pending"]
     if live and not waiting:
@@ -62,7 +61,7 @@ def _live(pods: Iterable[Mapping[str, Any]]) -> TaskState:
 
 
 def _reason(status: Mapping[str, Any]) -> str:
-    """Return why a pod does not run yet: what its container waits for, or why it has no node."""
+    """Return what a pending pod's container waits for, or why the pod has no node."""
     for container in status.get("containerStatuses") or ():
         waits = container.get("state", {}).get("waiting", {})
         if waits.get("reason", "ContainerCreating") != "ContainerCreating":
