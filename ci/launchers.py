@@ -198,7 +198,7 @@ class Comparison:
             else:
                 os.kill(int(ranks[-1].read_text()), signal.SIGKILL)
             try:
-                running.trace()
+                running.wait_for_trace()
                 seen.append("the cell came to its end")
             except LaunchError as error:
                 print(f"    {error}"[:400])

@@ -101,7 +101,7 @@ def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
 def by_harness(subject: str, cell: Cell) -> LaunchSample:
     """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
     with tempfile.TemporaryDirectory() as folder, closing(Pool(subject)) as pool:
-        pool.settle()
+        pool.wait_until_idle()
         own = Path(folder, "launch")
         own.mkdir()
         with closing(TimedLaunch.begin(pool, cell, own, Settings())) as group:

@@ -14,7 +14,8 @@ from plumbline.core.errors import LaunchError
 from plumbline.judge.judge import judge
 from plumbline.launch.cell_launch import start
 from plumbline.launch.launchers.hosts import HostsPool
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.pool import WORKER
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
 from plumbline.trainer.environments.plain import free_port
@@ -62,7 +63,7 @@ def test_a_cable_pulled_in_the_middle_names_rank_and_node(hosts, cable, started,
     launched, cell, pool = started(time_limit)
     cable()
     (tmp_path / "go-on").touch()
-    trace = launched.trace()
+    trace = launched.wait_for_trace()
     assert trace.seconds < LONG
     findings = judge(trace, WORKLOADS["mlp"], cell)
     assert [finding.check for finding in findings] == ["launch"], "nothing is said of what was computed"
@@ -120,7 +121,7 @@ def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable
         cable()
         assert servers[1].wait(timeout=LONG) == EXIT_DISCONNECTED
         assert not hosts.processes(1)
-        assert not launched.trace().is_whole
+        assert not launched.wait_for_trace().is_whole
     finally:
         pool.close()
         codes = [server.wait(timeout=LONG) for server in servers]

@@ -48,7 +48,7 @@ def launched(warm_pool, cell_of, tmp_path):
         if hanging:
             until(lambda: sum(log.read_text().count("hangs\n") for log in folder.glob("*.log")) == hanging)
             started = replace(started, running=replace(started.running, deadline=time.monotonic() + SETTLE))
-        trace = started.trace()
+        trace = started.wait_for_trace()
         if not hanging:
             assert trace.seconds < LONG, "the time limit is not waited for"
         findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}

@@ -21,11 +21,12 @@ from plumbline.core.errors import LaunchError, PlanError
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.slurm import addresses_of_nodes
+from plumbline.launch.pool import WORKER
 from plumbline.launch.remote import greetings, own_address
 from plumbline.launch.remote.node_checks import Node
 from plumbline.launch.remote.node_listener import NodeListener
 from plumbline.launch.remote.node_processes import NodeProcesses
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import StartWait
 from plumbline.trainer.environments.plain import free_port
 from plumbline.worker import authenticated_channel
@@ -340,12 +341,12 @@ def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_s
     pool = RemotePool("torch", 1, start_commands, ("127.0.0.1", 0))
     try:
         assert pool.subjects
-        pool.settle()
+        pool.wait_until_idle()
         proxies[0].changes.set()
         with pytest.raises(
             LaunchError, match=r"it is gone: plumbline.worker: the launcher is lost: the MAC of message 1 is"
         ):
-            pool.settle()
+            pool.wait_until_idle()
     finally:
         pool.close()
         proxies[0].close()

@@ -41,7 +41,7 @@ def test_they_are_at_rest_when_something_is_to_be_measured(pools):
     (several,) = pools.several(TRAINERS, count=3)
     used = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
     for pool in several:
-        pool.settle()  # it answers when it has done whatever it was at
+        pool.wait_until_idle()  # it answers when it has done whatever it was at
     more = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
     assert max((after - before) / before for before, after in zip(used, more, strict=True)) < 0.03, "of its start"
 
@@ -69,7 +69,7 @@ class Interpreter:
         self.alive, self.locator, self.machine = True, locator, machine
         machine.append(self)
 
-    def settle(self):
+    def wait_until_idle(self):
         assert self.alive
 
     def close(self):

@@ -29,18 +29,20 @@ for assignment in json.loads(sys.argv[1]):
 
 ALLOWED = {
     ("cuda", None): [False, False, False, False],
-    ("cuda", "gate"): [True, False, True, True],
+    ("cuda", "socket"): [True, False, True, True],
     ("cpu", None): [True, False, True, True],
 }
-"""What a rank may do to its numbers, by its accelerator and by the gate that a timed one waits at."""
+"""What a rank may do to its numbers, by its accelerator and by the socket of the barrier at which a timed one waits."""
 
 
 def test_tf32_and_16_bit_reductions_are_off_where_a_cuda_rank_is_recorded(cell_of, tmp_path):
     assignments = []
-    for accelerator, gate in ALLOWED:
+    for accelerator, barrier_socket in ALLOWED:
         cell = dataclasses.replace(cell_of("mlp", "none", "1x1"), accelerator=accelerator)
         log = str(tmp_path / "rank-0.log")
-        assignments.append(Assignment(1, cell, 0, "gloo", ("cpu",), {}, "e", log, gate=gate).to_json())
+        assignments.append(
+            Assignment(1, cell, 0, "gloo", ("cpu",), {}, "e", log, barrier_socket=barrier_socket).to_json()
+        )
     words = [sys.executable, "-c", SCRIPT, json.dumps(assignments)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from plumbline.worker.connectivity import ConnectivityProbe, free_port, reach
+from plumbline.trainer.environments.plain import free_port
+from plumbline.worker.connectivity import ConnectivityProbe, reach
 
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737)."""

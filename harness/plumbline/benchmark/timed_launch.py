@@ -73,9 +73,9 @@ class TimedLaunch:
 
         With ``profile`` the first steps of the first round are profiled, and leave their files in that folder.
         """
-        control = RoundControl(folder / "gate", cell.processes)
+        control = RoundControl(folder / "barrier", cell.processes)
         try:
-            launched = start(pool, cell, folder, settings, gate=folder / "gate", profile=profile)
+            launched = start(pool, cell, folder, settings, barrier_socket=folder / "barrier", profile=profile)
         except BaseException:
             control.close()
             raise
@@ -148,7 +148,7 @@ class TimedLaunch:
         self._is_over = True
         running = replace(self._launched.running, deadline=time.monotonic() + seconds)
         try:
-            return replace(self._launched, running=running).trace()
+            return replace(self._launched, running=running).wait_for_trace()
         except TraceError as error:
             raise self._error(Finding(PERFORMANCE, Outcome.ERRORED, str(error))) from error
         finally:

@@ -43,7 +43,7 @@ class WarmPools:
             pools += [self._make(locator) for _ in range(count - len(pools))]
         for pools in found:
             for pool in pools:
-                pool.settle()
+                pool.wait_until_idle()
         return [pools[:count] for pools in found]
 
     def _alive(self, locator: str) -> list[Pool]:

@@ -49,7 +49,7 @@ def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = la
     """
     workload = workload_of(cell)
     try:
-        trace = launched.trace()
+        trace = launched.wait_for_trace()
         if workload.interrupt_after is not None:
             trace = with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
     except TraceError as error:

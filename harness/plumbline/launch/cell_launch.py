@@ -1,4 +1,4 @@
-"""Launches a cell on a pool: an assignment for each rank, the trace at the end, and a launch with an interruption."""
+"""Launches a cell on a pool, once or with an interruption, and collects the trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from plumbline.worker.assignment import Assignment
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """A launch that stops after ``stop_after_step`` steps and saves to ``folder``, or, None, resumes from there."""
+    """A launch that saves to ``folder`` after ``stop_after_step`` steps and stops or, with None, resumes from there."""
 
     folder: Path
     stop_after_step: int | None
@@ -39,10 +39,9 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class CellLaunch:
-    """A cell that is being trained, by a process for each of ``assignments``.
+    """A cell that is being trained, by one process for each of ``assignments``.
 
-    ``store`` is the ranks' rendezvous store, which must live as long as they do; None where the subject starts its
-    ranks.
+    ``store`` is the ranks' rendezvous store, which must outlive them; None if the subject starts its ranks.
     """
 
     pool: Pool
@@ -52,12 +51,14 @@ class CellLaunch:
     folder: Path
     settings: Settings
 
-    def trace(self) -> Trace:
-        """Wait for the end and return the evidence.
+    def wait_for_trace(self) -> Trace:
+        """Wait for the end of the launch, and return its evidence.
+
+        Removes the evidence of ranks that did not train to the end.
 
         Raises:
-            LaunchError: the pool's server is gone.
-            TraceError: a rank's evidence cannot be read, or shards of several do not fit.
+            LaunchError: The pool's server is gone.
+            TraceError: The evidence of a rank cannot be read, or the shards of several ranks do not fit together.
         """
         ends = self.pool.finish(self.running)
         ranks: list[RankTrace] = []
@@ -69,7 +70,7 @@ class CellLaunch:
             take_so_far(self.folder, ends)
             for assignment, end in zip(self.assignments, ends, strict=True):
                 file = Path(assignment.evidence)
-                # It may have trained to the end after all: it was asked for the evidence that it had.
+                # A rank that was late may have trained to the end after all.
                 hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
                 if end.evidence or hangs:
                     ranks.append(read_rank(file))
@@ -78,13 +79,13 @@ class CellLaunch:
                     (hung if hangs else exits)[end.rank] = exit
         trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
         for rank in trace.exits:
-            # Evidence that was written too late, or before a rank hung in the middle, must not be judged later.
+            # Evidence of an incomplete training must not be judged later.
             Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
         return whole_tensors(trace, self.folder / FOLDER)
 
     @property
     def _due(self) -> int:
-        """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
+        """The number of optimizer steps in this launch."""
         assignment = self.assignments[0]
         workload = workload_of(assignment.cell)
         if assignment.stop_after_step is not None:
@@ -94,12 +95,12 @@ class CellLaunch:
         )
 
     def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
-        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into the folder ``part``.
+        """Train ``cell`` on the same pool, to a checkpoint or from it; the evidence goes into the folder ``part``.
 
         Raises:
-            LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
+            LaunchError, TraceError: As for :func:`start` and :meth:`wait_for_trace`.
         """
-        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).trace()
+        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).wait_for_trace()
 
 
 def start(
@@ -108,21 +109,21 @@ def start(
     folder: Path,
     settings: Settings,
     checkpoint: CheckpointRequest | None = None,
-    gate: Path | None = None,
+    barrier_socket: Path | None = None,
     profile: Path | None = None,
 ) -> CellLaunch:
-    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
+    """Begin to train ``cell``; ``folder`` will have a file of evidence for each rank.
 
-    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds. With
-    ``profile`` they also leave what torch's profiler saw in that folder.
+    With a ``barrier_socket``, ranks are timed instead of recorded, and wait at that socket between rounds. With
+    ``profile``, they also write the results of torch's profiler to that folder.
 
     Raises:
-        LaunchError: the pool's server is gone, or a subject that starts its ranks by itself is to be timed.
+        LaunchError: The pool's server is gone, or a subject that starts its ranks itself cannot be timed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole_nodes = _starts_its_ranks(pool, cell)
-    if whole_nodes and gate:
-        raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
+    if whole_nodes and barrier_socket:
+        raise LaunchError(f"{cell.subject} starts its ranks itself; such ranks can be recorded, but not timed")
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for left in folder.glob("*.safetensors") if whole_nodes else ():
         left.unlink()  # only this launch's evidence may be found there
@@ -146,7 +147,7 @@ def start(
             stop_after_step=checkpoint.stop_after_step if checkpoint else None,
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
             store_above=settings.store_above,
-            gate=str(gate) if gate else None,
+            barrier_socket=str(barrier_socket) if barrier_socket else None,
             profile=str(profile) if profile else None,
             whole_node=whole_nodes,
         )
@@ -157,23 +158,22 @@ def start(
 
 
 def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
-    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`CellLaunch.trace`."""
-    return start(pool, cell, folder, settings).trace()
+    return start(pool, cell, folder, settings).wait_for_trace()
 
 
 def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int, *, elastic: bool) -> Trace:
-    """Return the trace of an uninterrupted launch together with those of an interrupted training.
+    """Add the traces of an interrupted training to the trace of an uninterrupted one.
 
-    ``cell`` is trained again: ranks that stop after ``after`` optimizer steps and save, and other ranks that go on. An
-    ``elastic`` training has another number of devices before the interruption. After a trace that is not whole no more
-    launches follow: it says why. The checkpoint itself, which may hold code, is not kept.
+    One launch stops after ``after`` optimizer steps and saves a checkpoint; another launch resumes from it. An
+    ``elastic`` training has a different number of devices before the interruption. An incomplete trace is returned
+    without further launches. The checkpoint, which may contain code, is not kept.
 
     Raises:
-        LaunchError, TraceError: a launch was not possible, or its evidence cannot be read.
+        LaunchError, TraceError: A launch failed, or its evidence cannot be read.
     """
     if not trace.is_whole:
         return trace
-    # Beside the evidence, which every node can write to.
+    # Every node can write to the folder of the evidence.
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
     try:
         saved = launched.again(cell.resized if elastic else cell, SAVED, CheckpointRequest(folder, after))
@@ -184,12 +184,10 @@ def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int
 
 
 def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
-    """Return whether the subject of ``cell`` is called once a node."""
     return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
 def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:
-    """Return what the subject of ``cell`` declares about its way of training there."""
     return next((TrainingBehavior.of(declared["conduct"]) for declared in _declared(pool, cell)), TrainingBehavior())
 
 
@@ -200,12 +198,11 @@ def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:
 
 
 def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
-    """Return the names under which this rank, or all of its node, finds its devices."""
     spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
     if cell.accelerator == "cpu":
         return ("cpu",) * spread
     first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
-    # Every node is on this machine then, and has all of its devices.
+    # With oversubscription, every node is on this machine and has all of its devices.
     present = torch.cuda.device_count() if oversubscribe else first + spread
     return tuple(f"cuda:{(first + i) % present}" for i in range(spread))
 

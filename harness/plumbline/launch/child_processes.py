@@ -40,7 +40,6 @@ class ChildEnd:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a rank ended that should not have."""
         return not self.late and (self.failed or (self.evidence is None and not self.idle and self.rank is not None))
 
     @property
@@ -71,7 +70,6 @@ class Children:
         self._bad = False
 
     def update(self, event: Mapping[str, Any], *, late: bool) -> None:
-        """Take in an event, if it is about a child; ``late``: the launch is being ended."""
         if event["event"] == "left":
             self._evidence.setdefault(event["rank"], set()).add(event["trace"])
             self._bad = self._bad or event["failed"]
@@ -93,11 +91,9 @@ class Children:
         return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
 
     def call_raised(self, first: int) -> bool:
-        """Return whether the subject's call raised on a node before the launch was being ended."""
         return first in self._raised
 
     def of(self, first: int) -> tuple[ChildEnd, ...]:
-        """Return how the children of a node ended, in that order."""
         return tuple(map(self._with_code, self._ends.get(first, ())))
 
     def _with_code(self, end: ChildEnd) -> ChildEnd:

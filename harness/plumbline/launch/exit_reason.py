@@ -65,7 +65,6 @@ def _died(end: LaunchedRankEnd) -> str:
 
 
 def _tail(file: Path, length: int) -> str:
-    """Return the end of a file, "" where there is none."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, 2) - length))

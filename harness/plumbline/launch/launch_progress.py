@@ -94,12 +94,10 @@ class LaunchProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks have ended."""
         return not self._waiting
 
     @property
     def ends(self) -> list[LaunchedRankEnd]:
-        """How each rank ended, in the launch's order of ranks."""
         return [self._ends[rank] for rank in self._launch.ranks]
 
     def escalate(self) -> int:
@@ -114,7 +112,6 @@ class LaunchProgress:
         return signal.SIGKILL
 
     def update(self, event: Mapping[str, Any]) -> None:
-        """Take in an event of this launch."""
         kind, rank = event["event"], event["rank"]
         self._children.update(event, late=self._phase is not Phase.TRAINING)
         if kind == "late":
@@ -132,7 +129,6 @@ class LaunchProgress:
             self._ends[rank] = self._end_of(rank, event)
 
     def _update_in_time(self, event: Mapping[str, Any]) -> None:
-        """Note evidence, and shorten the deadline where a rank failed or all that is left to do is to end."""
         rank, waiting = event["rank"], self._waiting
         if event["event"] == "evidence" or event.get("evidence"):
             self._evidence.add(rank)

@@ -71,7 +71,6 @@ def _hung(
     incomplete: bool,
     time_limit: float,
 ) -> dict[int, Exit]:
-    """Return how ``late`` ranks hung, and, unless ranks are missing, first processes whose ranks had all finished."""
     hung: dict[int, Exit] = {}
     for node, end in zip(started, ends, strict=True):
         for rank in _ranks_of(node):
@@ -96,7 +95,6 @@ def _take_first_process(node: Assignment, end: LaunchedRankEnd) -> RankTrace | N
 
 
 def _is_first_rank(first: RankTrace, node: Assignment, end: LaunchedRankEnd, found: Mapping[int, RankTrace]) -> bool:
-    """Return whether what a node's first process wrote stands for the node's first rank."""
     if first.error is not None and not any(child.is_bad for child in end.children):
         return True
     return node.rank not in found and not any(child.rank == node.rank for child in end.children if not child.idle)
@@ -109,7 +107,6 @@ def _with_error_of(first: RankTrace, rank: RankTrace) -> RankTrace:
 def _missing(
     own: Assignment, node: Assignment, end: LaunchedRankEnd, origin: ChildEnd | None, broken: bool, time_limit: float
 ) -> Exit:
-    """Return how one rank of ``node`` ended, whose first process ended as ``end`` says."""
     child = next((child for child in reversed(end.children) if child.rank == own.rank and not child.idle), None)
     late = LaunchedRankEnd(own.rank, evidence=False, code=None, seconds=end.seconds, limit_reached=end.limit_reached)
     if child is not None:

@@ -1,4 +1,4 @@
-"""A warm pool: one fork server for a subject, from which each launch gets fresh ranks within milliseconds."""
+"""A warm pool: the fork server of a subject, from which each launch gets fresh ranks within milliseconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import plumbline
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.launch import this_machine
@@ -20,8 +22,6 @@ from plumbline.launch.process_tags import TAG, end_tagged
 from plumbline.launch.server_events import NoEventError, contents_of, event_of
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, cpu_seconds, ignore
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.connectivity import free_port
-from plumbline.worker.package_path import PACKAGE_PATH
 from plumbline.worker.processes import KILL_TIMEOUT_S
 
 SERVER_ENVIRONMENT = {
@@ -33,27 +33,20 @@ SERVER_ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
-_BOOTSTRAP = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import plumbline
-del sys.path[0]
-sys.argv = sys.argv[1:]
-from plumbline.worker.server import main
-main()
-"""
+WORKER = Path(plumbline.__file__).parent / "worker" / "__main__.py"
+"""The program of a fork server. It is run by its path: the subject's environment may not have Plumbline."""
 
 
 class ServerNotStartedError(Exception):
-    """A fork server ended, or sent something else than events, before its first event."""
+    """A fork server ended or sent an invalid message before its first event."""
 
 
 class Pool:
-    """Launches ranks of one subject. Start it early: it warms up while the caller does something else."""
+    """Launches ranks of one subject. Create it early: it warms up in the background."""
 
     @property
     def listens_on(self) -> str:
-        """The address at which this process holds the ranks' rendezvous store."""
+        """The address at which this process serves the ranks' rendezvous store."""
         return this_machine.loopback()
 
     def __init__(self, locator: str, python: str | None = None, notify: Notify = ignore) -> None:
@@ -62,7 +55,7 @@ class Pool:
         self._errors = os.memfd_create("plumbline") if hasattr(os, "memfd_create") else None
         self._tag = secrets.token_hex(8)
         self._process = subprocess.Popen(
-            [self._python, "-c", _BOOTSTRAP, PACKAGE_PATH, locator],
+            [self._python, str(WORKER), locator],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -78,10 +71,10 @@ class Pool:
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """What the subjects behind the locator declare; waits for the server to be warm.
+        """The declarations of the subjects behind the locator; waits for the server to be warm.
 
         Raises:
-            SubjectError: the locator names none, or it cannot be imported.
+            SubjectError: The locator names no subject, or it cannot be imported.
         """
         if self._subjects is None:
             try:
@@ -107,15 +100,15 @@ class Pool:
         return event
 
     def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Import workloads of the user's own where the ranks live.
+        """Import the user's workloads into the fork server.
 
         Returns:
-            For each place, a fingerprint of each workload's weights and data, by its name.
+            For each host or interpreter, a fingerprint of each workload's weights and data, by name.
 
         Raises:
-            WorkloadError: one of them cannot be imported there.
-            SubjectError: as ``subjects``.
-            LaunchError: the server is gone.
+            WorkloadError: A workload cannot be imported there.
+            SubjectError: As for ``subjects``.
+            LaunchError: The server is gone.
         """
         assert self.subjects
         self._send({"command": "workloads", "locators": [*locators]})
@@ -125,50 +118,50 @@ class Pool:
                 raise self._lost("does not answer")
         return {self._python: contents_of(event, self._python)}
 
-    def settle(self) -> None:
-        """Wait until the server only waits for commands, and takes no more time from whatever is to be measured.
+    def wait_until_idle(self) -> None:
+        """Wait until the server has nothing left to do, so that it does not disturb measurements.
 
         Raises:
-            SubjectError: as ``subjects``.
-            LaunchError: the server is gone.
+            SubjectError: As for ``subjects``.
+            LaunchError: The server is gone.
         """
+        self._free_port()  # it answers commands in their order
+
+    def _free_port(self) -> int:
         assert self.subjects
-        self._send({"command": "port"})  # it answers in turn
+        self._send({"command": "port"})
         deadline = time.monotonic() + START_TIMEOUT_S
         while (event := self._next(deadline)) is not None:
             if event["event"] == "port":
-                return
+                return int(event["port"])
         raise self._lost("does not answer")
 
     @property
     def alive(self) -> bool:
-        """Whether the server is still there."""
         return self._process.poll() is None
 
     @property
     def server(self) -> int:
-        """The server's process id."""
         return self._process.pid
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
+        """Return launcher-specific environment variables of a rank, besides torchrun's."""
         local = this_machine.local_variables(this_machine.loopback())
         return local | this_machine.own_devices(cell, rank, oversubscribe)
 
     def meeting_point(self) -> dict[str, str]:
-        """Return where the ranks of a launch meet that a subject starts by itself, in torchrun's variables."""
-        return {"MASTER_ADDR": this_machine.loopback(), "MASTER_PORT": str(free_port())}
+        """Return torchrun's variables for the rendezvous of ranks that a subject starts itself."""
+        return {"MASTER_ADDR": this_machine.loopback(), "MASTER_PORT": str(self._free_port())}
 
     def next_launch(self) -> int:
-        """Return a number for a launch, its own in this pool."""
         self._launches += 1
         return self._launches
 
     def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
-        """Begin one launch; it goes on while the caller does something else. One launch at a time.
+        """Begin a launch in the background. A pool has one launch at a time.
 
         Raises:
-            LaunchError: the server itself is gone.
+            LaunchError: The server is gone.
         """
         assert self.subjects
         self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
@@ -178,12 +171,12 @@ class Pool:
         return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
 
     def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
-        """Follow a launch to its end and return how each rank ended, soon after its deadline at the latest.
+        """Wait for the end of a launch, and return how each rank ended.
 
-        Ranks that are late are asked for their stacks and for what they have recorded so far, and then killed.
+        At the deadline, ranks are asked for their stacks and for what they have recorded so far, and then killed.
 
         Raises:
-            LaunchError: the server itself is gone.
+            LaunchError: The server is gone.
         """
         progress = LaunchProgress(running)
         while not progress.is_complete:
@@ -195,7 +188,6 @@ class Pool:
         return progress.ends
 
     def close(self) -> None:
-        """End the server and every rank of it."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -223,11 +215,11 @@ class Pool:
             raise self._lost("is gone") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event, None when the deadline passes.
+        """Return the next event, None at the deadline.
 
         Raises:
-            ServerNotStartedError: the server ended before its first event.
-            LaunchError: it ended afterwards.
+            ServerNotStartedError: The server ended before its first event.
+            LaunchError: The server ended later.
         """
         while not self._queue:
             with selectors.DefaultSelector() as selector:
@@ -237,7 +229,9 @@ class Pool:
             chunk = os.read(self._events, 1 << 16)
             if not chunk:
                 if self._subjects is None:
-                    raise ServerNotStartedError(f"its interpreter, {self._python}, ended at once: is it Python?")
+                    raise ServerNotStartedError(
+                        f"its interpreter, {self._python}, ended at once: check that it is Python"
+                    )
                 raise self._lost("died")
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             try:
@@ -249,7 +243,6 @@ class Pool:
         return self._queue.pop(0)
 
     def _lost(self, how: str) -> LaunchError:
-        """End a server that cannot be used any more, with all that it started; return the error."""
         try:
             self._process.wait(timeout=1)
             how = f"{how}, with exit code {self._process.returncode}"

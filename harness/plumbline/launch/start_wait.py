@@ -56,7 +56,6 @@ class StartWait:
 
     @property
     def seconds(self) -> float:
-        """How long the wait has lasted."""
         return time.monotonic() - self._started
 
     @property
@@ -65,7 +64,6 @@ class StartWait:
         return time.monotonic() + CHECK_INTERVAL_S
 
     def report_progress(self) -> None:
-        """Count from now on."""
         self._progress = time.monotonic()
 
     def goes_on(self, what: str) -> bool:

@@ -17,18 +17,14 @@ class Workspace:
 
     @classmethod
     def new(cls, place: Path | None = None) -> Workspace:
-        """Make one, in the temporary directory or in ``place``."""
         return cls(Scratch.new(RUN, place))
 
     @classmethod
     def of(cls, path: Path) -> Workspace:
-        """Use one that another process made."""
         return cls(Scratch(path))
 
     def folder(self) -> Path:
-        """Return a new, empty folder in it."""
         return Path(tempfile.mkdtemp(prefix="cell-", dir=self.path))
 
     def leave(self, *, remove: bool) -> None:
-        """Use it no longer, and remove it, or leave that to others who use it."""
         self._scratch.leave(remove=remove)

@@ -28,7 +28,7 @@ class LeasedLaunch:
     def discard(self) -> None:
         """Wait for the end of its ranks and remove its trace."""
         with self.lease:
-            self.launched.trace()
+            self.launched.wait_for_trace()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -26,7 +26,6 @@ class Group:
 
     @property
     def first(self) -> RankEnd:
-        """The end that stands for all of them."""
         return self.ends[0]
 
     @property
@@ -46,12 +45,10 @@ def groups_of(ends: Iterable[RankEnd], file: str) -> list[Group]:
 
 
 def order(end: RankEnd) -> tuple[float, bool, int]:
-    """Return the place of a failure among others: the first, and of those that hung who waits for nobody, says most."""
     return math.inf if end.how is How.HUNG else end.seconds, end.waits_in is not None, end.rank
 
 
 def calls_of_test(end: RankEnd, file: str) -> tuple[PendingCall, ...]:
-    """Return the calls of a rank without those that lead to the test, which is in ``file``."""
     outermost = max((place for place, call in enumerate(end.calls) if call.file == file), default=-1)
     return end.calls[: outermost + 1] or end.calls
 

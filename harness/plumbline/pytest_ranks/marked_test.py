@@ -79,7 +79,6 @@ def _not_captured(config: pytest.Config) -> Iterator[None]:
 
 
 def _kind(end: RankEnd) -> Kind | None:
-    """Return what the end of a rank means for the test, None where it means nothing."""
     if isinstance(end.description, Failure):
         return end.description.kind
     return Kind.FAILED if end.has_failed else None
@@ -95,7 +94,6 @@ def _fail(item: pytest.Function, ends: Sequence[RankEnd], limit: TimeLimit) -> N
 
 
 def _hand_on(item: pytest.Function, ends: Sequence[RankEnd]) -> None:
-    """Hand on to pytest what the ranks printed and logged, and each warning once."""
     warned = {}
     for end in ends:
         left = end.description.observed if isinstance(end.description, Failure) else end.value

@@ -25,7 +25,6 @@ _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
     config.addinivalue_line("markers", DESCRIPTION)
 
 
@@ -76,7 +75,6 @@ def plumbline() -> Plumbline:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Read the marker, and leave fixtures of a rank's own to the ranks."""
     marker = marker_of(item)
     if isinstance(marker, str):
         pytest.fail(marker, pytrace=False)
@@ -103,7 +101,6 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body of a marked test on its ranks; on a rank, let pytest call it."""
     if MARKER not in pyfuncitem.stash:
         return None
     from plumbline.pytest_ranks.marked_test import run_body
@@ -119,7 +116,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what the ranks have told of their failures."""
     report = yield
     if call.when == "call" and MARKER in item.stash and call.excinfo:
         from plumbline.pytest_ranks.marked_test import SHOWN

@@ -81,7 +81,6 @@ class BodyOnRank:
     _has_quit: bool = field(default=False, init=False)
 
     def __call__(self, terminal: Terminal) -> Observed:
-        """Run the body with the fixtures that are the rank's own."""
         self.item.stash[ON_RANK] = terminal
         self.item.config.pluginmanager.register(_DebuggerAtTerminal(terminal))
         with self._observing():
@@ -94,7 +93,6 @@ class BodyOnRank:
         return self._observed
 
     def describe(self, error: BaseException) -> Failure:
-        """Return what is told of an exception that the body raised."""
         shown = self.item.repr_failure(pytest.ExceptionInfo.from_exception(error))
         links: tuple[ChainLink, ...]
         if chain := getattr(shown, "chain", None):
@@ -118,7 +116,6 @@ class BodyOnRank:
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
-        """Keep what is logged, and the warnings, which are this process's own."""
         text = io.StringIO()
         handler = logging.StreamHandler(text)
         handler.setFormatter(logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"))
@@ -167,11 +164,9 @@ class _DebuggerAtTerminal:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_enter_pdb(self) -> None:
-        """Take the terminal."""
         if not self._terminal.is_available:
             raise RuntimeError(f"rank {self._terminal.rank} has no terminal: write `if rank == 0: breakpoint()`")
         self._terminal.take()
 
     def pytest_leave_pdb(self) -> None:
-        """Let time limits hold again."""
         self._terminal.leave()

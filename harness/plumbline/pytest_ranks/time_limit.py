@@ -23,7 +23,6 @@ _LEAST_S = 0.1
 
 
 def note_timer(item: pytest.Item, settings: Any) -> None:
-    """Remember that pytest-timeout has begun to time a test."""
     item.stash[NOTED] = settings, time.monotonic() + settings.timeout
 
 

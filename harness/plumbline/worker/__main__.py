@@ -1,9 +1,10 @@
-"""A node's fork server, started where its ranks are to live: it connects back to the launcher and obeys it.
+"""A fork server: on the launcher's machine, or on a node, where it connects back to the launcher.
 
-    PLUMBLINE_TOKEN=… … -m plumbline.worker --connect 10.0.0.1:47 --as-node '${SLURM_NODEID}' torch
+    python -m plumbline.worker torch
+    PLUMBLINE_TOKEN=… python -m plumbline.worker --connect 10.0.0.1:47 --as-node '${SLURM_NODEID}' torch
 
-Variables in the two options are this task's, not the launcher's: only the task knows them. By its path,
-``python /…/harness/plumbline/worker/__main__.py``, it also runs in environments that have torch and no Plumbline.
+The task expands variables in the two options, because the launcher does not know their values. By its path,
+``python /…/plumbline/worker/__main__.py``, it also runs in environments that have torch and no Plumbline.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 
 
 def _find_the_package() -> None:
-    """Import ``plumbline`` by its place, and nothing else from there: that may be another environment."""
+    """Import ``plumbline`` from its folder alone: beside it may be the packages of another environment."""
     import os
 
     worker = os.path.dirname(os.path.abspath(__file__))
@@ -26,6 +27,10 @@ def _find_the_package() -> None:
 if __name__ == "__main__":
     if not __package__:
         _find_the_package()
-    from plumbline.worker.node_server import main
+    if "--connect" in sys.argv:
+        from plumbline.worker import node_server
 
-    sys.exit(main())
+        sys.exit(node_server.main())
+    from plumbline.worker import server
+
+    server.main()

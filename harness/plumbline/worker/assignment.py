@@ -1,4 +1,4 @@
-"""A rank's assignment: which cell, which rank of it, and where its evidence goes. It is sent as one JSON object."""
+"""The assignment of a rank: its cell, its place, and its files. It is sent as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.evidence.trace import STORE_ABOVE
 
 
 def stack_beside(log: str) -> str:
-    """Return the file, beside a rank's log, for the Python stacks of its threads."""
+    """Return the file for the Python stacks of a rank, beside its log."""
     return log.removesuffix(".log") + ".stack"
 
 
@@ -20,13 +20,12 @@ def stack_beside(log: str) -> str:
 class Assignment:
     """One rank's part in one launch.
 
-    ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
-    (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
-    nothing is saved: there the launch stops after ``stop_after_step`` steps, or, with ``resume``, goes on. Tensors
-    with more than ``store_above`` entries go into the launch's tensor store. With a ``gate``, the path of a socket, the
-    launch is timed instead of recorded; with ``profile``, the path of a folder, it is profiled and leaves its files
-    there. ``whole_node``: no other process is started on this rank's node; the subject
-    starts the node's ranks, and ``devices`` are those of all of them.
+    ``devices`` are the rank's devices, by torch's names. ``environment`` has the launcher's (torchrun's) variables.
+    ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None if nothing is
+    saved: the launch stops after ``stop_after_step`` steps and saves there or, with ``resume``, resumes from there.
+    Tensors with more than ``store_above`` entries go into the launch's tensor store. With a ``barrier_socket``, the
+    path of a socket, the launch is timed instead of recorded. With ``profile``, the path of a folder, it is profiled.
+    ``whole_node``: the subject starts the other ranks of the node itself; ``devices`` are those of all of them.
     """
 
     launch: int
@@ -41,36 +40,32 @@ class Assignment:
     stop_after_step: int | None = None
     resume: bool = False
     store_above: int = STORE_ABOVE
-    gate: str | None = None
+    barrier_socket: str | None = None
     profile: str | None = None
     whole_node: bool = False
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks on each node."""
         return self.cell.contract.processes_per_node(self.cell.topology)
 
     @property
     def node_rank(self) -> int:
-        """The node this rank lives on."""
         return self.rank // self.processes_per_node
 
     @property
     def local_rank(self) -> int:
-        """The rank's place on its node."""
         return self.rank % self.processes_per_node
 
     def tensor_store(self) -> TensorStore:
-        """The launch's tensor store, as this process writes to it."""
         return TensorStore(os.path.join(os.path.dirname(self.evidence), FOLDER), self.store_above)
 
     @property
     def returned(self) -> str:
-        """The file in which a whole node's first process, where it is no rank, says how the subject's call ended."""
+        """The file in which the first process of a whole node, if it is not a rank, writes how the call ended."""
         return os.path.join(os.path.dirname(self.evidence), f"node-{self.node_rank}.safetensors")
 
     def as_rank(self, rank: int) -> Assignment:
-        """Return another rank's part in the launch, that of one of the same node; what it leaves lies beside."""
+        """Return the assignment of another rank of the same node."""
         place = rank % self.processes_per_node
         alone = self.whole_node and not self.cell.contract.gathers
         return replace(
@@ -83,10 +78,8 @@ class Assignment:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Assignment:
-        """Undo :meth:`to_json`."""
         return cls(**{**values, "cell": Cell.from_json(values["cell"]), "devices": tuple(values["devices"])})

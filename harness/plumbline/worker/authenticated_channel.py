@@ -52,11 +52,9 @@ class Handshake:
     greeting: bytes
 
     def proof(self, role: bytes) -> bytes:
-        """Return what shows that the end with this role knows the token."""
         return self._mac(b"proof", role)
 
     def key(self, role: bytes) -> bytes:
-        """Return the key of the messages that the end with this role sends."""
         return self._mac(b"key", role)
 
     def _mac(self, purpose: bytes, role: bytes) -> bytes:
@@ -138,7 +136,6 @@ class AuthenticatedChannel:
         self._incoming = IncomingMessages(handshake.key(LAUNCHER if role == NODE else NODE))
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self._connection.fileno()
 
     def send(self, message: bytes) -> None:
@@ -163,7 +160,6 @@ class AuthenticatedChannel:
         return self._incoming.feed(chunk) if chunk else None
 
     def close(self) -> None:
-        """Close the connection, in this process."""
         self._connection.close()
 
 

@@ -42,7 +42,6 @@ class Child:
     killed: bool = False
 
     def receive(self) -> bool:
-        """Take in what it has reported since; return whether it still lives."""
         try:
             chunk = self.line.recv(1 << 16)
         except BlockingIOError:
@@ -81,7 +80,6 @@ def is_own(line: socket.socket) -> bool:
 
 
 def connect(address: Address) -> socket.socket:
-    """Return a connection to the registry at ``address``."""
     if not isinstance(address, str):
         return socket.create_connection((address[0], address[1]))
     line = socket.socket(socket.AF_UNIX)
@@ -101,7 +99,6 @@ class Registry:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable where there is something to read."""
         return self._selector.fileno()
 
     def read(self) -> bool:
@@ -118,7 +115,6 @@ class Registry:
             self._follow(left)
 
     def close(self) -> None:
-        """Close every connection, in a forked process, which does not need them."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()

@@ -1,15 +1,13 @@
-"""Which other nodes this one can reach, and a port that is free here."""
+"""Which other nodes this node can reach, and a free port here."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 
@@ -22,10 +20,10 @@ class ConnectivityProbe:
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Return the event that answers ``command``: ``listen``, ``reach`` or ``port``.
 
-        A node that connects where this one listens has reached it: the connection need not be accepted.
+        Other nodes reach this one if they can connect; nobody accepts their connections.
 
         Raises:
-            OSError: this node has no such address.
+            OSError: This node has no such address.
         """
         if command["command"] == "listen":
             self.close()
@@ -34,17 +32,18 @@ class ConnectivityProbe:
             return {"event": "listens", "port": self._listener.getsockname()[1]}
         if command["command"] == "reach":
             return {"event": "reached", "failed": reach(command["peers"], command["seconds"])}
+        from plumbline.trainer.environments.plain import free_port  # it imports torch
+
         return {"event": "port", "port": free_port()}
 
     def close(self) -> None:
-        """Listen no longer."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 def reach(peers: Mapping[str, Sequence[str | int]], seconds: float) -> dict[str, str]:
-    """Connect to every (address, port) at once; return, by key, why those that fail cannot be reached."""
+    """Connect to every (address, port) in parallel; return, by key, why some cannot be reached."""
     failed: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
@@ -68,15 +67,3 @@ def reach(peers: Mapping[str, Sequence[str | int]], seconds: float) -> dict[str,
             failed[late.data] = f"no answer in {seconds:g} s"
             late.fileobj.close()  # type: ignore[union-attr]
     return failed
-
-
-def free_port() -> int:
-    """Return a TCP port of this node on which a process of the subject's can listen soon.
-
-    It is not reserved until then: a random one, and outside of the range from which the system assigns ports.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port

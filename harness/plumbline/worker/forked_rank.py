@@ -46,17 +46,14 @@ class ForkedRank:
 
     @property
     def place(self) -> dict[str, int]:
-        """The fields of an event by which the launcher knows the rank."""
         return {"launch": self.launch, "rank": self.rank}
 
     @property
     def steps(self) -> int:
-        """How many steps the rank has done."""
         return int.from_bytes(self.done[:], "little")
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process for want of memory since the rank was forked."""
         return kills_for_memory() > self.kills
 
     @property

@@ -45,11 +45,6 @@ class EventPipe:
         self._inode = os.fstat(descriptor).st_ino
 
     def write(self, event: bytes) -> None:
-        """Write an event.
-
-        Raises:
-            OSError: nobody reads, or a subject has closed the descriptor and another file has it now.
-        """
         if os.fstat(self._descriptor).st_ino != self._inode:
             raise OSError("the descriptor of the fork server's events now belongs to another file")
         os.write(self._descriptor, event + b"\n")
@@ -82,22 +77,18 @@ class PipeLink:
         self._events = EventPipe(events)
 
     def fileno(self) -> int:
-        """Return the descriptor of the commands."""
         return self._commands
 
     def receive(self) -> list[bytes] | None:
-        """Return the commands that have come; None: there will be no more."""
         return self._lines.read()
 
     def announce(self, event: bytes) -> None:
-        """Write an event to the launcher's pipe."""
         self._events.write(event)
 
     def forward(self) -> None:
         """Nothing passes through the server."""
 
     def close_in_fork(self) -> None:
-        """Close the commands."""
         os.close(self._commands)
 
 
@@ -116,11 +107,9 @@ class NetworkLink:
         self._events = EventPipe(sink)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor."""
         return self._channel.fileno()
 
     def receive(self) -> list[bytes] | None:
-        """Return the commands that have come; None: the launcher has closed the connection."""
         return self._channel.receive()
 
     def announce(self, event: bytes) -> None:
@@ -132,7 +121,6 @@ class NetworkLink:
         self._channel.send(event)
 
     def forward(self) -> None:
-        """Send what ranks have written to the pipe."""
         while True:
             try:
                 lines = self._lines.read()
@@ -142,7 +130,6 @@ class NetworkLink:
                 self._channel.send(line)
 
     def close_in_fork(self) -> None:
-        """Close the connection, and the server's end of the pipe."""
         assert self.from_ranks is not None
         self._channel.close()
         os.close(self.from_ranks)

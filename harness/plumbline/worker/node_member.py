@@ -59,7 +59,6 @@ def current_member() -> NodeMember:
 
 
 def lead(assignment: Assignment, address: Address) -> NodeMember:
-    """Return this process as the first of its node."""
     global _current
     os.environ[VARIABLE] = json.dumps({"assignment": assignment.to_json(), "address": address, "first": os.getpid()})
     _current = NodeMember(assignment, address, os.getpid())
@@ -109,7 +108,6 @@ class NodeMember:
         return member
 
     def watch_forks(self) -> None:
-        """Make each process that this one forks a member of its own."""
         os.register_at_fork(after_in_child=self._forked)
         util.register_after_fork(self, NodeMember._join)
         atexit.register(self.finish)
@@ -136,7 +134,6 @@ class NodeMember:
             self._line.sendall(json.dumps(values).encode() + b"\n")
 
     def finish(self) -> None:
-        """Write evidence, once, if this process was a rank."""
         if self._done or os.getpid() == self._first:
             return
         with self._lock:
@@ -166,7 +163,6 @@ class NodeMember:
                     )
 
     def write_evidence(self, raised: BaseException | None) -> None:
-        """Write what was recorded and ``raised`` as this rank's evidence, atomically."""
         rank = self.rank
         own = self.assignment.as_rank(rank).evidence
         private = f"{own}.{os.getpid()}"
@@ -190,7 +186,6 @@ class NodeMember:
 
     @property
     def _stack(self) -> str:
-        """The file for the stacks of this process, whose rank is not known yet."""
         return os.path.join(os.path.dirname(self.assignment.log), f"pid-{os.getpid()}.stack")
 
     @property
@@ -206,7 +201,6 @@ class NodeMember:
         return {"below": self._first, "pid": os.getpid(), "rank": self.rank if "RANK" in os.environ else None}
 
     def _forked(self) -> None:
-        """Start over in a forked process, which shares nothing with its parent."""
         if self._line is not None:
             self._line.close()
         self._line, self._place, self._lock = None, None, Lock()

@@ -87,7 +87,6 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 def addresses() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one, by its name."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -104,7 +103,6 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address, "" where none has it."""
     here = addresses()
     if address.startswith("127.") and "lo" in here:
         return "lo"
@@ -137,7 +135,6 @@ def _connect(places: Sequence[tuple[str, int]], begin: Callable[[socket.socket, 
 
 
 def _description(node: int, host: str, connection: socket.socket) -> bytes:
-    """Return this node's greeting to the launcher, which it reached at ``host``."""
     description = {
         "node": node,
         "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -181,7 +178,6 @@ def _software_and_devices() -> dict[str, Any]:
 
 
 def _cuda_devices() -> int:
-    """Return how many CUDA devices a rank of this node sees. A child counts them: CUDA does not survive a fork."""
     import torch
 
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""One rank: prepare the process, train, write the evidence, exit."""
+"""One rank: it prepares its process, trains, writes its evidence and exits."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _current: Job | None = None
 def current_job() -> Job:
     """Return the job of this process, for scripts, which do not get it as an argument.
 
-    A process that the subject has started by itself joins its node's recording here, if it has not joined yet.
+    A process that the subject has started joins the recording of its node here, if it has not joined yet.
 
     Raises:
-        RuntimeError: this process was started neither by Plumbline nor by a subject under test.
+        RuntimeError: Neither Plumbline nor a subject under test has started this process.
     """
     return _current or current_member().job
 
 
-# A job travels to a process that the subject starts: there it is that process's own, which joins the recording.
+# Pickled for a process that the subject starts, a job becomes that process's own job.
 copyreg.pickle(Job, lambda _: (current_job, ()))
 
 
@@ -48,18 +48,20 @@ def run(
 ) -> NoReturn:
     """Train one rank and write its evidence. Does not return: the process ends here.
 
-    ``done`` is memory that outlives this process, for the number of steps that it has done.
+    ``done`` is memory that outlives this process, for the number of completed steps.
 
-    The evidence is written and announced before anything is shut down, and the process ends without running
-    destructors, because a teardown may hang: see :mod:`plumbline.worker.recording.process_groups`. What has been
-    recorded is also written before the subject destroys its process group, and when the launcher requests it.
+    The evidence is written and announced before the process ends, without running destructors, because a teardown may
+    hang: see :mod:`plumbline.worker.recording.process_groups`. Evidence so far is also written before the subject
+    destroys its process group, and when the launcher requests it.
     """
 
     def train() -> int:
         global _current
         prepare_process(assignment)
         recorder: StepHooks
-        recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.tensor_store(), done)
+        recorder = (
+            Stopwatch(assignment, done) if assignment.barrier_socket else Recorder(assignment.tensor_store(), done)
+        )
         recorder.install()
         file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
         place = {"launch": assignment.launch, "rank": assignment.rank}
@@ -89,7 +91,7 @@ def run(
 
 
 def call(subject: Subject, job: Job) -> BaseException | None:
-    """Train ``job``; return what the subject raised, which is printed too."""
+    """Train ``job``; print and return what the subject raised."""
     try:
         subject.train(job)
     except BaseException as error:
@@ -100,7 +102,7 @@ def call(subject: Subject, job: Job) -> BaseException | None:
 
 
 def exit_after(train: Callable[[], int]) -> NoReturn:
-    """End this process with the exit code that ``train`` returns, 1 if it raises, without running destructors."""
+    """Exit with the code that ``train`` returns, or 1 if it raises, without running destructors."""
     status = 1
     try:
         status = train()
@@ -114,19 +116,18 @@ def exit_after(train: Callable[[], int]) -> NoReturn:
 
 
 def prepare_process(assignment: Assignment) -> None:
-    """Make a forked process the rank of ``assignment``, in a session of its own."""
     os.setsid()
     block_requests()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    # The stacks at its death, or on request. Not in the log, which belongs to the subject.
+    # Stacks do not go into the log, which belongs to the subject.
     stack = os.open(stack_beside(assignment.log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     dump_stacks_on_request(stack)
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
-    # Each rank has a seed of its own, on purpose: the trainer must make equal what has to be equal on all ranks.
+    # Each rank has a different seed on purpose: the trainer has to make ranks equal where that matters.
     torch.default_generator.manual_seed(1 + assignment.rank)
     if assignment.cell.accelerator == "cuda":
         torch.cuda.manual_seed_all(1 + assignment.rank)
-        if not assignment.gate:  # what is timed is timed as users have it
+        if not assignment.barrier_socket:  # timed ranks keep the user's settings
             compute_as_named()

@@ -96,7 +96,6 @@ class Server:
                 process.remove_scratch()
 
     def _obey(self, wake: int) -> bool:
-        """Follow commands until they end; return whether an end was commanded."""
         while True:
             chosen = [key for key, _ in self._selector.select()]
             ready = {key.fd for key in chosen}
@@ -226,7 +225,6 @@ class Server:
             self._announce(event)
 
     def _end_below(self, pid: int) -> None:
-        """End the processes that a subject has started below the first one of a node, and announce it."""
         if self._registry is None:
             return
         self._registry.read()
@@ -236,7 +234,6 @@ class Server:
         self._registry.wait_for_ends(pid, KILL_TIMEOUT_S)
 
     def _announce_child(self, child: Child, ended: bool) -> None:
-        """Announce that a process which a subject has started wrote evidence, or ended."""
         if child.below not in self._ranks:
             return
         above = self._ranks[child.below]
@@ -266,14 +263,10 @@ class Server:
 
 
 def main() -> None:
-    """Serve on standard input and output; everything that is printed goes to standard error."""
+    """Serve on standard input and output. What ranks print goes to standard error."""
     events = os.dup(1)
     os.dup2(2, 1)
     commands = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     Server(sys.argv[1], PipeLink(commands, events)).serve()
-
-
-if __name__ == "__main__":
-    main()

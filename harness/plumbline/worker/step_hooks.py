@@ -45,7 +45,6 @@ class StepHooks(ABC):
         return self
 
     def install(self) -> None:
-        """Hook into torch's optimizers and GradScaler."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         scaler_class: Any = torch.amp.GradScaler
@@ -64,7 +63,6 @@ class StepHooks(ABC):
 
     @property
     def has_steps(self) -> bool:
-        """Whether an optimizer step was recorded."""
         return False
 
     def paused(self) -> AbstractContextManager[None]:

@@ -11,8 +11,9 @@ import sys
 
 from plumbline.core.errors import PlanError
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.pool import WORKER
 from plumbline.launch.remote.own_address import only_address
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
 
 NUMBER = "{node}"
@@ -37,7 +38,6 @@ class HostsLauncher(Launcher):
         self.machines = self.nodes
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        """Return a pool over all hosts."""
         return HostsPool(locator, python, self.nodes, self._command, self._address, self._notify)
 
 

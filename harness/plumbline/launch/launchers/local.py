@@ -10,5 +10,4 @@ class LocalLauncher(Launcher):
     """Simulates each node on this machine, whose CUDA devices, where there are any, the nodes divide."""
 
     def pool(self, locator: str, python: str | None) -> Pool:
-        """Return a pool on this machine."""
         return Pool(locator, python, self._notify)

@@ -21,8 +21,8 @@ from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command
 from plumbline.launch import remote
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import SERVER_ENVIRONMENT
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.pool import SERVER_ENVIRONMENT, WORKER
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, ignore
 from plumbline.launch.this_machine import loopback
 from plumbline.worker.node_server import CONNECT_TIMEOUT_S

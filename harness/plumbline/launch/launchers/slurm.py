@@ -20,8 +20,9 @@ from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.invocation import command, suite_command
 from plumbline.launch.launch_progress import LaunchedRankEnd, RunningLaunch
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.pool import WORKER
 from plumbline.launch.remote.own_address import address_towards
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
 
 
@@ -37,7 +38,6 @@ class SlurmLauncher(Launcher):
         self._address = options.listen or address_towards(addresses_of_nodes())
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        """Return a pool over all nodes of the job."""
         return SlurmPool(locator, python, self.nodes, self._address, self._notify)
 
 
@@ -67,7 +67,6 @@ class SlurmPool(RemotePool):
         return ends
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return a rank's variables, with those that srun would have set."""
         local_world = cell.contract.processes_per_node(cell.topology)
         nodes = cell.topology.num_nodes
         hosts = ",".join(self.hosts[:nodes])

@@ -20,7 +20,8 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.launch import this_machine
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.remote.remote_pool import WORKER, RemotePool
+from plumbline.launch.pool import WORKER
+from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, ignore
 from plumbline.launch.this_machine import new_store
 from plumbline.worker.node_server import TOKEN
@@ -52,15 +53,12 @@ class TorchrunLauncher(Launcher):
         self._store = new_store(self._place[0])
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        """Return a pool over all nodes."""
         if self._place is None:
             return TorchrunPool(locator, python, self.nodes, self._notify)
         return TorchrunByHandPool(locator, python, self.nodes, self._place, self._store, self._notify)
 
 
 class _TorchrunRanks(RemotePool):
-    """Ranks whose node's server torchrun has started."""
-
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return the variables that torchrun would set for this rank, except those that it has set already."""
         own = super().variables(cell, rank, oversubscribe)
@@ -87,7 +85,6 @@ class TorchrunPool(_TorchrunRanks):
         super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify)
 
     def close(self) -> None:
-        """End the agents and their servers, and remove their logs."""
         super().close()
         if self._logs is not None:
             self._logs.leave(remove=True)

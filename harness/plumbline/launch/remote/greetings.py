@@ -34,7 +34,6 @@ class Refusals:
     last: str = ""
 
     def add(self, place: str, reason: str) -> None:
-        """Count one from the address ``place``."""
         self.count += 1
         self.last = f"{place}: {reason}"
 

@@ -69,7 +69,6 @@ class Node:
 
     @property
     def place(self) -> str:
-        """The host, and where on it."""
         return f"{self.host} ({self.address}{f' on {self.interface}' if self.interface else ''})"
 
 

@@ -74,7 +74,6 @@ class NodeProcesses:
         return cpu_seconds(process.pid for process in self._running)
 
     def wait_for_output(self, seconds: float) -> None:
-        """Wait, at most so long, until one command ends: it prints then what is known of its node."""
         deadline = time.monotonic() + seconds
         while self._running and self.ended is None and time.monotonic() < deadline:
             time.sleep(0.05)

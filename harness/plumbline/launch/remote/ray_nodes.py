@@ -83,7 +83,6 @@ def main() -> None:
 
 
 def _connect(options: argparse.Namespace) -> None:
-    """Connect to the cluster, or start one; exits with what Ray says where it cannot."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given: dict[str, Any] = {"address": options.address}
     if options.temp_dir:
@@ -103,7 +102,6 @@ def _connect(options: argparse.Namespace) -> None:
 
 
 def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
-    """Run a server on each node of ``group`` until all have ended, or one badly, and tell how; return the exit code."""
     import ray
     from ray.exceptions import RayError
     from ray.util.placement_group import placement_group_table
@@ -139,7 +137,6 @@ def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
 
 
 def too_small(nodes: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str | None:
-    """Return why a cluster of these nodes is too small for what was asked for, None if it is not."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     most = options.groups  # more than these need not be counted
     fits = [int(min(most, *(have.get(name, 0) // need for name, need in options.resources.items()))) for have in alive]
@@ -161,7 +158,6 @@ def room_for(fits: Sequence[int], nodes: int) -> int:
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """Return the name that a node was started with (``ray start --node-name``), else its host's."""
     given = node["NodeName"]
     return str(node["NodeManagerHostname"] if given == node["NodeManagerAddress"] else given)
 

@@ -10,10 +10,8 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import plumbline
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.launch.launch_progress import EXIT_GRACE_S, RunningLaunch
@@ -28,9 +26,6 @@ from plumbline.worker.assignment import Assignment
 from plumbline.worker.authenticated_channel import AuthenticatedChannel
 from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
 from plumbline.worker.package_hash import package_hash
-
-WORKER = Path(plumbline.__file__).parent / "worker" / "__main__.py"
-"""What a node runs. By its path, because the subject's environment need not have Plumbline."""
 
 PROBE_TIMEOUT_S = 10.0
 """Time in which each node must reach every other, before the first cell: the kernel tries four times by then."""
@@ -103,14 +98,12 @@ class RemotePool(Pool):
                 raise
         return self._subjects
 
-    def settle(self) -> None:
-        """Wait until every node's server only waits for commands."""
+    def wait_until_idle(self) -> None:
         assert self.subjects
         self._send({"command": "port"})
         self._answers("port", "answer")
 
     def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Import workloads of the user's own on every node, as every pool does where its ranks live."""
         assert self.subjects
         self._send({"command": "workloads", "locators": [*locators]})
         answers = self._answers("workloads", f"import {', '.join(locators)}")
@@ -155,7 +148,6 @@ class RemotePool(Pool):
             raise LaunchError(reason)
 
     def _answers(self, kind: str, what: str) -> dict[int, dict[str, Any]]:
-        """Return the event of this kind of each node; they are waited for ``what``, as long as they make progress."""
         wait = StartWait(self._processes.cpu_seconds, self._notify)
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < self._count:
@@ -175,12 +167,10 @@ class RemotePool(Pool):
 
     @property
     def alive(self) -> bool:
-        """Whether every node's server is still there."""
         return not self._broken and self._processes.ended is None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes, in their order."""
         return tuple(self._nodes[number] for number in range(self._count))
 
     @property
@@ -255,7 +245,6 @@ class RemotePool(Pool):
             self._fail(number, error)
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event of any node, or None when the deadline passes."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
                 for number, channel in self._channels.items():

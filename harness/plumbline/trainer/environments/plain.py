@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 
 from plumbline.trainer.environments.base import ClusterEnvironment
 from plumbline.trainer.errors import MisconfigurationError
@@ -49,7 +51,12 @@ class PlainEnvironment(ClusterEnvironment):
 
 
 def free_port() -> int:
-    """Return a TCP port that no process on this host is listening on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on which a process of this host can listen soon.
+
+    It is not reserved, so it is a random one outside of the range from which the system assigns ports.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port

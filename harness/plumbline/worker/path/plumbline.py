@@ -1,6 +1,6 @@
-"""Makes ``import plumbline`` find the package around this file, wherever this folder is on the path.
+"""Makes ``import plumbline`` find the package around this file, if this folder is on ``sys.path``.
 
-It finds nothing else that lies beside the package, which may be another environment's site-packages.
+It hides everything beside the package, which may be another environment's site-packages.
 """
 
 import importlib.util
@@ -13,6 +13,6 @@ _spec = importlib.util.spec_from_file_location(
 )
 assert _spec is not None
 assert _spec.loader is not None
-# Python's import takes what is there under the name when this is done: the package, no longer this file.
+# ``import`` returns the entry of sys.modules, which is now the package instead of this file.
 sys.modules["plumbline"] = _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)

@@ -41,7 +41,6 @@ class Collectives:
         self._data: Any = None
 
     def start(self) -> None:
-        """Begin to look."""
         self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._on_cuda:
@@ -51,7 +50,6 @@ class Collectives:
         self.looks = True
 
     def stop(self) -> None:
-        """Look no longer."""
         if self._profile is not None:
             self.data_ends()
             self._profile.stop()
@@ -63,7 +61,6 @@ class Collectives:
         self._data.__enter__()
 
     def data_ends(self) -> None:
-        """Note that there is a batch."""
         if self._data is not None:
             self._data.__exit__(None, None, None)
             self._data = None

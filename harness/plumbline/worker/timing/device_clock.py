@@ -21,7 +21,6 @@ class HostClock:
         """Wait until nothing is left to compute, and count from here."""
 
     def mark(self) -> Any:
-        """Take down this moment."""
         return time.monotonic()
 
     def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
@@ -43,13 +42,11 @@ class CudaClock(HostClock):
         self._origin = (time.monotonic(), self.mark())
 
     def mark(self) -> Any:
-        """Put an event into the first device's stream."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._devices[0]))
         return event
 
     def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
-        """Return when the device reached each mark."""
         for device in self._devices:
             torch.cuda.synchronize(device)
         begun, origin = self._origin
@@ -57,5 +54,4 @@ class CudaClock(HostClock):
 
 
 def clock_of(devices: Sequence[torch.device]) -> HostClock:
-    """Return the clock for a rank's devices."""
     return CudaClock(devices) if devices[0].type == "cuda" else HostClock()

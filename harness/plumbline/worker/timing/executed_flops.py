@@ -39,12 +39,10 @@ class ExecutedFlops:
             self._counter.mod_tracker = _NoModules()
 
     def start(self) -> None:
-        """Begin to count."""
         if self._counter is not None:
             self._counter.__enter__()
 
     def stop(self) -> None:
-        """Count no longer."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self.total = int(self._counter.get_total_flops())

@@ -37,7 +37,6 @@ def memory_of(devices: Sequence[torch.device]) -> dict[str, int]:
 
 
 def _cuda_memory(devices: Sequence[torch.device]) -> dict[str, int]:
-    """Return the peaks of the device that has least room left, and the counts of all of them."""
     every = [torch.cuda.memory_stats(device) for device in dict.fromkeys(devices)]
     return {
         "memory_allocated_peak": max(stats.get("allocated_bytes.all.peak", 0) for stats in every),

@@ -46,18 +46,15 @@ class PipelineChunks:
         self._read: Forward | None = None
 
     def start(self) -> None:
-        """Begin to follow."""
         for owner, name, follow in self._followed:
             self._originals.append(getattr(owner, name))
             setattr(owner, name, follow(getattr(owner, name)))
 
     def end_step(self) -> None:
-        """Note that an optimizer step is over."""
         self._steps.append([])
         self._forwards.clear()
 
     def stop(self) -> None:
-        """Follow no longer."""
         for (owner, name, _), original in zip(self._followed, self._originals, strict=False):
             setattr(owner, name, original)
         self._originals = []

@@ -38,6 +38,5 @@ class RoundBarrier:
         return command
 
     def report(self, values: dict[str, Any]) -> None:
-        """Send what was measured, and close the connection."""
         self._socket.sendall(json.dumps(values).encode() + b"\n")
         self._socket.close()

@@ -34,7 +34,6 @@ class StepProfile:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Begin: the steps that follow are profiled."""
         self._steps_left = PROFILED_STEPS
         if self._on_cuda:
             self._attempt("memory snapshot", self._follow_memory)

@@ -41,12 +41,12 @@ class Stopwatch(StepHooks):
         super().__init__(done)
         workload = find(assignment.cell.workload)
         assert isinstance(workload, PerformanceWorkload)
-        assert assignment.gate is not None
+        assert assignment.barrier_socket is not None
         self._rank = assignment.rank
         self._devices = [torch.device(name) for name in assignment.devices]
         self._on_cpu = self._devices[0].type == "cpu"
         self._extent = workload.on(assignment.cell.accelerator).extent(assignment.cell.topology.devices)
-        self._barrier = RoundBarrier(assignment.gate, assignment.rank)
+        self._barrier = RoundBarrier(assignment.barrier_socket, assignment.rank)
         self._clock = clock_of(self._devices)
         self._boundaries = list(self._extent.boundaries)
         self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
@@ -68,13 +68,11 @@ class Stopwatch(StepHooks):
         self._waits_for_forward = True
 
     def install(self) -> None:
-        """Hook into torch's optimizers and GradScaler, and keep memory, for the rest of the process's life."""
         if self._on_cpu:
             keep_freed_memory()
         super().install()
 
     def watch(self, model: nn.Module) -> None:
-        """Follow the samples that go through ``model``'s forward."""
         self._tensors.watch(model)
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -173,7 +171,6 @@ class Stopwatch(StepHooks):
         self._look_for_batch()
 
     def _look_for_batch(self) -> None:
-        """Note for the shares of a step that this rank waits for a batch now, if it is one that gets batches."""
         calls_model = any(forwards for _, forwards, _ in self._rounds)  # a stage of a pipeline may never do so
         if self._collectives.looks and calls_model:
             self._collectives.data_begins()
@@ -203,7 +200,6 @@ class Stopwatch(StepHooks):
 
 
 def _index(batch: Any) -> Tensor | None:
-    """Return the sample ids of a batch, None if it is none of the job's."""
     index = batch.get("index") if isinstance(batch, (dict, Mapping)) else None
     return index if isinstance(index, Tensor) else None
 

@@ -31,11 +31,9 @@ class TensorBytes:
         self._not_counted: set[int] = set()
 
     def watch(self, model: nn.Module) -> None:
-        """Count for ``model``, when the time comes."""
         self._model = model
 
     def start(self) -> None:
-        """Begin: the next step is to be looked at."""
         if self._model is None:
             return
         entered: list[saved_tensors_hooks] = []
@@ -62,7 +60,6 @@ class TensorBytes:
         self._workload.loss = loss
 
     def stop(self, optimizer: Optimizer) -> None:
-        """Count what there is after a step of ``optimizer``."""
         for handle in self._handles:
             handle.remove()
         self._workload.loss = self._loss
