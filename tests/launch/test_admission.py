@@ -23,9 +23,9 @@ def node(number, **values):
     ("wrong", "said"),
     [
         ({"servers": 8}, "host1: 8 processes were started there .*--nproc-per-node 1"),
-        ({"nodes": 3}, "host1 was started as one of 3 nodes, and Plumbline was asked for 2: make --nodes 3 of it"),
-        ({"number": 5}, "host1 says that it is node 5, and there are 2: count nodes from 0"),
-        ({"number": 0}, r"host0 \(10.0.0.0 on eth0\) and host1 \(10.0.0.1 on eth0\) both say that they are node 0"),
+        ({"nodes": 3}, "host1 was started as one of 3 nodes, but Plumbline runs with 2: use Plumbline's --nodes 3"),
+        ({"number": 5}, "host1 is node 5, but there are only 2 nodes: count them from 0"),
+        ({"number": 0}, r"host0 \(10.0.0.0 on eth0\) and host1 \(10.0.0.1 on eth0\) both have the number 0"),
         ({"address": "", "interface": "ib0"}, "host1 has no network interface ib0 with an IPv4 address"),
     ],
 )
@@ -45,18 +45,16 @@ def test_other_software_on_one_node_is_refused_with_both_names():
 
 def test_another_plumbline_than_this_process_has_is_refused_with_the_node():
     assert other_plumbline([node(0), node(1)], "this") is None
-    assert other_plumbline([node(0), node(1, plumbline="other")], "this").startswith(
-        "host1 has other files of Plumbline"
-    )
+    assert other_plumbline([node(0), node(1, plumbline="other")], "this").startswith("host1 has a different Plumbline")
 
 
 def test_uneven_nodes_are_refused_with_every_count():
     uneven = [node(0), node(1, devices=4)]
     assert too_few_devices(uneven, 4) is None
     said = too_few_devices(uneven, 8)
-    assert "cells of 8 gpus a node were asked for" in said
-    assert "host0 8, host1 4: take --gpus 4" in said
-    assert "leave out who has none" in too_few_devices([node(0), node(1, devices=0)], 1)
+    assert "cells need 8 CUDA devices per node" in said
+    assert "host0 8, host1 4. To run, use --gpus 4" in said
+    assert "leave out nodes without any" in too_few_devices([node(0), node(1, devices=0)], 1)
 
 
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=8), st.integers(1, 16))

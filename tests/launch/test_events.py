@@ -28,9 +28,9 @@ def test_an_event_is_returned_as_it_is():
 
 @pytest.mark.parametrize("name", EXIT)
 def test_an_event_without_one_of_its_fields_is_none(name):
-    with pytest.raises(NoEventError, match=name if name != "event" else "no event"):
+    with pytest.raises(NoEventError, match=name if name != "event" else "not an event"):
         event_of(json.dumps({**EXIT, name: [1]}).encode())
-    with pytest.raises(NoEventError, match=name if name != "event" else "no event"):
+    with pytest.raises(NoEventError, match=name if name != "event" else "not an event"):
         event_of(json.dumps({key: value for key, value in EXIT.items() if key != name}).encode())
 
 

@@ -255,11 +255,9 @@ def test_one_that_is_too_slow_is_turned_away_and_said_where_a_start_fails(monkey
         slow.sendall(b"plumb")
         until(lambda: listener.refusals)
     processes = NodeProcesses([["true"]], {})
-    with pytest.raises(
-        LaunchError, match=r"0 of 1 nodes came up; true ended .*; 1 connection was turned away"
-    ) as error:
+    with pytest.raises(LaunchError, match=r"0 of 1 nodes came up; true ended .*; 1 connection was rejected") as error:
         listener.receive(1, processes, StartWait(lambda: 0.0))
-    assert "the last one from 127.0.0.1: 5 bytes of a greeting came in 0.05 s" in str(error.value)
+    assert "the last one from 127.0.0.1: it sent only 5 bytes of a greeting in 0.05 s" in str(error.value)
     processes.close(0)
 
 
@@ -267,11 +265,11 @@ def test_one_that_is_too_slow_is_turned_away_and_said_where_a_start_fails(monkey
     ("said", "why"),
     [
         (b"nothing", "Expecting value"),
-        (b"[" * 4000, "no JSON object"),
-        (description(host=3), "no right 'host'"),
-        (description().replace(b"servers", b"serving"), "no right 'servers'"),
-        (description(at=float("nan")), "no right number, or no right time"),
-        (description(node=-1), "no right number"),
+        (b"[" * 4000, "not a JSON object"),
+        (description(host=3), "no valid 'host'"),
+        (description().replace(b"servers", b"serving"), "no valid 'servers'"),
+        (description(at=float("nan")), "its number or its time is not valid"),
+        (description(node=-1), "its number or its time is not valid"),
     ],
 )
 def test_a_node_that_does_not_describe_itself_is_turned_away(listener, said, why):
@@ -391,7 +389,7 @@ def test_it_listens_at_the_one_address_that_its_nodes_reach(monkeypatch):
     with pytest.raises(PlanError, match=r"10.0.0.1 on eth0, 172.17.0.1 on docker0\): .*--listen ADDRESS"):
         own_address.only_address()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(PlanError, match=r"scontrol does not tell .*--listen ADDRESS"):
+    with pytest.raises(PlanError, match=r"scontrol does not report .*--listen ADDRESS"):
         addresses_of_nodes()
 
 

@@ -144,9 +144,9 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
         (lambda c: c.replace("--nproc-per-node 1", "--nproc-per-node 2"), "2 processes were started there"),
         (
             lambda c: c.replace("--nnodes 2", "--nnodes 1"),
-            "was started as one of 1 nodes, and Plumbline was asked for 2",
+            "was started as one of 1 nodes, but Plumbline runs with 2",
         ),
-        (lambda c: re.sub(r"'\$\{GROUP_RANK\}'", "1", c), "both say that they are node 1"),
+        (lambda c: re.sub(r"'\$\{GROUP_RANK\}'", "1", c), "both have the number 1"),
     ],
     ids=["a process a gpu", "alone", "one number for two"],
 )
@@ -168,20 +168,20 @@ def test_who_does_not_know_the_secret_is_no_node(by_hand):
     assert pool.subjects
     pool.close()
     assert by_hand.said[-1] == (
-        "1 connection was turned away, the last one from 127.0.0.1: its proof is wrong: it has another token, or plays "
+        "1 connection was rejected, the last one from 127.0.0.1: its proof is wrong: it has another token, or plays "
         "a recorded greeting again"
     )
 
 
 def test_what_cannot_be_started_by_hand_is_refused_in_a_sentence(monkeypatch):
-    with pytest.raises(PlanError, match=r"2 subjects were named.*make a run for each"):
+    with pytest.raises(PlanError, match=r"2 were given: start a run for each subject"):
         find_launcher("torchrun", LauncherOptions(2, subjects=2, rendezvous="127.0.0.1:29400"))
-    with pytest.raises(PlanError, match="a port are wanted, as in node0:29400"):
+    with pytest.raises(PlanError, match="a port, such as node0:29400"):
         find_launcher("torchrun", LauncherOptions(2, rendezvous="node0"))
     with pytest.raises(PlanError, match="--rendezvous is for --launcher torchrun, not for slurm"):
         find_launcher("slurm", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    with pytest.raises(PlanError, match="leave -n out"):
+    with pytest.raises(PlanError, match="does not work with -n"):
         find_launcher("torchrun", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
 
 

@@ -37,13 +37,13 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(
         ray_launcher.importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
-    with pytest.raises(PlanError, match=r"--launcher ray: .* has no Ray: .*pip install ray"):
+    with pytest.raises(PlanError, match=r"--launcher ray: .* has no Ray\. Install it: .*pip install ray"):
         find_launcher("ray", LauncherOptions(2))
 
 
 @pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head", ":6379", "head:port"])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(PlanError, match=r"the address of the cluster's head is wanted, HOST:PORT"):
+    with pytest.raises(PlanError, match=r"set it to the address of the cluster's head, HOST:PORT"):
         find_cluster(address)
 
 
@@ -51,7 +51,7 @@ def test_an_address_where_nobody_answers_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert find_cluster(f"127.0.0.1:{port}").launcher == "127.0.0.1", "the way to it is the way back"
-    with pytest.raises(PlanError, match=f"RAY_ADDRESS=127.0.0.1:{port}: there is no Ray cluster, or no way to it"):
+    with pytest.raises(PlanError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no Ray cluster can be reached there"):
         find_cluster(f"127.0.0.1:{port}")
 
 
@@ -60,18 +60,18 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_there_is():
     assert too_small(cluster, asked(1, CPU=4)) is None
     assert too_small(cluster, asked(2, CPU=1)) is None
     said = too_small(cluster, asked(2, CPU=2))
-    assert said.startswith("2 nodes with 2 CPU each were asked for, and 1 nodes of the cluster can give that: ")
+    assert said.startswith("2 nodes with 2 CPU each were requested, but only 1 nodes can provide that: ")
     assert said.endswith("there are 2 nodes: node0 has 4 CPU, node1 has 1 CPU")
     assert too_small(cluster, asked(1, memory=1)) is None, "who launches nothing needs no CPU"
-    assert "1 CPU and 8 GPU each were asked for, and 0 nodes" in too_small(cluster, asked(1, CPU=1, GPU=8))
+    assert "1 CPU and 8 GPU each were requested, but only 0 nodes" in too_small(cluster, asked(1, CPU=1, GPU=8))
 
 
 def test_more_processes_than_the_cluster_has_room_for_are_refused():
     cluster = [node(0, CPU=4.0), node(1, CPU=4.0)]
     assert too_small(cluster, asked(2, groups=2, CPU=2)) is None
     said = too_small(cluster, asked(2, groups=3, CPU=2))
-    assert "3 times 2 nodes with 2 CPU each were asked for" in said
-    assert "the cluster has room for 2: take a smaller -n" in said
+    assert "3 times 2 nodes with 2 CPU each were requested" in said
+    assert "the cluster has room for 2: use a smaller -n" in said
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 4))
@@ -96,7 +96,7 @@ def test_a_server_s_end_is_told_with_what_it_printed(tmp_path):
     assert ends(0) == ""
     assert ends(3) == f"its server ended with exit code 3: set told {tmp_path}"
     assert "/no/such/python" in NodeServer().run(["/no/such/python"], str(tmp_path), {}, "")
-    assert "on a file system that every node sees" in NodeServer().run([sys.executable], "/no/such/folder", {}, "")
+    assert "on a file system that every node mounts" in NodeServer().run([sys.executable], "/no/such/folder", {}, "")
 
 
 def test_a_server_is_told_to_end_when_its_actor_is_killed():

@@ -1,4 +1,4 @@
-"""The processes that a subject starts by itself, from the events that arrive about them while a launch runs."""
+"""The processes that a subject starts itself, from the events about them during a launch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 CHILD_EXIT_TIMEOUT_S = 15.0
-"""Time for a trainer to notice that one of its ranks is gone, and to end once all have written their evidence."""
+"""Time for a trainer to notice that one of its ranks is gone, or to end after all have written their evidence."""
 
 
 _SAME_NAMES = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
-"""The fields of an event about a child's end that a ``ChildEnd`` has under the same name."""
+"""The fields that an event about a child's end and a ``ChildEnd`` have in common."""
 
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a process below a node's first one ended.
+    """How a process ended that the first process of a node had started, directly or not.
 
-    ``rank`` is the rank that it was, or most probably was; None where that is unknown. ``evidence`` is the rank whose
-    evidence it wrote, and ``failed`` says that this holds an error. ``idle``: it was no rank. ``late``: it was ended
-    with the launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written.
-    ``code`` is None where its exit code is unknown. ``orphaned``: the first process of its node had exited before it.
+    ``rank`` is the rank that it (most probably) was, None if unknown. ``evidence`` is the rank whose evidence it wrote;
+    ``failed`` says that this contains an error. ``idle``: it was not a rank. ``late``: it was ended together with the
+    launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written. ``code`` is
+    None if the exit code is unknown. ``orphaned``: the first process of its node had exited before it.
     """
 
     pid: int
@@ -44,22 +44,22 @@ class ChildEnd:
 
     @property
     def died(self) -> bool:
-        """Whether it ended without evidence, and not by a signal with which others end it, or it itself, after them."""
+        """Whether it ended without evidence, and not by SIGTERM or SIGABRT, with which ranks end after another one."""
         return self.evidence is None and self.code not in (None, -signal.SIGTERM, -signal.SIGABRT)
 
 
 def first_to_fail(children: Iterable[ChildEnd]) -> ChildEnd | None:
-    """Return the child that failed before any other: the others end because of it.
+    """Return the child that failed first. The others end because of it.
 
-    A rank that died explains those that raised, as their connections to it broke, and one that raised explains those
-    that were then terminated. On a busy machine the ends of these may be seen first.
+    The time alone does not decide, because a busy machine may report the ends in another order. A rank that died breaks
+    the connections of others, which then raise; and when one has raised, others are terminated.
     """
     bad = (one for one in children if one.is_bad)
     return min(bad, key=lambda one: (not one.died, not one.failed, one.at), default=None)
 
 
 class Children:
-    """Collects the events about one launch's children, ``per_node`` on each node; a node is named by its first rank."""
+    """Collects the events about a launch's children, ``per_node`` on each node. The first rank identifies a node."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
@@ -85,7 +85,7 @@ class Children:
             self._codes[event["pid"]] = event["code"]
 
     def has_finished(self, waiting: Collection[int]) -> bool:
-        """Return whether nodes of ``waiting`` only have to end: a rank has failed, or all have written evidence."""
+        """Return whether the nodes in ``waiting`` only have to end: a rank has failed, or all have written evidence."""
         if not self._per_node:
             return False
         return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
@@ -98,5 +98,5 @@ class Children:
 
     def _with_code(self, end: ChildEnd) -> ChildEnd:
         code = self._codes.get(end.pid)
-        # Nobody waited for it, and the process that should have was gone: it ended because of that.
+        # An orphan without an exit code ended because its parent was gone.
         return replace(end, code=code, late=end.late or (end.orphaned and code is None and end.evidence is None))

@@ -1,4 +1,4 @@
-"""How a rank without evidence ended: its exit code or signal, where its Python was, what it printed last."""
+"""Explains how a rank ended: its exit code or signal, its stack, and its last output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _PRINTED = 1500
 _LONGEST_STACK = 12
 
 _HINTS = {
-    int(signal.SIGBUS): "a mapped file has no room behind it: is /dev/shm, or the disk, full?",
+    int(signal.SIGBUS): "a mapped file could not grow: check whether /dev/shm or the disk is full",
     int(signal.SIGXFSZ): "a file was larger than ulimit -f allows",
     int(signal.SIGXCPU): "it used more time than ulimit -t allows",
 }
 
 
 def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
-    """Return how a rank without evidence ended, or one that ``hung`` after it; ``time_limit`` is in seconds."""
+    """Return how a rank ended that has no evidence, or that ``hung`` after writing it."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
     if end.unwritten is not None:
         place = Path(assignment.evidence).parent
-        remedy = f"make room in {place}, or name another folder with the variable TMPDIR"
+        remedy = f"free some space in {place}, or set TMPDIR to another folder"
         return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {remedy}", end.steps)
     if end.silent is not None:
         return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _PRINTED))
@@ -44,10 +44,10 @@ def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, 
 def _late(end: LaunchedRankEnd, time_limit: float, hung: bool) -> str:
     if not end.limit_reached:
         if hung:
-            return "it had not ended some seconds after all ranks had left their evidence"
-        return "ended, because it waited for ranks that were gone"
+            return "it had not ended some seconds after all ranks had written their evidence"
+        return "killed, because it waited for ranks that were gone"
     missed = "it had not ended" if hung else "no evidence"
-    return f"{missed} after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
+    return f"{missed} after {time_limit:.0f} s{' (it was stopped by SIGSTOP or a debugger)' if end.stopped else ''}"
 
 
 def _died(end: LaunchedRankEnd) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that hung: which of them had trained to the end, and which hung before it."""
+"""Ranks that hung, during their training or after it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from plumbline.launch.launch_progress import LaunchedRankEnd
 
 
 def take_so_far(folder: Path, ends: Sequence[LaunchedRankEnd]) -> set[int]:
-    """Keep what ranks had recorded that were ended because the launch took too long.
-
-    The incomplete evidence of a process that ended by itself is removed.
+    """Keep the incomplete evidence of ranks that were killed at the time limit; remove that of other ranks.
 
     Returns:
-        The ranks that have no other evidence.
+        The ranks that have only incomplete evidence.
     """
     gone = {child.pid for end in ends for child in end.children if not child.late}
     late = set()
@@ -37,12 +35,12 @@ def take_so_far(folder: Path, ends: Sequence[LaunchedRankEnd]) -> set[int]:
 def without_unfinished(trace: Trace, due: int) -> Trace:
     """Return ``trace`` without the evidence of ranks that hung before they had attempted ``due`` optimizer steps.
 
-    A rank that hung afterwards hung in its teardown: what it trained is judged, as if it had ended.
+    A rank that hung later hung in its teardown; its training is judged as if it had ended.
     """
     unfinished = {rank.rank for rank in trace.ranks if rank.rank in trace.hung and len(rank.steps) < due}
     if not unfinished and not trace.exits:
         return trace
-    # Where one rank is missing the others are not judged either: then all that hung are reported alike.
+    # If a rank is missing, nothing is judged, and all ranks that hung are reported in the same way.
     return replace(
         trace,
         ranks=tuple(rank for rank in trace.ranks if rank.rank not in trace.hung),

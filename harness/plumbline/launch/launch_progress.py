@@ -1,6 +1,6 @@
-"""How far a launch is, from its fork servers' events: which ranks have ended, how, and when the others are signalled.
+"""The progress of a launch, from its fork servers' events: which ranks have ended, and when to signal the others.
 
-No process is started or signalled here: ``Pool.finish`` reads the events and sends the signals.
+``Pool.finish`` reads the events and sends the signals.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any
 from plumbline.launch.child_processes import CHILD_EXIT_TIMEOUT_S, ChildEnd, Children
 
 EXIT_GRACE_S = 3.0
-"""Time for ranks to notice that another rank is gone, to end once their evidence is there, and, at the time limit, to
+"""Time for ranks to notice that another rank is gone, to end after their evidence is there and, at the time limit, to
 write the evidence that they have so far."""
 
 STACK_DUMP_TIME_S = 0.5
 """Time for ranks to write their stacks before they are killed."""
 
 KILL_RETRY_S = 300.0
-"""Time after which ranks that were killed, and whose end was not reported, are killed again."""
+"""Time after which ranks are killed again if their end has not been reported."""
 
 
 @dataclass(frozen=True)
 class LaunchedRankEnd:
-    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
+    """How one rank ended. ``code`` is negative for a signal, and None if the rank was late and had to be killed.
 
-    ``unwritten`` says why its evidence could not be written, and ``silent`` why its node stopped answering; both are
-    None otherwise. ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because
-    the launch took too long; else because others were gone. ``stopped``: it was found stopped by a signal. ``children``
-    are the processes that the subject started by itself, in the order in which they ended, and ``raised`` says that its
-    call, above them, raised.
+    ``unwritten`` says why its evidence could not be written, ``silent`` why its node stopped answering. ``steps`` is
+    the number of completed steps, if known. ``limit_reached``: it was killed at the time limit, rather than because
+    other ranks were gone. ``stopped``: a signal had stopped it. ``children`` are the processes that the subject
+    started, in the order of their ends; ``raised`` says that the subject's call raised.
     """
 
     rank: int
@@ -52,31 +51,31 @@ class LaunchedRankEnd:
 
 @dataclass(frozen=True)
 class RunningLaunch:
-    """A launch that has begun. Times are of the monotonic clock, in seconds.
+    """A launch that has begun. Times are in seconds, on the monotonic clock.
 
-    ``below`` is how many ranks each of ``ranks`` stands for, where the subject starts them by itself.
+    If the subject starts its ranks, ``ranks_per_process`` is how many each of ``ranks`` starts, else 0.
     """
 
     number: int
     ranks: tuple[int, ...]
     started: float
     deadline: float
-    below: int = 0
+    ranks_per_process: int = 0
 
 
 class Phase(Enum):
-    """What the ranks of a launch are at."""
+    """The phase of a launch."""
 
     TRAINING = auto()
     DUMPING = auto()
-    """They were asked for their stacks and for the evidence that they have so far."""
+    """Ranks were asked for their stacks and for the evidence that they have so far."""
     KILLED = auto()
 
 
 class LaunchProgress:
-    """Follows one launch. At ``deadline``, on the monotonic clock, the ranks that remain get the next signal.
+    """Follows one launch. At ``deadline``, on the monotonic clock, the remaining ranks get the next signal.
 
-    A rank has ended well when its evidence is complete in time; one that then hangs in its teardown is ended.
+    A rank has succeeded when its evidence is complete in time. If it then hangs in its teardown, it is killed.
     """
 
     def __init__(self, launch: RunningLaunch) -> None:
@@ -89,7 +88,7 @@ class LaunchProgress:
         self._dumped: set[int] = set()
         self._late: dict[int, Mapping[str, Any]] = {}
         self._unwritten: dict[int, str] = {}
-        self._children = Children(launch.below)
+        self._children = Children(launch.ranks_per_process)
         self._ends: dict[int, LaunchedRankEnd] = {}
 
     @property
@@ -101,7 +100,7 @@ class LaunchProgress:
         return [self._ends[rank] for rank in self._launch.ranks]
 
     def escalate(self) -> int:
-        """Return the signal that the remaining ranks get, because the deadline has passed, and set the next one."""
+        """Return the signal for the remaining ranks at the deadline, and set the next deadline."""
         if self._phase is Phase.TRAINING:
             self._limit_reached = self.deadline == self._launch.deadline
             self._phase = Phase.DUMPING

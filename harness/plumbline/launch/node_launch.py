@@ -1,7 +1,7 @@
-"""Launches of subjects that start their ranks by themselves: the traces of those ranks, or how they ended.
+"""Launches of subjects that start their ranks themselves: the traces of those ranks, or how they ended.
 
-The fork server has started a node's first process only. Those below it connect to the server, and write their evidence
-to files.
+The fork server starts only the first process of a node. The processes below it connect to the server, and write their
+evidence to files.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from plumbline.worker.assignment import Assignment, stack_beside
 def gather(
     started: Sequence[Assignment], ends: Sequence[LaunchedRankEnd], time_limit: float
 ) -> tuple[list[RankTrace], dict[int, Exit], dict[int, Exit]]:
-    """Return the traces of all nodes' ranks, how those without evidence ended, and those that hung after theirs.
+    """Return the traces of all ranks, how ranks without evidence ended, and how ranks hung after their evidence.
 
-    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. The folder is left as by ranks
-    that the harness starts: an error that the subject's call raised, and no rank did, is the first rank's.
+    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. An error of the subject's call
+    that no rank raised becomes the first rank's. The folder then looks as after a launch of ranks by Plumbline.
 
     Raises:
-        TraceError: evidence cannot be read.
+        TraceError: Evidence cannot be read.
     """
     folder = Path(started[0].evidence).parent
     _sort_stacks(started, ends)
     late = take_so_far(folder, ends)
     for unfinished in folder.glob("rank-*.safetensors.*"):
-        unfinished.unlink()  # by a process that was ended before it had written the whole
+        unfinished.unlink()  # its process was ended while it wrote
     found = {rank.rank: rank for rank in map(read_rank, folder.glob("rank-*.safetensors"))}
     exits: dict[int, Exit] = {}
     origin = first_to_fail(child for end in ends for child in end.children)
     for node, end in zip(started, ends, strict=True):
         first = _take_first_process(node, end)
         if end.silent or (first is None and not end.evidence and end.code is not None and origin is None):
-            # It died while its ranks trained: what they had written is not evidence of a whole training.
+            # It died while its ranks trained, so their evidence is incomplete.
             exits[node.rank] = explain(end, node, time_limit)
             found.pop(node.rank, None)
         elif first is not None and _is_first_rank(first, node, end, found):
@@ -82,9 +82,9 @@ def _hung(
 
 
 def _take_first_process(node: Assignment, end: LaunchedRankEnd) -> RankTrace | None:
-    """Read and remove what a node's first process wrote where it was no rank, None if that is nothing.
+    """Read and remove the file of a node's first process, which it writes if it is not a rank; None without one.
 
-    An error that it raised because the launch was being ended is left out.
+    An error that it raised because the launch was being ended does not count.
     """
     file = Path(node.returned)
     if not file.is_file():
@@ -125,7 +125,6 @@ def _missing(
 
 
 def _sort_stacks(started: Sequence[Assignment], ends: Sequence[LaunchedRankEnd]) -> None:
-    """Rename the stacks of processes that were ended to those of their ranks, and remove the others."""
     for node, end in zip(started, ends, strict=True):
         for child in end.children:
             stack = Path(node.log).with_name(f"pid-{child.pid}.stack")

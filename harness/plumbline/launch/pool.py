@@ -167,8 +167,9 @@ class Pool:
         self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
         started = time.monotonic()
         ranks = tuple(assignment.rank for assignment in assignments)
-        below = assignments[0].processes_per_node if assignments[0].whole_node else 0
-        return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
+        first = assignments[0]
+        per_process = first.processes_per_node if first.whole_node else 0
+        return RunningLaunch(first.launch, ranks, started, started + time_limit, per_process)
 
     def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
         """Wait for the end of a launch, and return how each rank ended.

@@ -1,4 +1,4 @@
-"""Ends processes that lost whoever should end them: an environment variable that they inherited marks them."""
+"""Kills orphaned processes. They are identified by an environment variable that they inherited."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from plumbline.worker.processes import end_each
 
 TAG = "PLUMBLINE_POOL"
-"""The variable. A process started in a pool has the pool's own value, unless it cleared its environment."""
+"""The variable. Every process of a pool has the pool's value, unless it cleared its environment."""
 
 
 def end_tagged(value: str, variable: str = TAG) -> None:
-    """End every process of this user that carries the tag. They can be found on Linux only."""
+    """Kill every process of this user with this value of the variable. Finds processes on Linux only."""
     tag = f"{variable}={value}".encode()
     end_each(lambda: _tagged(tag))
 

@@ -1,4 +1,4 @@
-"""A fork server's events, a JSON object a line. Each is validated: any process with the descriptor can write there."""
+"""The events of a fork server: one JSON object per line, validated, as other processes could write there too."""
 
 from __future__ import annotations
 
@@ -39,39 +39,35 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "port": {"port": int},
     "workloads": {"contents": dict, "message": str},
 }
-"""The fields of each event, beside ``at``: when it happened, in seconds of the monotonic clock."""
+"""The fields of each event, besides ``at``: its time in seconds, on the monotonic clock."""
 
 
 class NoEventError(ValueError):
-    """A line is no event of a fork server."""
+    """A line is not a valid event of a fork server."""
 
 
 def event_of(line: bytes) -> dict[str, Any]:
-    """Return the event in a line.
-
-    Raises:
-        NoEventError: there is none; the message says what is missing.
-    """
+    """Return the event in a line; raise ``NoEventError`` if it is not valid."""
     try:
         event: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise NoEventError(f"{line[:80]!r} is no event: {error}") from None
+        raise NoEventError(f"{line[:80]!r} is not JSON: {error}") from None
     fields = _FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
     if fields is None:
-        raise NoEventError(f"{line[:80]!r} is no event")
+        raise NoEventError(f"{line[:80]!r} is not an event")
     for name, kind in {**fields, "at": float}.items():
         if name not in event or not isinstance(event[name], kind):
-            raise NoEventError(f"{event['event']!r} has no right {name!r}")
+            raise NoEventError(f"{event['event']!r} has no valid {name!r}")
     if not math.isfinite(event["at"]):
-        raise NoEventError(f"{event['event']!r} happened at no time")
+        raise NoEventError(f"{event['event']!r} has no finite 'at'")
     return event
 
 
 def contents_of(event: dict[str, Any], place: str) -> dict[str, str]:
-    """Return the fingerprints in an event about imported workloads, by their names; ``place`` is where they are.
+    """Return the fingerprints of the workloads that were imported at ``place``, by name.
 
     Raises:
-        WorkloadError: one of them could not be imported there.
+        WorkloadError: A workload could not be imported there.
     """
     if event["message"]:
         raise WorkloadError(f"in {place}: {event['message']}")

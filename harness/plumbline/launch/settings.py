@@ -1,4 +1,4 @@
-"""The settings that hold for every launch of a run."""
+"""The settings of every launch of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from plumbline.evidence.trace import STORE_ABOVE
 
 @dataclass(frozen=True)
 class Settings:
-    """How every cell is launched.
+    """The settings of every launch.
 
-    ``time_limit`` is in seconds, for one launch. ``oversubscribe`` lets several ranks share a CUDA device, over gloo.
-    Weights and gradients with more than ``store_above`` entries are written once for all ranks that hold equal ones.
+    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share CUDA devices, over gloo. Weights and
+    gradients with more than ``store_above`` entries are written once for all ranks that have equal ones.
     """
 
     time_limit: float = 120.0

@@ -1,7 +1,4 @@
-"""Reads the Python stacks that a rank dumped on request or as it died: where it was, and in which collective.
-
-The format is faulthandler's: a line for each thread, then its calls, the innermost first.
-"""
+"""Reads the Python stacks of a rank, in faulthandler's format: each thread's calls, the innermost first."""
 
 from __future__ import annotations
 
@@ -27,15 +24,12 @@ class PendingCall:
     name: str
 
     def __str__(self) -> str:
-        # Two parts of the path tell files apart, and show no user's home folder.
+        # Two parts of the path identify a file, and do not show the user's home folder.
         return f"{'/'.join(self.file.split('/')[-2:])}:{self.line} in {self.name}"
 
 
 def calls_of(text: str) -> tuple[PendingCall, ...]:
-    """Return the calls of the thread that trains, the innermost first; the harness's own are left out.
-
-    Empty where there is no stack in ``text``.
-    """
+    """Return the calls of the thread that trains, the innermost first, without those of Plumbline."""
     threads: list[list[PendingCall]] = []
     current: list[PendingCall] = []
     for line in text.splitlines():
@@ -53,10 +47,9 @@ def calls_of(text: str) -> tuple[PendingCall, ...]:
 
 
 def collective_of(calls: tuple[PendingCall, ...]) -> str | None:
-    """Return the collective in which a rank of several waits, None where it is in none.
+    """Return the collective in which a rank waits, if any: the outermost function of torch.distributed.
 
-    It is the function of torch.distributed that was called first. DistributedDataParallel has its collectives in C++:
-    of those only the call that leads there is to be seen, its own or a backward.
+    DistributedDataParallel's collectives are in C++; the stack shows only the Python call that leads to them.
     """
     for call in reversed(calls):
         if call.file.endswith(_COLLECTIVES):

@@ -1,4 +1,4 @@
-"""How long a starting server is waited for: as long as it makes progress. The user is shown what is waited for."""
+"""Waits for a starting server as long as it makes progress, and shows the user the reason for a wait."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import suppress
 import psutil
 
 START_TIMEOUT_S = 300.0
-"""Time without progress after which a start is given up."""
+"""Time without progress after which the wait ends."""
 
 NOTIFY_INTERVAL_S = 30.0
-"""Time after which the user is shown, each time, what is waited for."""
+"""The interval of messages to the user."""
 
 CHECK_INTERVAL_S = 1.0
-"""Time between two looks at the processor time that was used."""
+"""The interval at which CPU time is read."""
 
 _LEAST_PROGRESS_S = 0.05
 
 Notify = Callable[[str], None]
-"""Shows the user a message at once."""
+"""Shows a message to the user at once."""
 
 
 def ignore(message: str) -> None:
@@ -60,14 +60,14 @@ class StartWait:
 
     @property
     def next_check(self) -> float:
-        """When, on the monotonic clock, to call ``goes_on`` if nothing has happened until then."""
+        """The time, on the monotonic clock, of the next call of ``goes_on`` if nothing happens before."""
         return time.monotonic() + CHECK_INTERVAL_S
 
     def report_progress(self) -> None:
         self._progress = time.monotonic()
 
     def goes_on(self, what: str) -> bool:
-        """Return whether to wait on; ``what`` is being waited for."""
+        """Return whether to keep waiting for ``what``."""
         now = time.monotonic()
         if now - self._checked >= CHECK_INTERVAL_S:
             self._checked, used = now, self._cpu_seconds()

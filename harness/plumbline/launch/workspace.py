@@ -1,4 +1,4 @@
-"""The folder of a run's evidence, removed when the run ends or, if it was killed, by the next run."""
+"""The folder of a run's evidence. The run removes it at its end or, if it was killed, the next run does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plumbline.worker.scratch import RUN, Scratch
 
 
 class Workspace:
-    """A run's folder, in use by this process until it is left."""
+    """A run's folder, which this process uses until ``leave``."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch

@@ -1,6 +1,6 @@
-"""The launchers by the names that ``--launcher`` takes: one file a launcher, one line in ``LAUNCHERS``.
+"""The launchers of ``--launcher`` by name. A new launcher is one file here, and one entry of ``LAUNCHERS``.
 
-How ranks come to life once a pool is there belongs to ``plumbline.launch.pool`` and ``plumbline.launch.remote``.
+A launcher makes pools; these start the ranks (``plumbline.launch.pool``, ``plumbline.launch.remote``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher
     """Return the launcher of this name.
 
     Raises:
-        PlanError: there is none, it cannot work here, or an option was given that only another launcher reads.
+        PlanError: There is no such launcher, it cannot work here, or an option belongs to another launcher.
     """
     options = options or LauncherOptions()
     if name not in LAUNCHERS:
         close = difflib.get_close_matches(name, LAUNCHERS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(LAUNCHERS)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(LAUNCHERS)}"
         raise PlanError(f"there is no launcher {name!r}: {hint}")
     for other, launcher in LAUNCHERS.items():
         for option in sorted(launcher.own_options - LAUNCHERS[name].own_options):
@@ -48,24 +48,16 @@ def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher
 
 
 def check_nodes(wanted: int, launcher: Launcher) -> None:
-    """Refuse cells with more nodes than the launcher has.
-
-    Raises:
-        PlanError: with the way out.
-    """
+    """Raise ``PlanError`` if the launcher has fewer nodes than ``wanted``."""
     if launcher.nodes is not None and wanted > launcher.nodes:
         raise PlanError(
-            f"cells of {wanted} nodes were asked for, and the job has {launcher.nodes}: take --nodes {launcher.nodes} "
-            "(with --gpus for each node), or ask for more nodes"
+            f"cells of {wanted} nodes were requested, but the job has {launcher.nodes}: use --nodes {launcher.nodes} "
+            "(--gpus counts devices per node), or request more nodes"
         )
 
 
 def check_devices_of_nodes(cells: Iterable[Cell], pools: Iterable[Pool], *, oversubscribe: bool) -> None:
-    """Refuse cells for which a node has too few CUDA devices, as where it has 4 and the others have 8.
-
-    Raises:
-        PlanError: with every node's number of them.
-    """
+    """Raise ``PlanError`` if a node has too few CUDA devices for one of the cells."""
     wanted = [cell.topology for cell in cells if cell.accelerator == "cuda"]
     for pool in pools:
         if isinstance(pool, RemotePool):

@@ -1,4 +1,4 @@
-"""What every launcher is: the options it reads, and the pools it makes."""
+"""The interface of launchers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from plumbline.launch.pool import Pool
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """The options from which a launcher is made.
+    """The options of launchers.
 
-    ``nodes`` is the largest number of nodes of any cell, ``gpus`` that of devices of a node, of which ``cuda_devices``
-    are CUDA devices and not simulated; both are 0 where no cell will be launched. ``subjects`` is the number of pools.
-    ``rendezvous``, ``node_command`` and ``listen`` are the command line's options of these names. ``notify`` shows the
-    user a message at once.
+    ``nodes`` is the largest number of nodes of any cell. ``gpus`` is the largest number of devices of a node, of which
+    ``cuda_devices`` are not simulated; both are 0 if no cell will be launched. ``subjects`` is the number of pools.
+    ``rendezvous``, ``node_command`` and ``listen`` are options of the command line. ``notify`` shows the user a
+    message at once.
     """
 
     nodes: int = 1
@@ -31,11 +31,11 @@ class LauncherOptions:
 
 
 class Launcher(ABC):
-    """Makes the pools of a session; one that cannot work here raises ``PlanError`` when it is made.
+    """Makes the pools of a session. The constructor raises ``PlanError`` if the launcher cannot work here.
 
-    ``nodes``: how many there are, None where there are as many as a cell wants. Where there is a number, evidence lies
-    in a folder that all of them see. ``machines``: how many of the nodes have devices of their own. ``own_options``:
-    the optional fields of ``LauncherOptions`` that this launcher reads.
+    ``nodes`` is the number of nodes, None if there are as many as a cell needs. With a number, evidence is in a folder
+    that all nodes see. ``machines`` is how many nodes have separate devices. ``own_options`` are the optional fields of
+    ``LauncherOptions`` that this launcher reads.
     """
 
     own_options: ClassVar[frozenset[str]] = frozenset()
@@ -47,4 +47,4 @@ class Launcher(ABC):
 
     @abstractmethod
     def pool(self, locator: str, python: str | None) -> Pool:
-        """Start to warm up a pool for the subjects behind ``locator``, in the interpreter ``python`` or this one."""
+        """Start a pool for the subjects behind ``locator``, in the interpreter ``python`` or this one."""

@@ -1,7 +1,7 @@
-"""A node of a cell is a host to which the user's ``--node-command`` leads: a network namespace, a container, ssh.
+"""The nodes of a cell are hosts that ``--node-command`` reaches: network namespaces, containers, or hosts by ssh.
 
-A fork server is started on each host from here. It connects to this machine's address, and other hosts reach it by the
-interface that leads there. The secret that it needs for that comes on its standard input, which ssh encrypts.
+The command starts a fork server on each host, which connects to this machine's address. Other hosts reach it by the
+interface that leads here. It reads its secret from standard input, which ssh encrypts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
 
 NUMBER = "{node}"
-"""Stands for a node's number in the command, from 0."""
+"""The placeholder for a node's number, from 0, in the command."""
 
 
 class HostsLauncher(Launcher):
-    """Starts a fork server on each host by the user's command."""
+    """Starts a fork server on each host with the user's command."""
 
     own_options = frozenset({"node_command", "listen"})
 
@@ -29,7 +29,7 @@ class HostsLauncher(Launcher):
         super().__init__(options)
         if not options.node_command or NUMBER not in options.node_command:
             raise PlanError(
-                f"--launcher hosts: which command leads to a node? {NUMBER} stands for its number: "
+                f"--launcher hosts needs the command that reaches a node, with {NUMBER} for its number: "
                 f"--node-command 'ip netns exec plumbline-{NUMBER}'"
             )
         self._command = options.node_command
@@ -42,10 +42,7 @@ class HostsLauncher(Launcher):
 
 
 class HostsPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` hosts, to each of which ``command`` leads.
-
-    They reach this machine at ``address``.
-    """
+    """Launches ranks of one subject on ``nodes`` hosts that ``command`` reaches; they reach this one at ``address``."""
 
     def __init__(
         self, locator: str, python: str | None, nodes: int, command: str, address: str, notify: Notify = ignore

@@ -7,7 +7,7 @@ from plumbline.launch.pool import Pool
 
 
 class LocalLauncher(Launcher):
-    """Simulates each node on this machine, whose CUDA devices, where there are any, the nodes divide."""
+    """Simulates the nodes on this machine; they divide its CUDA devices among them."""
 
     def pool(self, locator: str, python: str | None) -> Pool:
         return Pool(locator, python, self._notify)

@@ -1,9 +1,8 @@
-"""A node of a cell is a node of a Ray cluster: the one of RAY_ADDRESS, or else one that is started here and ended.
+"""The nodes of a cell are nodes of a Ray cluster: that of RAY_ADDRESS, or one that is started here for each pool.
 
-One driver of Ray lasts as long as the pool (``plumbline.launch.remote.ray_nodes``). Ray places and starts a fork server
-on each node, and after a node was lost, on others. A cell's ranks are forked from it where Ray put it; what Ray set for
-a node (its CUDA devices first of all) stays as it is. The driver is a process of its own, because Ray's client starts
-threads and handles signals.
+Each pool has a driver of Ray (``plumbline.launch.remote.ray_nodes``), in a separate process because Ray's client starts
+threads and handles signals. Ray starts a fork server on each node, or on other nodes after one was lost. Ranks keep
+what Ray set for their node, such as its CUDA devices.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from plumbline.worker.node_server import CONNECT_TIMEOUT_S
 from plumbline.worker.scratch import NODE, Scratch
 
 ADDRESS = "RAY_ADDRESS"
-"""The variable with the address of the cluster's head, HOST:PORT; without it there is no cluster yet."""
+"""The variable with the address of the cluster's head, HOST:PORT."""
 
 DRIVER = Path(remote.__file__).with_name("ray_nodes.py")
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The cluster at ``address``, None: one is started for each pool. It reaches this process at ``launcher``."""
+    """A cluster at ``address``, or with None one for each pool. Its nodes reach this process at ``launcher``."""
 
     address: str | None
     launcher: str
@@ -44,9 +43,9 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a pool asks Ray for: ``count`` nodes with these ``resources`` each, by Ray's names of them.
+    """A pool's request to Ray: ``count`` nodes with these ``resources`` each, by Ray's names.
 
-    ``groups`` is how many pools of this session will ask for the same.
+    ``groups`` is the number of pools of this session that will make the same request.
     """
 
     count: int
@@ -55,27 +54,29 @@ class NodeRequest:
 
 
 class RayLauncher(Launcher):
-    """Has Ray start a fork server on each node, in a placement group for each pool."""
+    """Lets Ray start a fork server on each node, with a placement group per pool."""
 
     own_options = frozenset({"listen"})
 
     def __init__(self, options: LauncherOptions) -> None:
         super().__init__(options)
         if importlib.util.find_spec("ray") is None:
-            raise PlanError(f"--launcher ray: {sys.executable} has no Ray: {command('pip', 'install', 'ray')}")
+            raise PlanError(
+                f"--launcher ray: {sys.executable} has no Ray. Install it: {command('pip', 'install', 'ray')}"
+            )
         found = find_cluster(os.environ.get(ADDRESS, ""))
         self._cluster = replace(found, launcher=options.listen or found.launcher)
         self.nodes: int = options.nodes
         self.machines = self.nodes if self._cluster.address else 1
         needed = {"CPU": options.gpus, "GPU": options.cuda_devices}
-        # A placement group must ask for something. A byte is free where no CPU is.
+        # A placement group must request something; one byte of memory is always free.
         resources = {name: count for name, count in needed.items() if count} or {"memory": 1}
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         self._request = NodeRequest(self.nodes, resources, workers * options.subjects)
         self._started: set[str] = set()
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        """Return a pool over so many nodes; one that replaces a lost pool waits for its nodes to come back."""
+        """Return a pool over all nodes. If it replaces a lost pool, it waits until enough nodes are back."""
         again = locator in self._started
         self._started.add(locator)
         return RayPool(locator, python, self._cluster, self._request, self._notify, again=again)
@@ -84,7 +85,7 @@ class RayLauncher(Launcher):
 class RayPool(RemotePool):
     """Launches ranks of one subject on nodes of a Ray cluster.
 
-    ``again``: it replaces a pool that was lost, so a cluster with too few nodes is waited for, and not refused.
+    ``again``: it replaces a lost pool, so it waits while the cluster has too few nodes, instead of refusing it.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class RayPool(RemotePool):
         *,
         again: bool = False,
     ) -> None:
-        # Not in the temporary directory: it names sockets, whose paths must be short.
+        # Not in the temporary directory, because the paths of Ray's sockets must be short.
         self._scratch = None if cluster.address else Scratch.new(NODE, "/tmp")
         where = ["--temp-dir", self._scratch.path] if self._scratch else ["--address", str(cluster.address)]
         asked = ["--nodes", str(request.count), "--resources", json.dumps(dict(request.resources))]
@@ -113,7 +114,7 @@ class RayPool(RemotePool):
         super().__init__(locator, request.count, start_commands, place, notify=notify, token_on_stdin=True)
 
     def close(self) -> None:
-        """End every node's server and the driver; a cluster that was started for this pool ends with that."""
+        """End the servers and the driver, and a cluster that was started for this pool."""
         super().close()
         if self._scratch:
             self._scratch.leave(remove=True)
@@ -121,21 +122,21 @@ class RayPool(RemotePool):
 
 
 def find_cluster(address: str) -> RayCluster:
-    """Return the cluster whose head is at ``address``, or for "" that there is none yet.
+    """Return the cluster whose head is at ``address``; without one, pools start clusters.
 
     Raises:
-        PlanError: this is no address, or nothing answers there.
+        PlanError: The address is malformed, or nothing answers there.
     """
     if not address:
         return RayCluster(None, loopback())
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise PlanError(
-            f"{ADDRESS}={address}: the address of the cluster's head is wanted, HOST:PORT, as `ray start --head` shows "
-            "it; leave it out to start a cluster on this machine"
+            f"{ADDRESS}={address}: set it to the address of the cluster's head, HOST:PORT, which `ray start --head` "
+            "shows, or unset it to start a cluster on this machine"
         )
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
             return RayCluster(address, connection.getsockname()[0])
     except (OSError, OverflowError) as error:
-        raise PlanError(f"{ADDRESS}={address}: there is no Ray cluster, or no way to it: {error}") from error
+        raise PlanError(f"{ADDRESS}={address}: no Ray cluster can be reached there: {error}") from error

@@ -1,8 +1,7 @@
-"""A node of a cell is a node of the SLURM job that this process runs in.
+"""The nodes of a cell are the nodes of the SLURM job that this process runs in.
 
-One step of srun starts a fork server on each node and lasts as long as the pool. A cell's ranks are forked from it
-where SLURM put it, and get the variables that srun would set had it started one task a rank. What SLURM set for a node
-(its CUDA devices first of all) stays as it is.
+For each pool, one step of srun starts a fork server on each node. Ranks get the variables that srun would set with one
+task per rank, and keep what SLURM set for their node, such as its CUDA devices.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from plumbline.launch.start_wait import Notify, ignore
 
 
 class SlurmLauncher(Launcher):
-    """Starts a fork server on each node of the job by one step of srun."""
+    """Starts a fork server on each node of the job with one step of srun."""
 
     own_options = frozenset({"listen"})
 
@@ -42,7 +41,7 @@ class SlurmLauncher(Launcher):
 
 
 class SlurmPool(RemotePool):
-    """Launches ranks of one subject on the nodes of this job, which reach this machine at ``address``."""
+    """Launches ranks of one subject on the nodes of this job; they reach this machine at ``address``."""
 
     def __init__(self, locator: str, python: str | None, nodes: int, address: str, notify: Notify = ignore) -> None:
         def start_commands(port: int) -> list[list[str]]:
@@ -51,11 +50,12 @@ class SlurmPool(RemotePool):
         super().__init__(locator, nodes, start_commands, (address, 0), notify=notify)
 
     def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
-        """Follow a launch to its end, as every pool does; a launch that SLURM ended is no finding about a trainer.
+        """Wait for the end of a launch, as every pool does.
 
         Raises:
-            KeyboardInterrupt: the job is being ended: cancelled, preempted, out of time, or a node of it failed.
-            LaunchError: a node's server is gone.
+            KeyboardInterrupt: SLURM is ending the job (cancelled, preempted, out of time, a failed node), so the end of
+                the launch says nothing about the trainer.
+            LaunchError: The server of a node is gone.
         """
         try:
             ends = super().finish(running)
@@ -88,17 +88,17 @@ class SlurmPool(RemotePool):
 
 
 def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
-    """Return how many nodes the SLURM job has that this process runs in.
+    """Return the number of nodes of this process's SLURM job.
 
     Raises:
-        PlanError: it runs in none, or srun cannot be found.
+        PlanError: This process is not in a SLURM job, or srun cannot be found.
     """
     count = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES", "")
     if "SLURM_JOB_ID" not in variables or not count.isdecimal():
         here = shlex.join(suite_command("--launcher", "slurm"))
         raise PlanError(
-            f"--launcher slurm: this process is in no SLURM job. `{command('plumbline', 'submit')}` makes one, "
-            f"or ask for nodes first: salloc --nodes 2 --gpus-per-node 8 {here} …"
+            f"--launcher slurm: this process is not in a SLURM job. `{command('plumbline', 'submit')}` submits one; "
+            f"or allocate nodes: salloc --nodes 2 --gpus-per-node 8 {here} …"
         )
     if shutil.which("srun") is None:
         raise PlanError(f"--launcher slurm: job {variables['SLURM_JOB_ID']} has no srun on its PATH")
@@ -106,10 +106,10 @@ def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
 
 
 def addresses_of_nodes() -> list[str]:
-    """Return the addresses of the job's nodes, or names that lead to them, as SLURM knows them.
+    """Return the addresses or host names of the job's nodes.
 
     Raises:
-        PlanError: it does not tell.
+        PlanError: scontrol does not report them.
     """
     nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     query = ["scontrol", "--oneliner", "show", "nodes", nodes]
@@ -120,17 +120,17 @@ def addresses_of_nodes() -> list[str]:
     found = re.findall(r"\bNodeAddr=(\S+)", shown)
     if not found:
         raise PlanError(
-            f"--launcher slurm: scontrol does not tell the addresses of the job's nodes ({nodes or 'no list'}): name "
-            "the address of this machine at which they reach it, --listen ADDRESS"
+            f"--launcher slurm: scontrol does not report the addresses of the job's nodes ({nodes or 'no list'}). Set "
+            "the address at which they reach this machine: --listen ADDRESS"
         )
     return found
 
 
 def stop_with_the_job() -> None:
-    """Stop this process as Ctrl-C would, if SLURM is ending the job that it runs in.
+    """Stop this run, as Ctrl-C would, if SLURM is ending the job.
 
     Raises:
-        KeyboardInterrupt: it is. A run stopped this way has no footer, and its last cell is examined again.
+        KeyboardInterrupt: SLURM is ending the job. The run then has no footer, and its last cell is examined again.
     """
     job = os.environ["SLURM_JOB_ID"]
     query = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
@@ -140,9 +140,9 @@ def stop_with_the_job() -> None:
 
 
 def srun(locator: str, python: str, nodes: int, launcher: str) -> list[str]:
-    """Return the command that starts a fork server on each node of the job, which connects to ``launcher``.
+    """Return the command that starts a fork server on each node; it connects to ``launcher``.
 
-    ``--overlap``: the pools of several subjects share the job's nodes.
+    ``--overlap``: the pools of several subjects share the nodes.
     """
     return [
         *("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),

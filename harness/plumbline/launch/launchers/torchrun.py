@@ -1,10 +1,8 @@
-"""A node of a cell is a node that torchrun starts, here or by hand; nodes meet by torchrun's c10d rendezvous.
+"""The nodes of a cell are started by torchrun, here or by hand, and meet by its c10d rendezvous.
 
-torchrun starts one process a node, the node's fork server, and not one a rank. An interpreter a rank would import torch
-for every rank of every cell: some 11 s for a cell of eight ranks on two cores, where a fork takes 0.35 s, and a matrix
-has hundreds of cells. A torchrun for every cell could not be started by hand on each node at all. So one torchrun lasts
-as long as the pool. A cell's ranks are forked from what it started and get the variables that it would set had it
-started one process a rank; its own variables (``TORCHELASTIC_…``) they inherit.
+For each pool, torchrun starts one process per node: the node's fork server. Ranks are forked from it, because a process
+per rank would import torch for every rank of every cell: 11 s instead of 0.35 s for eight ranks on two cores. Ranks get
+the variables that torchrun would set for them, and inherit its own (``TORCHELASTIC_…``).
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from plumbline.worker.node_server import TOKEN
 from plumbline.worker.scratch import RUN, Scratch
 
 _RESTARTS = 3
-"""How often a torchrun that was started by hand may restart a node's lost server."""
+"""The number of times that a torchrun which was started by hand may restart a node's lost server."""
 
 
 class TorchrunLauncher(Launcher):
-    """Starts a torchrun for each node here, or with --rendezvous waits for those that are started by hand."""
+    """Starts a torchrun for each node here or, with --rendezvous, waits for those that the user starts."""
 
     own_options = frozenset({"rendezvous"})
 
@@ -45,11 +43,11 @@ class TorchrunLauncher(Launcher):
             return
         if options.subjects > 1:
             raise PlanError(
-                f"--rendezvous: {options.subjects} subjects were named, and what is started on each node is the server "
-                "of one: make a run for each"
+                f"--rendezvous: the command on each node serves one subject, but {options.subjects} were given: start "
+                "a run for each subject"
             )
         if "PYTEST_XDIST_WORKER" in os.environ:
-            raise PlanError("--rendezvous: the nodes are started for one process, so leave -n out")
+            raise PlanError("--rendezvous does not work with -n: the nodes serve a single process")
         self._store = new_store(self._place[0])
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
@@ -60,7 +58,6 @@ class TorchrunLauncher(Launcher):
 
 class _TorchrunRanks(RemotePool):
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return the variables that torchrun would set for this rank, except those that it has set already."""
         own = super().variables(cell, rank, oversubscribe)
         node = rank // cell.contract.processes_per_node(cell.topology)
         inherited = {name: value for name, value in own.items() if name not in this_machine.ELASTIC}
@@ -68,12 +65,12 @@ class _TorchrunRanks(RemotePool):
 
 
 class TorchrunPool(_TorchrunRanks):
-    """Launches ranks of one subject on ``nodes`` nodes, all of them this machine, by a torchrun for each."""
+    """Launches ranks of one subject on ``nodes`` nodes that are all this machine, with a torchrun for each."""
 
     def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
-        # Held here, so that no other process can take its port before the first agent has it.
+        # This process serves the store, so that no other process can take the port before the first agent uses it.
         self._store = new_store(this_machine.loopback())
-        # Without a folder for its logs each agent makes one of its own, which it leaves.
+        # Otherwise each agent creates a folder for its logs, and does not remove it.
         logs = Scratch.new(RUN)
         self._logs: Scratch | None = logs
         agent = [python or sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes, self._store)]
@@ -91,14 +88,13 @@ class TorchrunPool(_TorchrunRanks):
             self._logs = None
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return each rank's variables; nodes that share this machine divide its devices."""
         return super().variables(cell, rank, oversubscribe) | this_machine.own_devices(cell, rank, oversubscribe)
 
 
 class TorchrunByHandPool(_TorchrunRanks):
-    """Launches ranks of one subject on nodes that are started by hand; ``notify`` shows how, before the wait begins.
+    """Launches ranks of one subject on nodes that the user starts; ``notify`` shows the command.
 
-    ``store`` is that of torchrun's rendezvous. It outlives the pool: a node whose server was lost comes back.
+    ``store`` is that of torchrun's rendezvous. It outlives the pool, so that nodes whose server was lost come back.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class TorchrunByHandPool(_TorchrunRanks):
         worker = [str(WORKER)] if python else ["-m", "plumbline.worker"]
         words = [*torchrun, *rendezvous(nodes, store, place[0]), "--max-restarts", str(_RESTARTS), *worker]
         words += server(f"{place[0]}:{place[1]}", locator)
-        # A secret of the user's own is not shown: what is printed here may be kept.
+        # The user's own secret is not shown, because output may be kept.
         token = f'"${TOKEN}"' if given else self.token
         notify(
             f"waiting up to {START_TIMEOUT_S:.0f} s for {nodes} nodes; on each of them, in this folder, run\n"
@@ -125,23 +121,19 @@ class TorchrunByHandPool(_TorchrunRanks):
 
 
 def rendezvous(nodes: int, store: TCPStore, host: str | None = None) -> list[str]:
-    """Return torchrun's options for one process on each of ``nodes`` nodes that meet in ``store``."""
+    """Return torchrun's options for one process per node; nodes meet in ``store``."""
     endpoint = f"{host or store.host}:{store.port}"
     return ["--nnodes", str(nodes), "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
 
 
 def server(connect: str, locator: str) -> list[str]:
-    """Return the arguments of a node's server; only torchrun knows which node it is."""
+    """Return the arguments of a node's server. Only torchrun knows the number of the node."""
     return ["--connect", connect, "--as-node", "${GROUP_RANK}", locator]
 
 
 def parse_place(given: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``.
-
-    Raises:
-        PlanError: it is malformed.
-    """
+    """Return host and port of ``HOST:PORT``; raise ``PlanError`` if it is malformed."""
     host, _, port = given.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise PlanError(f"--rendezvous {given}: an address of this machine and a port are wanted, as in node0:29400")
+        raise PlanError(f"--rendezvous {given}: must be an address of this machine and a port, such as node0:29400")
     return host, int(port)

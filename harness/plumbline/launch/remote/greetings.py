@@ -1,4 +1,4 @@
-"""Greets who connects to a launcher, all side by side, each with a limit of time and bytes; counts those who fail."""
+"""Greets the nodes that connect to a launcher, in parallel, with limits on time and bytes; counts failed attempts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from plumbline.worker.authenticated_channel import (
 from plumbline.worker.node_server import enable_keepalive
 
 MOST_GREETINGS = 256
-"""Connections that may be greeted at a time, fewer than a process may have open. A further one ends the oldest."""
+"""Connections that are greeted at the same time. One more ends the oldest. A process may have more files open."""
 
 _CHUNK = 1 << 13
 
 
 @dataclass
 class Refusals:
-    """How many connections were turned away, and why the last one was."""
+    """The number of rejected connections, and why the last one was rejected."""
 
     count: int = 0
     last: str = ""
@@ -39,7 +39,7 @@ class Refusals:
 
     def __str__(self) -> str:
         connections = "connection was" if self.count == 1 else "connections were"
-        return f"{self.count} {connections} turned away, the last one from {self.last}" if self.count else ""
+        return f"{self.count} {connections} rejected, the last one from {self.last}" if self.count else ""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class _Waiting:
 
 
 class Greetings:
-    """Accepts connections at ``listener`` in a thread, until it is closed.
+    """Accepts connections at ``listener`` in a thread, until ``close``.
 
-    ``joined`` gets each node that knows ``token``, and the channel to it.
+    ``joined`` receives each node that knows ``token``, with the channel to it.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -70,13 +70,13 @@ class Greetings:
         self._thread.start()
 
     def close(self) -> None:
-        """Greet nobody any more: close the listener, and connections whose greeting is not complete."""
+        """Close the listener, and connections whose greeting is not complete."""
         self._wake.close()
         self._thread.join()
 
     def _serve(self) -> None:
         while True:
-            # Some more than the time that is left, so that it has passed afterwards.
+            # A little longer, so that the deadline has passed afterwards.
             ends = next((waiting.deadline for waiting in self._waiting.values()), None)
             ready = self._selector.select(None if ends is None else max(0.0, ends - time.monotonic()) + 0.01)
             for key, _ in ready:
@@ -85,7 +85,7 @@ class Greetings:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._waiting:  # else it was turned away for another one
+                elif key.fileobj in self._waiting:  # otherwise it was rejected in favour of another one
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             self._refuse_late(time.monotonic())
@@ -93,7 +93,7 @@ class Greetings:
     def _accept(self) -> None:
         try:
             connection, place = self._listener.accept()
-        except OSError:  # it has closed again, or this process may open no more
+        except OSError:  # it has closed again, or this process has too many open files
             time.sleep(0.01)
             return
         connection.setblocking(False)
@@ -105,7 +105,7 @@ class Greetings:
         except OSError as error:
             self._refuse(connection, str(error))
         if len(self._waiting) > MOST_GREETINGS:
-            self._refuse(next(iter(self._waiting)), f"more than {MOST_GREETINGS} greeted at a time")
+            self._refuse(next(iter(self._waiting)), f"more than {MOST_GREETINGS} connections at the same time")
 
     def _read(self, connection: socket.socket) -> None:
         try:
@@ -132,7 +132,7 @@ class Greetings:
             if waiting.deadline > now:
                 return
             came = len(waiting.greeting.received)
-            self._refuse(connection, f"{came} bytes of a greeting came in {GREETING_TIMEOUT_S:g} s")
+            self._refuse(connection, f"it sent only {came} bytes of a greeting in {GREETING_TIMEOUT_S:g} s")
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         self.refusals.add(self._waiting.pop(connection).place, reason)

@@ -1,4 +1,4 @@
-"""Which nodes may take part: their descriptions are checked before anything trains there. Pure functions."""
+"""Checks the descriptions of nodes before anything trains there. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _DESCRIPTION: dict[str, Any] = {
     "servers": (int, type(None)),
     "at": float,
 }
-"""What a node says of itself when it greets the launcher."""
+"""The fields of a node's greeting to the launcher."""
 
 _MOST_PAIRS = 4
-"""So many pairs of nodes that cannot reach each other are named; the others are counted."""
+"""The number of pairs of nodes that a message names; it counts the others."""
 
 
 @dataclass(frozen=True)
 class Node:
     """One node, as it describes itself.
 
-    ``launcher`` is the address at which it reached this process. ``interface`` and ``address`` are those by which other
-    nodes reach its ranks; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of
-    nodes, and of servers on this one, that torchrun or SLURM has set, None where unknown. ``clock_offset`` is how far
-    this process' monotonic clock is ahead of the node's, in seconds.
+    ``launcher`` is the address at which it reached this process. Other nodes reach its ranks by ``interface``, at
+    ``address``; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of nodes, and of
+    servers on this node, as torchrun or SLURM has set them, None if unknown. ``clock_offset`` is how far this process's
+    monotonic clock is ahead of the node's, in seconds.
     """
 
     number: int
@@ -51,19 +51,19 @@ class Node:
         """Return the node that a greeting, read at ``now``, describes.
 
         Raises:
-            ValueError: it describes none; the message says what is missing.
+            ValueError: The greeting is not valid; the message says why.
         """
         try:
             said = json.loads(greeting)
         except RecursionError as error:
-            raise ValueError("its description is no JSON object") from error
+            raise ValueError("its description is not a JSON object") from error
         if not isinstance(said, dict):
-            raise ValueError("its description is no JSON object")
+            raise ValueError("its description is not a JSON object")
         for name, kind in _DESCRIPTION.items():
             if name not in said or not isinstance(said[name], kind):
-                raise ValueError(f"its description has no right {name!r}")
+                raise ValueError(f"its description has no valid {name!r}")
         if said["node"] < 0 or not math.isfinite(said["at"]):
-            raise ValueError("it has no right number, or no right time")
+            raise ValueError("its number or its time is not valid")
         described = {name: said[name] for name in _DESCRIPTION if name not in ("node", "at")}
         return cls(number=said["node"], clock_offset=now - said["at"], **described)
 
@@ -73,34 +73,34 @@ class Node:
 
 
 def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
-    """Return why a node cannot be one of ``count``, of which some are ``present``; None if it can."""
+    """Return why a node cannot be one of ``count``, some of which are ``present``; None if it can."""
     if node.servers not in (None, 1):
         return (
-            f"{node.host}: {node.servers} processes were started there (LOCAL_WORLD_SIZE), and Plumbline wants one, "
-            "which forks the node's ranks itself: take --nproc-per-node 1"
+            f"{node.host}: {node.servers} processes were started there (LOCAL_WORLD_SIZE), but Plumbline needs one, "
+            "which forks the ranks of the node: use --nproc-per-node 1"
         )
     if node.nodes not in (None, count):
         return (
-            f"{node.host} was started as one of {node.nodes} nodes, and Plumbline was asked for {count}: "
-            f"make --nodes {node.nodes} of it, or --nnodes {count} of the other"
+            f"{node.host} was started as one of {node.nodes} nodes, but Plumbline runs with {count}: use Plumbline's "
+            f"--nodes {node.nodes}, or --nnodes {count} of torchrun or srun"
         )
     if node.number >= count:
-        return f"{node.host} says that it is node {node.number}, and there are {count}: count nodes from 0"
+        return f"{node.host} is node {node.number}, but there are only {count} nodes: count them from 0"
     if node.number in present:
         return (
-            f"{present[node.number].place} and {node.place} both say that they are node {node.number}: "
-            "give each a number of its own"
+            f"{present[node.number].place} and {node.place} both have the number {node.number}: "
+            "give each node a different number"
         )
     if not node.address:
         return (
             f"{node.host} has no network interface {node.interface} with an IPv4 address: "
-            "name another one in GLOO_SOCKET_IFNAME, or leave it out"
+            "set GLOO_SOCKET_IFNAME to another one, or unset it"
         )
     return None
 
 
 def differing(nodes: Sequence[Node]) -> str | None:
-    """Return which two nodes run other software, None if all run the same."""
+    """Return which two nodes have different software, if any."""
     for node in nodes[1:]:
         both = [(one.software["torch"], one.software["python"]) for one in (nodes[0], node)]
         if both[0] != both[1]:
@@ -108,43 +108,43 @@ def differing(nodes: Sequence[Node]) -> str | None:
                 f"{one.host} has torch {has[0]} and Python {has[1]}"
                 for one, has in zip((nodes[0], node), both, strict=True)
             ]
-            return f"{' and '.join(texts)}: ranks of one training need the same, so take one environment for all nodes"
+            return f"{' and '.join(texts)}: use the same environment on all nodes"
     return None
 
 
 def other_plumbline(nodes: Sequence[Node], here: str) -> str | None:
-    """Return which node runs another Plumbline than this process, whose package's hash is ``here``; None if none."""
+    """Return which node, if any, has a Plumbline whose hash differs from this process's, ``here``."""
     for node in nodes:
         if node.software["plumbline"] != here:
             return (
-                f"{node.host} has other files of Plumbline than this process, at the same path: take one environment "
-                "for all nodes, or install the same Plumbline on each"
+                f"{node.host} has a different Plumbline at the same path: use the same environment on all nodes, or "
+                "install the same Plumbline on each"
             )
     return None
 
 
 def too_few_devices(nodes: Sequence[Node], wanted: int) -> str | None:
-    """Return which nodes have fewer CUDA devices than ``wanted``, None if none has."""
+    """Return which nodes, if any, have fewer CUDA devices than ``wanted``."""
     if all(node.software["devices"] >= wanted for node in nodes):
         return None
     counts = ", ".join(f"{node.host} {node.software['devices']}" for node in nodes)
     least = min(node.software["devices"] for node in nodes)
-    way = f"take --gpus {least}, or leave out who has too few" if least else "leave out who has none"
-    return f"cells of {wanted} gpus a node were asked for, and there are, of CUDA devices: {counts}: {way}"
+    way = f"use --gpus {least}, or leave out nodes with too few" if least else "leave out nodes without any"
+    return f"cells need {wanted} CUDA devices per node, but the nodes have: {counts}. To run, {way}."
 
 
 def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]]) -> str | None:
-    """Return which nodes cannot reach which, of triples of who, whom, and why; None if there are none."""
+    """Return which nodes cannot reach which others, if any; ``failed`` has triples of who, whom and why."""
     if not failed:
         return None
     pairs = [f"{nodes[who].host} cannot reach {nodes[whom].place}: {why}" for who, whom, why in sorted(failed)]
     more = f"; and {len(pairs) - _MOST_PAIRS} more" if len(pairs) > _MOST_PAIRS else ""
     loopback = [nodes[whom] for _, whom, _ in failed if nodes[whom].address.startswith("127.")]
-    way = "is there a firewall, or no route?"
+    way = "check firewalls and routes"
     if loopback:
         named = "GLOO_SOCKET_IFNAME" if loopback[0].chosen else "the way to the launcher"
         way = (
-            f"{named} is {loopback[0].interface} on {loopback[0].host}, and its address leads every host to itself: "
-            "name the interface that leads to the others in GLOO_SOCKET_IFNAME"
+            f"{named} is {loopback[0].interface} on {loopback[0].host}, whose address leads every host to itself: "
+            "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
         )
     return f"{'; '.join(pairs[:_MOST_PAIRS])}{more}: {way}"

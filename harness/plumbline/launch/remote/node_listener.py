@@ -1,4 +1,4 @@
-"""Where a launcher accepts its nodes: they connect, show that they know the token, and describe themselves."""
+"""Where a launcher accepts its nodes, which prove that they know the token and describe themselves."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from plumbline.worker.authenticated_channel import AuthenticatedChannel
 from plumbline.worker.node_server import TOKEN
 
 FAREWELL = b'{"command": "end"}'
-"""The command by which a server ends, and is not started again."""
+"""The command that ends a server for good."""
 
 _SHORTEST_TOKEN = 16
 _CHECK_INTERVAL_S = 0.2
 
 
 class NodeListener:
-    """Listens at ``place``, host and port, for nodes that know ``token``, or one that is drawn here.
+    """Listens at ``place``, host and port, for nodes that know ``token`` (None: a random one).
 
     Raises:
-        LaunchError: this process cannot listen there, or the token is too short.
+        LaunchError: This process cannot listen there, or the token is too short.
     """
 
     def __init__(self, place: tuple[str, int], token: str | None) -> None:
         if token is not None and len(token) < _SHORTEST_TOKEN:
             raise LaunchError(
-                f"{TOKEN} has {len(token)} characters, and who records a greeting can try short ones: take at "
-                f"least {_SHORTEST_TOKEN}, as of `openssl rand -hex 32`, or leave it out"
+                f"{TOKEN} has {len(token)} characters, which can be guessed from a recorded greeting: use at least "
+                f"{_SHORTEST_TOKEN}, for example from `openssl rand -hex 32`, or unset it"
             )
         self.token = token or secrets.token_hex(32)
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
@@ -47,14 +47,14 @@ class NodeListener:
 
     @property
     def refusals(self) -> str:
-        """How many connections were turned away, and why the last one was; "" where none was."""
+        """The number of rejected connections, and why the last one was rejected; "" without any."""
         return str(self._greetings.refusals)
 
     def receive(self, count: int, processes: NodeProcesses, wait: StartWait) -> list[tuple[Node, AuthenticatedChannel]]:
-        """Wait until ``count`` nodes are here; return each with its channel, in their order. Then no more are accepted.
+        """Wait for ``count`` nodes, then accept no more; return each with its channel, in their order.
 
         Raises:
-            LaunchError: not all came, or one cannot take part.
+            LaunchError: A node did not connect, or cannot take part.
         """
         here: dict[int, tuple[Node, AuthenticatedChannel]] = {}
         try:
@@ -83,7 +83,7 @@ class NodeListener:
         return [here[number] for number in range(count)]
 
     def close(self) -> None:
-        """Accept no more nodes, and send those away that are here and were not received."""
+        """Accept no more nodes, and dismiss those that were not received."""
         if not self._open:
             return
         self._open = False

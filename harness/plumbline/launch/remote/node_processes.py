@@ -1,4 +1,4 @@
-"""The processes of this machine that start nodes' servers and end when these have ended; with what they print."""
+"""The local processes that start the servers of nodes, with their output. They end together with the servers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from plumbline.core.errors import LaunchError
 from plumbline.launch.start_wait import cpu_seconds
 
 _END_TIMEOUT_S = 30.0
-"""Time for the commands to end once they are asked to, and once they are killed."""
+"""Time for the commands to end after SIGTERM, and after SIGKILL."""
 
 
 class NodeProcesses:
-    """Runs ``commands`` until their nodes have ended. There are none where nodes are started by hand.
+    """Runs ``commands`` until their nodes have ended. There are none if the user starts the nodes.
 
-    Each reads ``told`` on its standard input: there, other than in an environment or a command, ssh carries a secret.
+    Each reads the secret ``told`` from standard input, which, unlike variables and arguments, ssh encrypts.
 
     Raises:
-        LaunchError: one cannot be run.
+        LaunchError: A command cannot be run.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], told: str = "") -> None:
@@ -36,7 +36,7 @@ class NodeProcesses:
                     stdout=self._errors,
                     stderr=self._errors,
                     env=environment,
-                    # Ctrl-C is for this process, which ends the nodes in order.
+                    # Ctrl-C must reach this process alone, which then ends the nodes in order.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -44,7 +44,7 @@ class NodeProcesses:
                 raise LaunchError(f"the nodes cannot be started: {error}") from error
             self._running.append(started)
             assert started.stdin is not None
-            with suppress(BrokenPipeError):  # how it ended is said when its node does not come
+            with suppress(BrokenPipeError):  # its end is reported when its node does not connect
                 started.stdin.write(told.encode())
                 started.stdin.flush()
             with suppress(BrokenPipeError):
@@ -52,7 +52,7 @@ class NodeProcesses:
 
     @property
     def ended(self) -> str | None:
-        """Which of the commands has ended, and how; None if none has."""
+        """Which of the commands has ended, and how, if any."""
         for process in self._running:
             if process.poll() is not None:
                 return f"{_program(process)} ended with exit code {process.returncode}"
@@ -60,13 +60,13 @@ class NodeProcesses:
 
     @property
     def output(self) -> str:
-        """The end of what the commands and their nodes have printed; where that is nothing, what they are at."""
+        """The last output of the commands and their nodes; without any, what they are doing."""
         size = os.fstat(self._errors).st_size
         printed = os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace").strip()
         if printed:
             return printed
         if not self._running:
-            return "nodes are started by hand, and no node has connected and then printed anything here"
+            return "nodes are started by hand, and none has printed anything here"
         programs = ", ".join(f"{_program(process)} ({process.pid})" for process in self._running)
         return f"{programs} printed nothing and used {self.cpu_seconds():.1f} s of CPU time"
 
@@ -79,7 +79,7 @@ class NodeProcesses:
             time.sleep(0.05)
 
     def close(self, grace: float) -> None:
-        """Wait ``grace`` seconds for the commands to end by themselves, then end them."""
+        """Wait ``grace`` seconds for the commands to end, then end them."""
         if not self._open:
             return
         self._open = False

@@ -1,8 +1,8 @@
-"""The driver of a pool on Ray: it has Ray start a server on each node, and ends when they have ended.
+"""The driver of a pool on Ray: it lets Ray start a server on each node, and ends when they have ended.
 
-It is to Ray what srun is to SLURM, and run by its path. Ray frees what the driver asked for when the driver ends,
-however it ends. The Python of Ray's nodes need not have Plumbline: the class ``NodeServer`` is sent there. Ray is
-imported late: it reads the variables of a cluster that is started here when it is imported.
+It is run by its path, like srun for SLURM. When it ends, in whatever way, Ray frees its resources. The Python of Ray's
+nodes need not have Plumbline: the class ``NodeServer`` is sent there. Ray is imported late, because it reads its
+environment variables when it is imported.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ END_TIMEOUT_S = 2.0
 """Time for the other servers to end their ranks when one has ended badly."""
 
 _MOST_NODES = 8
-"""So many nodes of a cluster are named; the others are counted."""
+"""The number of nodes of a cluster that a message names; it counts the others."""
 
 
 class NodeServer:
     """An actor that holds a node's resources and runs its server."""
 
     def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str], told: str) -> str:
-        """Run the server, which reads ``told``, until it ends; return what was the matter, "" if nothing was."""
+        """Run the server, which reads ``told``, until it ends; return what went wrong, or ""."""
         with tempfile.TemporaryFile() as output:
             try:
                 server = subprocess.Popen(
@@ -41,11 +41,11 @@ class NodeServer:
                     stderr=subprocess.STDOUT,
                 )
             except OSError as error:
-                return f"{error}: are the environment and {folder} on a file system that every node sees?"
+                return f"{error}: the environment and {folder} must be on a file system that every node mounts"
             assert server.stdin is not None
-            with suppress(BrokenPipeError), server.stdin:  # how it ended is said below
+            with suppress(BrokenPipeError), server.stdin:  # its end is reported below
                 server.stdin.write(told.encode())
-            # When this process ends, killed or with its raylet, the pipe closes, and the server ends its ranks.
+            # When this process ends, also if it is killed, the pipe closes, and the server ends its ranks.
             end = ["sh", "-c", 'read end; kill "$0"', str(server.pid)]
             with subprocess.Popen(end, stdin=subprocess.PIPE) as watcher:
                 code = server.wait()
@@ -58,9 +58,9 @@ class NodeServer:
 
 
 def main() -> None:
-    """Place the servers, start them, and wait for their end; exits with a message where that is not as it should be."""
+    """Place the servers, start them, and wait for their end; exits with a message if something fails."""
     options = _options()
-    secret = sys.stdin.readline()  # for the servers: it goes to them in the arguments of a call
+    secret = sys.stdin.readline()  # the servers get it as an argument of a call
     _connect(options)
     import ray
     from ray.util.placement_group import placement_group
@@ -72,11 +72,11 @@ def main() -> None:
     group = placement_group([options.resources] * options.nodes, strategy=strategy)
     if not group.wait(options.timeout):
         sys.exit(
-            f"Ray has not placed {_wanted(options)} in {options.timeout:.0f} s: {_present(ray.nodes())}; "
-            f"of all that, free is {_shown(ray.available_resources())}"
+            f"Ray has not placed {_wanted(options)} in {options.timeout:.0f} s: {_present(ray.nodes())}; free: "
+            f"{_shown(ray.available_resources())}"
         )
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        # Ray prints the logs of every raylet of the cluster that ends.
+        # Ray would print the logs of every raylet that ends.
         code = _serve(group, options, secret)
         ray.shutdown()
     sys.exit(code)
@@ -86,9 +86,9 @@ def _connect(options: argparse.Namespace) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given: dict[str, Any] = {"address": options.address}
     if options.temp_dir:
-        # Its own secret, so that no other user of this machine can have it run anything; Ray listens on all interfaces.
+        # Ray listens on all interfaces. A secret keeps others from running code there.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-        # The priority that other launchers give to ranks; by itself Ray gives its workers a niceness of 15.
+        # The priority of ranks with other launchers. Ray's default for its workers is a niceness of 15.
         os.environ.setdefault("RAY_worker_niceness", "0")
         resources = {name: count * options.nodes for name, count in options.resources.items()}
         given = {"address": "local", "_temp_dir": options.temp_dir, "include_dashboard": False}
@@ -98,7 +98,9 @@ def _connect(options: argparse.Namespace) -> None:
     try:
         ray.init(**given, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # Ray raises many kinds
-        sys.exit(f"no way into Ray's cluster ({options.address or 'started here'}): {type(error).__name__}: {error}")
+        sys.exit(
+            f"cannot connect to Ray's cluster ({options.address or 'started here'}): {type(error).__name__}: {error}"
+        )
 
 
 def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
@@ -142,18 +144,18 @@ def too_small(nodes: Sequence[Mapping[str, Any]], options: argparse.Namespace) -
     fits = [int(min(most, *(have.get(name, 0) // need for name, need in options.resources.items()))) for have in alive]
     able = sum(map(bool, fits))
     if able < options.nodes:
-        return f"{_wanted(options)} were asked for, and {able} nodes of the cluster can give that: {_present(nodes)}"
+        return f"{_wanted(options)} were requested, but only {able} nodes can provide that: {_present(nodes)}"
     if (room := room_for(fits, options.nodes)) < options.groups:
         return (
-            f"{options.groups} times {_wanted(options)} were asked for, once for each subject and each process of "
-            f"pytest -n, and the cluster has room for {room}: take a smaller -n. {_present(nodes)}"
+            f"{options.groups} times {_wanted(options)} were requested, once for each subject and each process of "
+            f"pytest -n, but the cluster has room for {room}: use a smaller -n. {_present(nodes)}"
         )
     return None
 
 
 def room_for(fits: Sequence[int], nodes: int) -> int:
-    """Return how many groups of ``nodes`` different nodes there can be, where each node fits into so many of them."""
-    # So many groups can be formed exactly if their places can be filled, and a node takes one place of each at most.
+    """Return how many groups of ``nodes`` different nodes are possible; ``fits`` has each node's number of places."""
+    # N groups are possible if the nodes fill N * ``nodes`` places, where a node fills at most one place of each group.
     return max(groups for groups in range(sum(fits) + 1) if sum(min(fit, groups) for fit in fits) >= groups * nodes)
 
 
@@ -180,11 +182,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     cluster = parser.add_mutually_exclusive_group(required=True)
     cluster.add_argument("--address", help="the cluster's head, HOST:PORT")
-    cluster.add_argument("--temp-dir", help="start a cluster here, which keeps its files in this folder")
-    parser.add_argument("--nodes", type=int, required=True, help="on how many nodes a server is started")
-    parser.add_argument("--resources", type=json.loads, required=True, help="what each must have, as JSON")
-    parser.add_argument("--groups", type=int, default=0, help="refuse a cluster in which so many groups do not fit")
-    parser.add_argument("--timeout", type=float, required=True, help="seconds in which Ray must place them")
+    cluster.add_argument("--temp-dir", help="start a cluster here, with its files in this folder")
+    parser.add_argument("--nodes", type=int, required=True, help="the number of nodes")
+    parser.add_argument("--resources", type=json.loads, required=True, help="the resources of each node, as JSON")
+    parser.add_argument("--groups", type=int, default=0, help="refuse a cluster without room for this many groups")
+    parser.add_argument("--timeout", type=float, required=True, help="seconds for Ray to place the servers")
     parser.add_argument("--environment", type=json.loads, default={}, help="variables of the servers, as JSON")
     parser.add_argument("server", nargs=argparse.REMAINDER, help="the command of a node's server")
     return parser.parse_args()

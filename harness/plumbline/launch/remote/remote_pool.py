@@ -1,4 +1,4 @@
-"""A warm pool over several nodes: a fork server on each, which connects back to this process."""
+"""A warm pool over several nodes. The fork server of each node connects back to this process."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
 from plumbline.worker.package_hash import package_hash
 
 PROBE_TIMEOUT_S = 10.0
-"""Time in which each node must reach every other, before the first cell: the kernel tries four times by then."""
+"""Time in which each node must reach every other, before the first cell. The kernel makes four attempts in it."""
 
 _CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-"""The errors of a connection whose other end vanished without closing it."""
+"""Errors of a connection whose other end disappeared without closing it."""
 
 
 class RemotePool(Pool):
-    """Launches ranks of one subject on ``nodes`` nodes, a node's ranks where the node is.
+    """Launches ranks of one subject on ``nodes`` nodes.
 
-    ``start_commands`` returns, for the port that this process listens on, the commands that start ``WORKER`` on every
-    node and end when it has ended; none where the nodes are started by hand. ``place`` is where this process listens,
-    and ``token`` the secret that it shares with its nodes, drawn where there is none. They find it in their
-    environment, or ``token_on_stdin``.
+    ``start_commands`` returns the commands that start the nodes' fork servers, for the port that this process listens
+    on; they end together with the servers. There are none if the user starts the nodes. This process listens at
+    ``place``, and shares the secret ``token`` (None: a random one) with its nodes. They read it from their environment
+    or, with ``token_on_stdin``, from standard input.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class RemotePool(Pool):
 
     @property
     def listens_on(self) -> str:
-        """The address of this machine at which its nodes reach it, and their ranks the rendezvous store."""
+        """The address at which nodes reach this process, and their ranks the rendezvous store."""
         return self._address
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """What the subjects behind the locator declare; waits for every node to be warm.
+        """The declarations of the subjects behind the locator; waits for every node to be warm.
 
         Raises:
-            SubjectError: the locator names none, or it cannot be imported on a node.
-            LaunchError: a node did not come up, cannot take part, or cannot reach another.
+            SubjectError: The locator names no subject, or it cannot be imported on a node.
+            LaunchError: A node did not connect, cannot take part, or cannot reach another one.
         """
         if self._subjects is None:
             try:
@@ -120,8 +120,8 @@ class RemotePool(Pool):
             if event["subjects"] != ready[0]["subjects"]:
                 first, other = self._nodes[0].host, self._nodes[number].host
                 raise SubjectError(
-                    f"--subject {self.locator} is not the same on {first} and {other}: are the checkout and the "
-                    "environment on a file system that both see?"
+                    f"--subject {self.locator} differs between {first} and {other}: the checkout and the environment "
+                    "must be on a file system that both mount"
                 )
             self._nodes[number] = replace(self._nodes[number], software=event)
         if reason := other_plumbline(self.nodes, package_hash()) or differing(self.nodes):
@@ -131,11 +131,7 @@ class RemotePool(Pool):
         return list(ready[0]["subjects"])
 
     def _check_connectivity(self) -> None:
-        """Check that every node can reach every other, as their ranks will have to.
-
-        Raises:
-            LaunchError: one cannot.
-        """
+        """Raise ``LaunchError`` if a node cannot reach another one, as their ranks will have to."""
         for number in self._channels:
             self._write(number, {"command": "listen", "address": self._nodes[number].address})
         ports = {number: event["port"] for number, event in self._answers("listens", "listen").items()}
@@ -175,25 +171,25 @@ class RemotePool(Pool):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the nodes, in their order; waits for them to be warm."""
+        """The host names of the nodes; waits for the nodes to be warm."""
         assert self.subjects
         return tuple(node.host for node in self.nodes)
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return how a rank of ``cell`` on its node reaches the others.
+        """Return launcher-specific environment variables of a rank, besides torchrun's.
 
-        They meet at the launcher, at the address by which their node reached it; gloo listens on the interface that
-        leads there, unless the user named one.
+        Ranks meet at the launcher, at the address at which their node reached it. gloo uses the interface that leads
+        there, unless the user named one.
         """
         assert self.subjects
         node = self._nodes[rank // cell.contract.processes_per_node(cell.topology)]
         return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
 
     def meeting_point(self) -> dict[str, str]:
-        """Return where ranks meet that a subject starts by itself: on the first node, where they listen.
+        """Return torchrun's variables for the rendezvous, on the first node, of ranks that a subject starts itself.
 
         Raises:
-            LaunchError: it is gone.
+            LaunchError: The first node is gone.
         """
         assert self.subjects
         self._write(0, {"command": "port"})
@@ -204,18 +200,18 @@ class RemotePool(Pool):
         return {"MASTER_ADDR": self._nodes[0].address, "MASTER_PORT": str(event["port"])}
 
     def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
-        """Begin one launch, as every pool does.
+        """Begin a launch, as every pool does.
 
         Raises:
-            LaunchError: a node's server is gone.
+            LaunchError: The server of a node is gone.
         """
         self._launched = {number: {a.rank for a in assignments if a.node_rank == number} for number in self._nodes}
         return super().begin(subject, assignments, time_limit)
 
     def close(self) -> None:
-        """End every node's server, with all of its ranks, and the commands that started them.
+        """End the servers of all nodes with their ranks, and the commands that started them.
 
-        Where one is lost the others are not told to end: a torchrun that was started by hand may start them again.
+        If a server was lost, the others are not told to end: a torchrun that the user started may restart them.
         """
         self._listener.close()
         if self._subjects is not None and self._listener.refusals and self._channels:
@@ -227,7 +223,7 @@ class RemotePool(Pool):
             self._channels.pop(number).close()
         self._launched = {}
         self._broken = True
-        # Servers end by themselves when their connection closes; where none connected there is nothing to wait for.
+        # Servers end when their connection closes. If none has connected, there is nothing to wait for.
         self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
 
     def _send(self, command: dict[str, Any]) -> None:
@@ -274,16 +270,16 @@ class RemotePool(Pool):
             self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
 
     def _fail(self, number: int, error: OSError) -> None:
-        """Report the ranks behind a broken connection as ended, where the network was cut while they trained.
+        """Report ranks as ended if the network was cut while they trained.
 
         Raises:
-            LaunchError: there were none, or it is no network that was cut.
+            LaunchError: No rank was training there, or the connection broke for another reason.
         """
         if error.errno not in _CUT or not self._launched.get(number):
             raise self._lost_node(number, str(error)) from error
         why = (
             f"its node {self._nodes[number].place} has been silent for {KEEPALIVE_TIMEOUT_S} s: "
-            "is its network cut, or is it down?"
+            "check whether it or its network is down"
         )
         left = {"code": None, "steps": None, "evidence": False, "out_of_memory": False}
         for rank in sorted(self._launched.pop(number)):
