@@ -216,7 +216,7 @@ class Heard(Pool):
 def events(data: bytes) -> None:
     """Follow a launch of two nodes, by what their fork server says."""
     now = time.monotonic()
-    ends = Heard(data).finish(RunningLaunch(1, (0, 2), now, now + 60, below=2))
+    ends = Heard(data).finish(RunningLaunch(1, (0, 2), now, now + 60, ranks_per_process=2))
     assert [end.rank for end in ends] == [0, 2]
 
 

@@ -123,7 +123,7 @@ def test_messages_arrive_as_they_were_sent_and_the_token_does_not_cross_the_netw
 
 def test_a_recorded_greeting_that_is_played_again_is_refused(both):
     recorded = both[2].sent
-    with pytest.raises(ChannelError, match="plays a recorded greeting again"):
+    with pytest.raises(ChannelError, match="replays a recorded greeting"):
         LauncherGreeting(TOKEN_OF_RUN).feed(recorded)
 
 
@@ -143,7 +143,7 @@ def test_what_one_end_said_does_not_open_the_other():
     ("said", "why"),
     [
         (b"GET / HTTP/1.1\r\n", "it speaks another protocol.*GET / HTTP"),
-        (b"plumbline nodes 1\n" + bytes(32) + b"\xff\xff", f"65535 bytes, and the limit is {LONGEST_GREETING}"),
+        (b"plumbline nodes 1\n" + bytes(32) + b"\xff\xff", f"65535 bytes; the limit is {LONGEST_GREETING}"),
         (b"plumbline nodes 1\n" + bytes(32) + b"\0\0" + bytes(33), "it sent more than its greeting"),
     ],
 )
@@ -192,11 +192,11 @@ def test_of_a_changed_stream_only_what_was_sent_before_the_change_is_taken(place
 def test_messages_that_are_repeated_left_out_reflected_or_too_long_end_the_channel():
     first, second, third = stream()
     for bad, why in (
-        ((first, first), "message 1 was due, and number 0 came"),
-        ((first, third), "message 1 was due, and number 2 came"),
+        ((first, first), "message 0 came instead of 1"),
+        ((first, third), "message 2 came instead of 1"),
         ((first[:-1] + bytes([first[-1] ^ 1]),), "the MAC of message 0 is wrong"),
         ((stream(LAUNCHER)[0],), "the MAC of message 0 is wrong"),
-        (((0).to_bytes(8, "big") + (LONGEST_MESSAGE + 1).to_bytes(4, "big"),), "and the limit is"),
+        (((0).to_bytes(8, "big") + (LONGEST_MESSAGE + 1).to_bytes(4, "big"),), "the limit is"),
     ):
         with pytest.raises(ChannelError, match=why):
             IncomingMessages(HANDSHAKE.key(NODE)).feed(b"".join(bad))
@@ -295,7 +295,7 @@ def test_a_message_that_was_changed_on_the_way_ends_the_pool_with_a_sentence():
         json.dumps({"event": "late", "at": 0.0, "launch": 0, "rank": 0, "steps": 0, "stopped": False}).encode()
     )
     connection.sendall(bytes(100))
-    with pytest.raises(LaunchError, match="the fork server of torch on host0: message 1 was due, and number 0 came"):
+    with pytest.raises(LaunchError, match="the fork server of torch on host0: message 0 came instead of 1"):
         _ = pool.subjects
     assert not pool.alive
     connection.close()

@@ -168,8 +168,8 @@ def test_who_does_not_know_the_secret_is_no_node(by_hand):
     assert pool.subjects
     pool.close()
     assert by_hand.said[-1] == (
-        "1 connection was rejected, the last one from 127.0.0.1: its proof is wrong: it has another token, or plays "
-        "a recorded greeting again"
+        "1 connection was rejected, the last one from 127.0.0.1: its proof is wrong: it has another token, or "
+        "replays a recorded greeting"
     )
 
 

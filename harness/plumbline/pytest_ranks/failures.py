@@ -1,4 +1,4 @@
-"""One outcome of a test from the ends of its ranks: which failed, grouped by how, in the order in which they did."""
+"""Shows the failure of a test on ranks: the failed ranks in groups, in the order of their failures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from plumbline.ranks import How, RankEnd
 
 _LONGEST_STACK = 12
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""What gloo and nccl say of a rank that is gone."""
+"""The messages of gloo and nccl about a lost rank."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that ended in the same way, the first of them first."""
+    """Ranks that ended in the same way."""
 
     ends: tuple[RankEnd, ...]
 
@@ -36,7 +36,7 @@ class Group:
 
 
 def groups_of(ends: Iterable[RankEnd], file: str) -> list[Group]:
-    """Return the ends in groups of the same kind and place, in the order in which the first of each ended."""
+    """Group the ends by kind and place, in the order of the first end of each group."""
     found: dict[object, list[RankEnd]] = {}
     for end in sorted(ends, key=order):
         trail = end.description.trail if isinstance(end.description, Failure) else end.description
@@ -54,11 +54,10 @@ def calls_of_test(end: RankEnd, file: str) -> tuple[PendingCall, ...]:
 
 
 def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) -> ExceptionChainRepr:
-    """Return what pytest shows of a test that failed: each group of ranks under a heading, then those that were ended.
+    """Return pytest's representation of a failed test: groups of failed ranks, then of ranks that were killed.
 
-    ``limit`` is the time that they had, in words.
-    It is made of pytest's own parts, so that it looks like any failure and passes through xdist. The summary's line is
-    that of the group that failed first.
+    It consists of pytest's own classes, so that it looks like any failure and passes through xdist. The summary line is
+    that of the group that failed first. ``limit`` is the time limit in words.
     """
     links: list[ChainLink] = []
     crash = None
@@ -78,7 +77,7 @@ def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) ->
 
 
 def _lost_a_peer(end: RankEnd, ends: Sequence[RankEnd]) -> bool:
-    """Return whether a rank raised only because another one died: what it says is where its connection ended."""
+    """Return whether a rank raised only because its connection to a rank that died broke."""
     return (
         end.how is How.RAISED
         and any(other.how is How.DIED for other in ends)
@@ -153,7 +152,7 @@ def _text(text: str) -> ChainLink:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Write numbers in their order, with three or more in a row as ``0–2``."""
+    """Format sorted numbers, with three or more consecutive ones as ``0–2``."""
     rows: list[list[int]] = []
     for rank in ranks:
         if rows and rows[-1][-1] == rank - 1:

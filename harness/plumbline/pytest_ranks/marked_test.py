@@ -1,4 +1,4 @@
-"""A marked test in the process of pytest: its ranks are run, and their ends become the outcome of the test."""
+"""Runs a marked test on its ranks, from pytest's process; their ends become the outcome of the test."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from plumbline.pytest_ranks.time_limit import TimeLimit
 from plumbline.ranks import RankEnd, run_on_ranks
 
 SHOWN: pytest.StashKey[ExceptionChainRepr | tuple[str, int, str]] = pytest.StashKey()
-"""How the outcome of a marked test is shown, where it did not pass."""
+"""The representation of a marked test that did not pass."""
 
 _OTHERWISE = {
     Kind.EXIT: pytest.exit.Exception,
     Kind.XFAILED: pytest.xfail.Exception,
     Kind.SKIPPED: pytest.skip.Exception,
 }
-"""What becomes of a test of which no rank has failed, the strongest first: one rank is enough."""
+"""The outcomes of a test without failed ranks, the strongest first. One rank is enough for each."""
 
 
 class RanksFailed(Exception):  # noqa: N818
-    """Ranks died or hung; none of them raised."""
+    """Ranks died or hung, and none raised."""
 
 
 def run_body(item: pytest.Function, marker: Marker) -> None:
     """Run the body of a test on its ranks.
 
     Raises:
-        BaseException: what the rank that was the first to fail raised, or what skips the test or expects its failure.
+        BaseException: The exception of the rank that failed first, or one that skips the test or expects its failure.
     """
     body = BodyOnRank(item)
     with _not_captured(item.config), TimeLimit.of_ranks(item, marker) as limit:
@@ -66,7 +66,7 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
 
 @contextmanager
 def _not_captured(config: pytest.Config) -> Iterator[None]:
-    """Let the ranks inherit the standard streams of pytest itself, so that each can have its own, or a debugger."""
+    """Suspend pytest's capturing, so that ranks inherit its real streams, for their own capturing or a debugger."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         yield

@@ -1,4 +1,4 @@
-"""The marker ``ranks`` of a test: how many ranks, how long, over which backend."""
+"""The marker ``ranks``: the number of ranks, the time limit and the backend of a test."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ NAME = "ranks"
 DEFAULT_TIMEOUT_S = 60.0
 DESCRIPTION = (
     "ranks(n, *, timeout=60, backend=None, init=True): run the body of the test on n ranks of torch.distributed, for "
-    "at most timeout seconds; backend None is nccl where there is a CUDA device for each rank, else gloo; with "
-    "init=False the body initialises the process group itself (Plumbline)"
+    "at most timeout seconds; backend None is nccl if there is a CUDA device for each rank, else gloo; with init=False "
+    "the body initialises the process group itself (Plumbline)"
 )
 _USAGE = "write @pytest.mark.ranks(4), @pytest.mark.ranks(4, timeout=120) or @pytest.mark.ranks(4, backend='gloo')"
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What a test's marker asks for."""
+    """The arguments of a test's marker."""
 
     ranks: int
     timeout: float = DEFAULT_TIMEOUT_S
@@ -27,7 +27,7 @@ class Marker:
 
 
 def marker_of(item: pytest.Item) -> Marker | str | None:
-    """Return the marker that is closest to a test, None where it has none; what is wrong with it, where it is wrong."""
+    """Return the closest marker of a test, None without one, or an error message if it is not valid."""
     mark = item.get_closest_marker(NAME)
     if mark is None:
         return None
@@ -38,11 +38,11 @@ def marker_of(item: pytest.Item) -> Marker | str | None:
     if len(mark.args) > 1:
         return f"@pytest.mark.ranks takes timeout, backend and init by name: {_USAGE}"
     if not isinstance(marker.ranks, int) or isinstance(marker.ranks, bool) or marker.ranks < 1:
-        return f"@pytest.mark.ranks({marker.ranks!r}): the number of ranks is 1 or more: {_USAGE}"
+        return f"@pytest.mark.ranks({marker.ranks!r}): the number of ranks must be at least 1: {_USAGE}"
     if not isinstance(marker.timeout, (int, float)) or not marker.timeout > 0:
-        return f"@pytest.mark.ranks(timeout={marker.timeout!r}): seconds are more than 0: {_USAGE}"
+        return f"@pytest.mark.ranks(timeout={marker.timeout!r}): the time limit must be positive: {_USAGE}"
     if not isinstance(marker.backend, (str, type(None))):
-        return f"@pytest.mark.ranks(backend={marker.backend!r}): it is a name, as 'gloo': {_USAGE}"
+        return f"@pytest.mark.ranks(backend={marker.backend!r}): the backend must be a name, such as 'gloo': {_USAGE}"
     if not isinstance(marker.init, bool):
-        return f"@pytest.mark.ranks(init={marker.init!r}): it is True or False: {_USAGE}"
+        return f"@pytest.mark.ranks(init={marker.init!r}): init must be True or False: {_USAGE}"
     return marker

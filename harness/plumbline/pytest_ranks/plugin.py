@@ -1,4 +1,4 @@
-"""The hooks and fixtures. Nothing heavy is imported before a marked test runs."""
+"""The hooks and fixtures of the marker ``ranks``. Heavy modules are imported when a marked test runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKER: pytest.StashKey[Marker] = pytest.StashKey()
 """The marker of a test, once its set-up has begun."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Files that are there where there is a driver of NVIDIA's, also in WSL, or of AMD's."""
+"""Device files of the drivers of NVIDIA (also in WSL) and AMD."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,9 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there are CUDA devices, move marked tests before all others.
+    """Move marked tests before all others if there are CUDA devices.
 
-    Ranks are forked from this process, and CUDA, which other tests may start in it, does not survive that.
+    Ranks are forked from this process, and CUDA, which other tests may start in it, does not survive a fork.
     """
     if any(map(os.path.exists, _DEVICES)):
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
@@ -39,13 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """The rank of this process, in a test marked ``ranks``. Fixtures that use it are set up on each rank."""
+    """The rank of this process in a test marked ``ranks``. Fixtures that use it are set up on each rank."""
     from plumbline.pytest_ranks.rank_side import ON_RANK
 
     if ON_RANK in request.node.stash:
         return int(request.node.stash[ON_RANK].rank)
     if MARKER in request.node.stash:
-        pytest.fail("a fixture gets `rank` by getfixturevalue(): name it among its arguments", pytrace=False)
+        pytest.fail("a fixture requests `rank` by getfixturevalue(): make it an argument instead", pytrace=False)
     pytest.fail("the fixture `rank` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
 
 
@@ -58,7 +58,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
 
 
 class Plumbline:
-    """What the fixture ``plumbline`` is."""
+    """The fixture ``plumbline``."""
 
     def check(self, train: Callable[[], Any], ranks: int = 2, **options: Any) -> CheckedFunction:
         """Call a training function on forked ranks, and judge its first optimizer steps: see ``check_function``."""
@@ -90,9 +90,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Let the ranks of a marked test observe the limit of pytest-timeout, which begins to time it now."""
+    """Let the ranks of a marked test observe the limit of pytest-timeout, whose timer starts now."""
     if item.get_closest_marker("ranks"):
-        with suppress(ImportError):  # torch is imported now: that takes seconds, which are not the test's
+        with suppress(ImportError):  # import torch now: the seconds that it takes do not count
             import_module("plumbline.pytest_ranks.marked_test")
         from plumbline.pytest_ranks.time_limit import note_timer
 
@@ -124,6 +124,6 @@ def pytest_runtest_makereport(
         if SHOWN in item.stash and report.longrepr is not None:
             report.longrepr = item.stash[SHOWN]
         if item.config.getoption("usepdb", False) and ON_RANK not in item.stash:
-            # A rank was debugged where it failed. Here there is nothing to see, and pytest starts no debugger for this.
+            # The rank was debugged where it failed. pytest does not start a debugger for BdbQuit.
             call.excinfo = pytest.ExceptionInfo.from_exc_info((bdb.BdbQuit, bdb.BdbQuit(), call.excinfo.tb))
     return report

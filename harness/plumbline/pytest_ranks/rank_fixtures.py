@@ -1,6 +1,6 @@
-"""Which fixtures of a marked test are set up on each rank, and that: those that depend on the rank.
+"""Sets up the fixtures of a marked test that depend on the rank, on each rank.
 
-All others are set up once, before the ranks are forked, as for any test; each rank finds their values in its memory.
+All others are set up once, before the fork; ranks have their values in memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 OWN_OF_A_RANK = frozenset({"rank", "capsys", "capsysbinary", "capfd", "capfdbinary", "recwarn"})
-"""Fixtures that differ between ranks; with them, those that use one of them."""
+"""Fixtures that differ between ranks, as do fixtures that use them."""
 
 
 def on_rank(item: pytest.Function) -> tuple[str, ...]:
-    """Return the names of the test's fixtures that are set up on each rank, in the order of their set-up."""
+    """Return the names of the fixtures that are set up on each rank, in the order of their set-up."""
     known = item._fixtureinfo.name2fixturedefs
     uses = {name: {used for one in definitions for used in one.argnames} for name, definitions in known.items()}
     found = set(OWN_OF_A_RANK)
@@ -25,17 +25,17 @@ def on_rank(item: pytest.Function) -> tuple[str, ...]:
 
 
 def leave_to_ranks(item: pytest.Function) -> None:
-    """Let the set-up of a test leave out the fixtures that are set up on each rank."""
+    """Exclude the fixtures that are set up on each rank from the set-up of a test."""
     left = on_rank(item)
     item.fixturenames = [name for name in item._fixtureinfo.names_closure if name not in left]
 
 
 class SubtestsOnRank:
-    """Stands for pytest's fixture ``subtests``, whose reports would stay on the rank: the first failure ends it."""
+    """Replaces pytest's fixture ``subtests``, whose reports would stay on the rank. The first failure ends the test."""
 
     @contextmanager
     def test(self, msg: str | None = None, **values: object) -> Iterator[None]:
-        """Run a subtest; what it raises names it. One that is skipped does not skip the others."""
+        """Run a subtest; its exception names it. A skipped subtest does not skip the others."""
         try:
             yield
         except pytest.skip.Exception:
@@ -49,15 +49,12 @@ class SubtestsOnRank:
 
 @contextmanager
 def set_up_here(item: pytest.Function) -> Iterator[None]:
-    """Set up, on a rank, the fixtures that were left to it, and tear them down.
-
-    Only these: what was set up before the fork is torn down where it was set up.
-    """
+    """On a rank, set up the fixtures that depend on it, and tear them down; pytest's process tears down the others."""
     with ExitStack() as teardown:
         if "subtests" in item.funcargs:
             item.funcargs["subtests"] = SubtestsOnRank()
         for name in on_rank(item):
-            # A fixture that another one uses may have been set up with that.
+            # It may be set up already, because another fixture uses it.
             teardown.callback(item._fixtureinfo.name2fixturedefs[name][-1].finish, item._request)  # type: ignore[arg-type]
             item.funcargs[name] = item._request.getfixturevalue(name)
         yield

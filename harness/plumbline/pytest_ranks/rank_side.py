@@ -1,4 +1,4 @@
-"""What happens on a rank: the body with its fixtures, the debugger, and what is reported of a failure."""
+"""The part of a marked test on a rank: the body with its fixtures, the debugger, and the report of a failure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plumbline.pytest_ranks.rank_fixtures import set_up_here
 from plumbline.ranks.rank_main import Terminal
 
 ON_RANK: pytest.StashKey[Terminal] = pytest.StashKey()
-"""In the stash of a test, on a rank only."""
+"""In the stash of a test on a rank."""
 
 
 class Kind(enum.Enum):
-    """What an exception means for the test."""
+    """The meaning of an exception for the test."""
 
     FAILED = "failed"
     SKIPPED = "skipped"
@@ -37,7 +37,7 @@ ChainLink = tuple[ReprTraceback, ReprFileLocation | None, str | None]
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning of a rank, as ``warnings.warn_explicit`` takes it."""
+    """A warning of a rank: the arguments of ``warnings.warn_explicit``."""
 
     message: str
     category: type[Warning]
@@ -47,7 +47,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a body left on a rank beside what it printed."""
+    """The log and the warnings of a body on a rank."""
 
     log: str
     warned: tuple[Warned, ...]
@@ -55,11 +55,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells of an exception: pytest's representation of it, and what tells it from another.
+    """A rank's report of an exception, with pytest's representation of it.
 
-    ``reason`` is that of ``pytest.skip`` and its like, by ``kind``. ``place`` is where it was raised,
-    for what is skipped. Exceptions with the same ``trail``, their type and the lines that led there, have the
-    same cause. ``quit``: a user has left the debugger by ``q``.
+    ``reason`` is the message of ``pytest.skip`` and the like; ``place`` is where the exception was raised. Exceptions
+    with the same ``trail`` (type and lines) have the same cause. ``quit``: the user has left the debugger with ``q``.
     """
 
     kind: Kind
@@ -74,7 +73,7 @@ class Failure:
 
 @dataclass
 class BodyOnRank:
-    """The body of a test, to be called on each rank."""
+    """The body of a test, which is called on each rank."""
 
     item: pytest.Function
     _observed: Observed = field(default=Observed("", ()), init=False)
@@ -128,7 +127,7 @@ class BodyOnRank:
                 self._observed = Observed(text.getvalue(), tuple(dict.fromkeys(warned)))
 
     def _debug(self, error: BaseException, terminal: Terminal) -> None:
-        """With ``--pdb``, let pytest open its debugger where the exception was raised."""
+        """With ``--pdb``, let pytest start its debugger where the exception was raised."""
         item = self.item
         if not (item.config.getoption("usepdb", False) and terminal.is_available):
             return
@@ -150,14 +149,14 @@ class BodyOnRank:
 
 
 def _from_test_on(calls: list[traceback.FrameSummary], file: str) -> list[tuple[str, int | None]]:
-    """Return the places of the calls that follow the first one in the test's file; those before depend on the rank."""
+    """Return the places of the calls from the first one in the test's file on; earlier ones depend on the rank."""
     places = [(call.filename, call.lineno) for call in calls]
     first = next((number for number, (name, _) in enumerate(places) if name == file), 0)
     return places[first:]
 
 
 class _DebuggerAtTerminal:
-    """Lets a debugger that the body starts, by ``breakpoint()``, read and write the terminal."""
+    """Gives the terminal to a debugger that the body starts with ``breakpoint()``."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -165,7 +164,7 @@ class _DebuggerAtTerminal:
     @pytest.hookimpl(tryfirst=True)
     def pytest_enter_pdb(self) -> None:
         if not self._terminal.is_available:
-            raise RuntimeError(f"rank {self._terminal.rank} has no terminal: write `if rank == 0: breakpoint()`")
+            raise RuntimeError(f"rank {self._terminal.rank} has no terminal: use `if rank == 0: breakpoint()`")
         self._terminal.take()
 
     def pytest_leave_pdb(self) -> None:

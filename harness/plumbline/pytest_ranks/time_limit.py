@@ -1,7 +1,7 @@
-"""The time limit of a marked test: its marker's, or that of pytest-timeout where that one ends first.
+"""The time limit of a marked test: the marker's, or pytest-timeout's if that ends first.
 
-pytest-timeout would interrupt the process of pytest, which only waits: its stack says nothing about the test. So ranks
-are given its limit, and are ended by it with their own stacks.
+pytest-timeout would interrupt pytest's process, which only waits, and show its useless stack. Instead, ranks get that
+limit, and the failure shows their stacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from plumbline.pytest_ranks.marker import Marker
 
 NOTED: pytest.StashKey[tuple[Any, float]] = pytest.StashKey()
-"""The settings of pytest-timeout for a test, and when its timer ends, by the monotonic clock."""
+"""The settings of pytest-timeout for a test, and the end of its timer on the monotonic clock."""
 
 _LEAST_S = 0.1
 
@@ -28,7 +28,7 @@ def note_timer(item: pytest.Item, settings: Any) -> None:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """How long ranks may take, in seconds, and the limit in words."""
+    """The time limit of ranks, in seconds and in words."""
 
     seconds: float
     words: str
@@ -36,7 +36,7 @@ class TimeLimit:
     @classmethod
     @contextmanager
     def of_ranks(cls, item: pytest.Item, marker: Marker) -> Iterator[TimeLimit]:
-        """Yield the limit for the ranks of a test; pytest-timeout's timer stands still for as long."""
+        """Yield the limit for the ranks of a test; pytest-timeout's timer is suspended meanwhile."""
         own = cls(marker.timeout, f"{marker.timeout:g} s")
         if NOTED not in item.stash:
             yield own
@@ -45,5 +45,5 @@ class TimeLimit:
         left = max(deadline - time.monotonic(), _LEAST_S)
         item.ihook.pytest_timeout_cancel_timer(item=item)
         yield own if own.seconds <= left else cls(left, f"{settings.timeout:g} s, the limit of pytest-timeout")
-        if (left := deadline - time.monotonic()) > 0:  # for the fixtures that are torn down here
+        if (left := deadline - time.monotonic()) > 0:  # for the tear-down of fixtures
             item.ihook.pytest_timeout_set_timer(item=item, settings=settings._replace(timeout=left))

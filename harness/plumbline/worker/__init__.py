@@ -1,4 +1,4 @@
-"""What runs on a rank or in a node's fork server.
+"""The code on ranks and in fork servers.
 
-The standard library, torch and the subject's own library; nothing else, so that it starts fast in any environment.
+It imports only the standard library and torch, so that it starts fast in any environment.
 """

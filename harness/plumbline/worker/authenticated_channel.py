@@ -1,11 +1,14 @@
 """Messages between a launcher and its nodes that nobody without their token can forge, replay, reorder or reflect.
 
-The token itself never crosses the network. The launcher sends whoever connects a nonce. The node answers with a nonce
-of its own, its greeting, and a proof: the HMAC-SHA256, by the token, of its role, both nonces and the greeting. The
-launcher answers a right one with the proof of its own role. From then on each message carries a sequence number and a
-MAC, by a key of its direction that follows from the token, both nonces and the greeting.
+The token never crosses the network. The launcher sends a nonce to each node that connects. The node answers with its
+own nonce, its greeting, and a proof: the HMAC-SHA256, with the token, of its role, both nonces and the greeting. The
+launcher answers a valid proof with the proof of its own role. From then on, each message has a sequence number and a
+MAC, with a key for its direction that is derived from the token, both nonces and the greeting.
 
 A recorded greeting does not fit another nonce, and a reflected one has the wrong role. Nothing is encrypted.
+
+TLS is no alternative here: Python's ``ssl`` supports pre-shared keys since 3.13 only, cannot create a certificate for a
+run, and multiprocessing's connections authenticate the handshake but not the messages.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ LAUNCHER, NODE = b"launcher", b"node"
 """The roles of the two ends."""
 
 GREETING_TIMEOUT_S = 10.0
-"""Time in which a whole greeting must have arrived."""
+"""Time for a complete greeting to arrive."""
 
 LONGEST_GREETING = 4096
 LONGEST_MESSAGE = 1 << 24
-"""Limits in bytes, without the numbers and the MAC around them."""
+"""Limits in bytes, without the header and the MAC."""
 
 _HEAD = b"plumbline nodes 1\n"
 """The first bytes of both ends: the protocol, and its version."""
@@ -39,12 +42,12 @@ _CHUNK = 1 << 16
 
 
 class ChannelError(ConnectionError):
-    """The other end is not who it should be, or something on the way changes what it sends."""
+    """The other end is not authentic, or its messages were changed on the way."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What both ends know after a greeting, of which their proofs and keys are made."""
+    """The values that both ends know after a greeting, from which they derive proofs and keys."""
 
     token: bytes
     launcher_nonce: bytes
@@ -64,9 +67,9 @@ class Handshake:
 
 
 class LauncherGreeting:
-    """The launcher's side of one greeting, without a socket: send ``challenge``, then feed what comes.
+    """The launcher's side of one greeting, without a socket: send ``challenge``, then feed the answer.
 
-    ``nonce`` is never used twice, except where a recorded greeting is to fit.
+    Only tests set ``nonce``, to replay a recorded greeting.
     """
 
     def __init__(self, token: str, nonce: bytes | None = None) -> None:
@@ -76,23 +79,23 @@ class LauncherGreeting:
         self.received = b""
 
     def feed(self, data: bytes) -> Handshake | None:
-        """Take in bytes of the node; return the handshake once its greeting is complete.
+        """Add bytes from the node; return the handshake once the greeting is complete.
 
-        Its greeting is answered with ``proof(LAUNCHER)``. The node sends nothing before it has that.
+        Answer the greeting with ``proof(LAUNCHER)``. The node sends nothing before it has received that.
 
         Raises:
-            ChannelError: it is no greeting, or of somebody who does not know the token.
+            ChannelError: The bytes are not a greeting, or the node does not know the token.
         """
         self.received += data
         said = self.received
         if not said.startswith(_HEAD[: len(said)]):
-            raise ChannelError(f"it speaks another protocol, or is of another version: it began with {said[:24]!r}")
+            raise ChannelError(f"it speaks another protocol or version: it began with {said[:24]!r}")
         begin = len(_HEAD) + _SIZE + _LENGTH.size
         if len(said) < begin:
             return None
         (length,) = _LENGTH.unpack_from(said, begin - _LENGTH.size)
         if length > LONGEST_GREETING:
-            raise ChannelError(f"it announced a greeting of {length} bytes, and the limit is {LONGEST_GREETING}")
+            raise ChannelError(f"it announced a greeting of {length} bytes; the limit is {LONGEST_GREETING}")
         end = begin + length
         if len(said) < end + _SIZE:
             return None
@@ -101,7 +104,7 @@ class LauncherGreeting:
         nonce = said[len(_HEAD) : len(_HEAD) + _SIZE]
         handshake = Handshake(self._token, self._nonce, nonce, said[begin:end])
         if not hmac.compare_digest(handshake.proof(NODE), said[end:]):
-            raise ChannelError("its proof is wrong: it has another token, or plays a recorded greeting again")
+            raise ChannelError("its proof is wrong: it has another token, or replays a recorded greeting")
         return handshake
 
 
@@ -109,24 +112,24 @@ def greet(connection: socket.socket, token: str, greeting: bytes) -> Authenticat
     """Greet a launcher as a node; return the channel to it.
 
     Raises:
-        OSError: it did not answer in ``GREETING_TIMEOUT_S``, or does not know the token.
+        OSError: The launcher did not answer in ``GREETING_TIMEOUT_S``, or does not know the token.
     """
     if len(greeting) > LONGEST_GREETING:
-        raise ChannelError(f"this node's greeting has {len(greeting)} bytes, and the limit is {LONGEST_GREETING}")
+        raise ChannelError(f"this node's greeting has {len(greeting)} bytes; the limit is {LONGEST_GREETING}")
     deadline = time.monotonic() + GREETING_TIMEOUT_S
     challenge = _read_exactly(connection, len(_HEAD) + _SIZE, deadline)
     if not challenge.startswith(_HEAD):
-        raise ChannelError("what listens there is no launcher, or of another version")
+        raise ChannelError("the process that listens there is not a launcher of this version")
     handshake = Handshake(token.encode(), challenge[len(_HEAD) :], secrets.token_bytes(_SIZE), greeting)
     answer = _HEAD + handshake.node_nonce + _LENGTH.pack(len(greeting)) + greeting + handshake.proof(NODE)
     connection.sendall(answer)
     if not hmac.compare_digest(handshake.proof(LAUNCHER), _read_exactly(connection, _SIZE, deadline)):
-        raise ChannelError("what listens there does not know the token of this run")
+        raise ChannelError("the process that listens there does not know the token of this run")
     return AuthenticatedChannel(connection, handshake, NODE)
 
 
 class AuthenticatedChannel:
-    """One end, ``role``, of a connection after the greeting. One process sends on it: messages are numbered."""
+    """One end, ``role``, of a connection after the greeting. Messages are numbered, so only one process may send."""
 
     def __init__(self, connection: socket.socket, handshake: Handshake, role: bytes) -> None:
         connection.settimeout(None)
@@ -139,10 +142,10 @@ class AuthenticatedChannel:
         return self._connection.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message; wait until the system's buffer has taken it.
+        """Send a message; wait until it is in the system's buffer.
 
         Raises:
-            OSError: the connection has ended, or the message is too long.
+            OSError: The connection has ended, or the message is too long.
         """
         if len(message) > LONGEST_MESSAGE:
             raise ChannelError(f"a message of {len(message)} bytes is too long: the limit is {LONGEST_MESSAGE}")
@@ -151,10 +154,10 @@ class AuthenticatedChannel:
         self._connection.sendall(numbered + hmac.digest(self._key, numbered, "sha256"))
 
     def receive(self) -> list[bytes] | None:
-        """Wait for bytes; return the messages that are complete with them, None when the other end has closed.
+        """Wait for bytes; return the messages that they complete, or None if the other end has closed.
 
         Raises:
-            OSError: the connection has ended, or what came is not what the other end sent.
+            OSError: The connection has ended, or messages were changed on the way.
         """
         chunk = self._connection.recv(_CHUNK)
         return self._incoming.feed(chunk) if chunk else None
@@ -164,7 +167,7 @@ class AuthenticatedChannel:
 
 
 class IncomingMessages:
-    """Reads the messages of one direction, whose key is ``key``, from bytes."""
+    """Parses the messages of one direction, which has its own ``key``."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -172,10 +175,10 @@ class IncomingMessages:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that are complete with ``data``.
+        """Return the messages that ``data`` completes.
 
         Raises:
-            ChannelError: a message is too long, or not the next one that was sent, as it was sent.
+            ChannelError: A message is too long, not the next one, or was changed on the way.
         """
         self._rest += data
         messages = []
@@ -183,11 +186,11 @@ class IncomingMessages:
             number, length = _HEADER.unpack_from(self._rest)
             if number != self._due:
                 raise ChannelError(
-                    f"message {self._due} was due, and number {number} came: something on the network drops, repeats "
-                    "or changes messages"
+                    f"message {number} came instead of {self._due}: something on the network drops, repeats or changes "
+                    "messages"
                 )
             if length > LONGEST_MESSAGE:
-                raise ChannelError(f"message {number} announced {length} bytes, and the limit is {LONGEST_MESSAGE}")
+                raise ChannelError(f"message {number} announced {length} bytes; the limit is {LONGEST_MESSAGE}")
             end = _HEADER.size + length
             if len(self._rest) < end + _SIZE:
                 break
@@ -205,10 +208,10 @@ def _read_exactly(connection: socket.socket, count: int, deadline: float) -> byt
     while len(data) < count:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"no greeting in {GREETING_TIMEOUT_S:g} s")
+            raise TimeoutError(f"no complete greeting in {GREETING_TIMEOUT_S:g} s")
         connection.settimeout(left)
         chunk = connection.recv(count - len(data))
         if not chunk:
-            raise ChannelError("it closed the connection: does it have the same token?")
+            raise ChannelError("it closed the connection: check that both ends have the same token")
         data += chunk
     return data

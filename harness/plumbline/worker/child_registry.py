@@ -1,4 +1,4 @@
-"""The fork server's registry of processes that subjects start by themselves: each keeps a connection to it."""
+"""The fork server's registry of the processes that subjects start. Each of them keeps a connection to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Address = str | list[Any]
-"""Where a registry is found: a name, or host and port. It travels as JSON."""
+"""The address of a registry, as JSON: a name, or host and port."""
 
 _REPORTED = ("below", "pid", "rank", "steps", "evidence", "failed", "idle", "unwritten")
 
 
 @dataclass
 class Child:
-    """A process below a node's first one, and what it has reported about itself.
+    """A process below a node's first process, and its reports about itself.
 
-    ``below`` is the process id of that first one. ``rank`` is the one that it is, or most probably is. ``idle``: it
-    ended without having been a rank. ``unwritten`` says why its evidence could not be written. ``killed``: it did not
-    end by itself, the server has killed it.
+    ``below`` is the id of that first process. ``rank`` is the rank that it (most probably) is. ``idle``: it ended
+    without having been a rank. ``unwritten`` says why its evidence could not be written. ``killed``: the server has
+    killed it.
     """
 
     line: socket.socket
@@ -59,8 +59,8 @@ class Child:
 def listen() -> tuple[socket.socket, Address]:
     """Return a socket that listens to other processes of this node, and its address.
 
-    On Linux the address is an abstract name of a Unix socket: a node may be a network namespace, or a container,
-    whose loopback interface is down. Every user can see it: who connects must be the same user (see ``is_own``).
+    On Linux it is a Unix socket with an abstract name, because a node may be a network namespace or a container whose
+    loopback interface is down. Every user can see such a name, so ``is_own`` checks who connects.
     """
     if sys.platform != "linux":
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -72,7 +72,7 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Return whether the other end of a connection is a process of this user; where the system does not tell, True."""
+    """Return whether the other end of a connection is a process of this user; True if unknown (not Linux)."""
     if sys.platform != "linux":
         return True
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
@@ -88,10 +88,10 @@ def connect(address: Address) -> socket.socket:
 
 
 class Registry:
-    """Receives the reports of children in the order in which they are sent, and passes them on."""
+    """Receives the reports of children in their order, and passes them on."""
 
     def __init__(self, notify: Callable[[Child, bool], None]) -> None:
-        """``notify`` is called with a child that wrote evidence or, and then with True, has ended."""
+        """``notify`` is called with each child that wrote evidence, and with True when a child has ended."""
         self._notify = notify
         self._listener, self.address = listen()
         self._listener.setblocking(False)
@@ -102,13 +102,13 @@ class Registry:
         return self._selector.fileno()
 
     def read(self) -> bool:
-        """Read all there is; return True, because there may be more later."""
+        """Read all reports that have arrived; return True, because more may follow."""
         while self._follow(0):
             pass
         return True
 
     def wait_for_ends(self, first: int, seconds: float) -> None:
-        """Read what there is, and wait, at most ``seconds``, until all children of a node have ended."""
+        """Read reports until all children of a node have ended, or ``seconds`` have passed."""
         deadline = time.monotonic() + seconds
         self.read()
         while self.below(first) and (left := deadline - time.monotonic()) > 0:
@@ -120,7 +120,7 @@ class Registry:
         self._selector.close()
 
     def below(self, first: int) -> list[Child]:
-        """Return the living children of a node, by the process id of its first process."""
+        """Return the living children of a node, which the process id of its first process identifies."""
         children = [key.data for key in self._selector.get_map().values() if key.data is not None]
         return [child for child in children if child.below == first]
 
@@ -136,7 +136,7 @@ class Registry:
     def _accept(self) -> None:
         line, _ = self._listener.accept()
         if not is_own(line):
-            line.close()  # it could have processes of this user killed, by naming them as its own
+            line.close()  # it could get this user's processes killed by registering their ids
             return
         line.setblocking(False)
         self._selector.register(line, selectors.EVENT_READ, Child(line))
@@ -146,7 +146,7 @@ class Registry:
         try:
             alive = child.receive()
         except (ValueError, AttributeError):
-            alive = False  # it is no child of a subject
+            alive = False  # it is not a child of a subject
         if child.evidence != had:
             self._notify(child, False)
         if not alive:

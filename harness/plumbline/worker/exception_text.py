@@ -1,4 +1,4 @@
-"""What a trainer raised, as text: its message, and the trainer's calls that led there."""
+"""An exception of a trainer as text: its message, and the calls that led to it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _AROUND = (
     ("multiprocessing", "process.py"),
     ("multiprocessing", "spawn.py"),
 )
-"""Who calls a trainer, by folder and file: the harness, and what starts processes."""
+"""The callers of trainers, by folder and file: Plumbline, and multiprocessing."""
 
 _LONGEST_SOURCE = 100
 """Characters of a line of source."""
 
 
 def in_words(raised: BaseException) -> str:
-    """Return the error's type and message; some errors raise when they are converted to text."""
+    """Return the error's type and message, even if converting the error to text raises."""
     try:
         return f"{type(raised).__name__}: {str(raised).strip()}".removesuffix(": ")
     except Exception as error:
@@ -25,7 +25,7 @@ def in_words(raised: BaseException) -> str:
 
 
 def calls_in(raised: BaseException) -> str:
-    """Return the trainer's calls in which something was raised, with their source, a line each, the innermost first."""
+    """Return the trainer's calls that led to an exception, one per line with its source, the innermost first."""
     calls = list(traceback.extract_tb(raised.__traceback__))
     while calls and tuple(calls[0].filename.split(os.sep)[-2:]) in _AROUND:
         del calls[0]

@@ -1,4 +1,4 @@
-"""A forked rank as its fork server knows it: its log, its number of steps, and its folder for temporary files."""
+"""A forked rank as its fork server sees it: its log, its number of steps, and its folder for temporary files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from plumbline.worker.scratch import NODE, Scratch
 
 @dataclass(frozen=True)
 class ForkedRank:
-    """A rank of a launch. ``done`` is memory that it shares with the server: the number of steps it has done.
+    """A rank of a launch. ``done`` is memory that it shares with the server: its number of completed steps.
 
-    ``kills`` is how often the kernel had killed for want of memory when it was forked. ``scratch`` is the folder for
-    temporary files where the subject starts the ranks of the node below this one, None where it does not.
+    ``kills`` is the number of out-of-memory kills before its fork. ``scratch`` is a folder for temporary files if the
+    subject starts the ranks of the node, else None.
     """
 
     launch: int
@@ -32,8 +32,8 @@ class ForkedRank:
 
     @classmethod
     def prepare(cls, assignment: Mapping[str, Any]) -> ForkedRank:
-        """Make what a rank needs before it is forked, from the JSON of its assignment."""
-        Path(assignment["evidence"]).unlink(missing_ok=True)  # only this rank's evidence may be found there
+        """Prepare a rank before its fork, from the JSON of its assignment."""
+        Path(assignment["evidence"]).unlink(missing_ok=True)  # an earlier rank may have left it
         return cls(
             launch=assignment["launch"],
             rank=assignment["rank"],
@@ -58,10 +58,10 @@ class ForkedRank:
 
     @property
     def has_evidence(self) -> bool:
-        """Whether its evidence is there. It is another process's where the subject starts the ranks."""
+        """Whether it has written evidence itself. A subject that starts its ranks leaves that to them."""
         return self.scratch is None and os.path.exists(self.evidence)
 
     def remove_scratch(self) -> None:
-        """Remove the folder for temporary files, when the processes that could write to it have ended."""
+        """Remove the folder for temporary files; the processes that could write to it have ended."""
         if self.scratch:
             self.scratch.leave(remove=True)

@@ -1,44 +1,17 @@
-"""How a fork server and its ranks reach the launcher: two pipes on its machine, an authenticated channel elsewhere."""
+"""The link of a fork server and its ranks to the launcher: two pipes, or an authenticated channel from another machine.
+
+Commands come in, and events go out, each a JSON object.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
 
 from plumbline.worker.authenticated_channel import AuthenticatedChannel
 
 
-class LauncherLink(Protocol):
-    """Commands come in, and events go out, each a JSON object.
-
-    ``from_ranks`` is a descriptor that is readable where there is something to ``forward``; None where there never is.
-    """
-
-    from_ranks: int | None
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable where there are commands."""
-        ...
-
-    def receive(self) -> list[bytes] | None:
-        """Return the commands that have come; None: the launcher has closed its end. May raise OSError."""
-        ...
-
-    def announce(self, event: bytes) -> None:
-        """Send an event of this process, the server or a rank. May raise OSError."""
-        ...
-
-    def forward(self) -> None:
-        """In the server, send what ranks have announced. May raise OSError."""
-        ...
-
-    def close_in_fork(self) -> None:
-        """In a rank, close what only the server uses."""
-        ...
-
-
 class EventPipe:
-    """The writing end of a pipe that several processes share: a line is shorter than PIPE_BUF, so lines stay whole."""
+    """The writing end of a pipe that several processes share. Lines stay whole, as they are shorter than PIPE_BUF."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -58,7 +31,7 @@ class Lines:
         self._rest = b""
 
     def read(self) -> list[bytes] | None:
-        """Return the lines that are complete with the next bytes; None at the end."""
+        """Return the lines that the next bytes complete, None at the end."""
         chunk = os.read(self._descriptor, 1 << 20)
         if not chunk:
             return None
@@ -67,7 +40,7 @@ class Lines:
 
 
 class PipeLink:
-    """``commands`` and ``events`` are descriptors; ranks write to the launcher's pipe themselves."""
+    """A link on the launcher's machine; ``commands`` and ``events`` are descriptors. Ranks write to ``events``, too."""
 
     from_ranks: int | None = None
 
@@ -86,14 +59,17 @@ class PipeLink:
         self._events.write(event)
 
     def forward(self) -> None:
-        """Nothing passes through the server."""
+        """Do nothing: the launcher reads what ranks announce."""
 
     def close_in_fork(self) -> None:
         os.close(self._commands)
 
 
 class NetworkLink:
-    """A channel to the launcher. Its messages are numbered, so the server sends those of its ranks, from a pipe."""
+    """A link by network. Messages are numbered, so the server alone sends: ranks write their events to a pipe.
+
+    ``from_ranks`` is a descriptor that is readable if there is something to ``forward``.
+    """
 
     from_ranks: int | None
 
@@ -113,7 +89,7 @@ class NetworkLink:
         return self._channel.receive()
 
     def announce(self, event: bytes) -> None:
-        """Send an event, in the server after those that ranks have announced before."""
+        """Send an event. The server first sends what ranks have announced before."""
         if os.getpid() != self._server:
             self._events.write(event)
             return
@@ -133,3 +109,6 @@ class NetworkLink:
         assert self.from_ranks is not None
         self._channel.close()
         os.close(self.from_ranks)
+
+
+LauncherLink = PipeLink | NetworkLink

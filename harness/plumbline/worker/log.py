@@ -1,21 +1,21 @@
-"""A log that keeps the beginning and the end of what was printed, however much that was."""
+"""A log that keeps the beginning and the end of a rank's output."""
 
 from __future__ import annotations
 
 import os
 
 KEPT = 1 << 19
-"""Bytes that are kept of the beginning, and of the end."""
+"""The number of bytes that are kept of the beginning, and of the end."""
 
 _AT_ONCE = 1 << 16
 _ENOUGH = 1 << 22
 
 
 class Log:
-    """Takes what a rank prints from a pipe, and writes it to ``path``.
+    """Reads a rank's output from a pipe, and writes it to ``path``.
 
-    A rank that prints never waits for a disk, and cannot fill one: what is between the beginning and the end is counted
-    and left out. A log that cannot be written does not fail the cell.
+    Output between the beginning and the end is counted and dropped, so a rank cannot fill the disk, nor wait for it. A
+    log that cannot be written does not fail the cell.
     """
 
     def __init__(self, path: str) -> None:
@@ -30,7 +30,7 @@ class Log:
             self._file = os.open(os.devnull, os.O_WRONLY)
 
     def read(self) -> bool:
-        """Read what is there, up to a limit; return whether there may be more later."""
+        """Read what has arrived, up to a limit; return whether more may follow."""
         for _ in range(_ENOUGH // _AT_ONCE):
             try:
                 chunk = os.read(self.source, _AT_ONCE)
@@ -42,16 +42,15 @@ class Log:
         return True
 
     def close(self) -> None:
-        """Read what is still there, and write the end. A process that prints after that gets SIGPIPE."""
+        """Read the rest, and write the end. A process that prints later gets SIGPIPE."""
         self.read()
         os.close(self.source)
         if self._left_out:
-            self._write(f"\n… {self._left_out} bytes are left out …\n".encode())
+            self._write(f"\n… {self._left_out} bytes left out …\n".encode())
         self._write(bytes(self._end))
         os.close(self._file)
 
     def close_in_fork(self) -> None:
-        """Close it in a forked process, which does not need it."""
         os.close(self.source)
         os.close(self._file)
 

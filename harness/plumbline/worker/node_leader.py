@@ -1,7 +1,7 @@
-"""The first process of a node whose subject starts its ranks by itself: it calls the subject, and waits for all below.
+"""The first process of a node whose subject starts its ranks itself: it calls the subject, and waits for the ranks.
 
-It may be a rank itself, as where there is one a node. Otherwise it writes how the call ended to a file beside the
-ranks' evidence, which ``plumbline.launch.node_launch`` interprets.
+It may be a rank itself, for example the only one of its node. Otherwise it writes how the call ended to a file beside
+the ranks' evidence, which ``plumbline.launch.node_launch`` reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS"),
 )
-"""Variables by which a launcher says that it has started the ranks, which is not the case here."""
+"""Variables of launchers that start the ranks themselves. Here the subject starts them."""
 
 
 def run(
@@ -37,15 +37,15 @@ def run(
 ) -> NoReturn:
     """Train with all ranks of a node. Does not return: the process ends here.
 
-    ``address`` is that of the fork server's registry of processes below this one; ``scratch`` is a folder for their
-    temporary files, which is removed when they have ended.
+    The processes below this one register at ``address``, and put temporary files into the folder ``scratch``, which is
+    removed after their end.
     """
 
     def train() -> int:
         prepare_process(assignment)
         _forget_launchers()
         _use_for_temporary_files(scratch)
-        _let_scripts_import_the_harness()
+        _let_scripts_import_plumbline()
         _announce_ends_of_children(assignment, announce)
         here = lead(assignment, address)
         raised = call(subject, here.job)
@@ -56,7 +56,7 @@ def run(
             evidence.write_rank(assignment.returned, here.recorder.trace(assignment.rank, raised))
         if raised is not None:
             announce({"event": "raised", **place})
-        # As at the end of any Python program: children that nobody has waited for are waited for now.
+        # Wait for children that nobody has waited for, as every Python program does at its end.
         exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
         exit_function()
         announce({"event": "evidence", **place})
@@ -76,14 +76,14 @@ def _use_for_temporary_files(folder: str) -> None:
     tempfile.tempdir = None
 
 
-def _let_scripts_import_the_harness() -> None:
+def _let_scripts_import_plumbline() -> None:
     path = str(Path(__file__).with_name("path"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
     sys.path.insert(0, path)
 
 
 def _announce_ends_of_children(assignment: Assignment, announce: Callable[[dict[str, Any]], None]) -> None:
-    """Announce how a child ended, whenever multiprocessing waits for one: a child's exit code can be read once."""
+    """Announce the exit code of each child when multiprocessing waits for it: the code can be read only once."""
     waitpid, first = os.waitpid, os.getpid()
 
     def announcing(pid: int, options: int) -> tuple[int, int]:

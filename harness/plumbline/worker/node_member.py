@@ -1,9 +1,8 @@
-"""A process of a node whose subject starts its ranks by itself: how it joins the recording, and how it ends.
+"""A process of a node whose subject starts its ranks itself: it joins the recording, and writes its evidence.
 
 The first process of a node calls the subject, and sets a variable with which the others join: forked ones after the
-fork, spawned ones as they unpickle the job or its model, scripts as they call ``current_job``. Each connects to the
-fork server's registry; the connection ends as the process does. At its end, before anything is shut down, it writes its
-evidence as that of the rank which it was.
+fork, spawned ones when they unpickle the job or its model, scripts when they call ``current_job``. Each keeps a
+connection to the fork server's registry until its end. It writes the evidence of its rank before anything is shut down.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from plumbline.worker.recording.late_evidence import answer_requests
 from plumbline.worker.recording.process_groups import keep_process_groups
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
-"""What a child must know, as JSON: the assignment of its node, its first process, and the registry's address."""
+"""The variable for children, as JSON: the node's assignment, its first process, and the registry's address."""
 
 _FIRST_PRIORITY = 1000
-"""The priority of a finalizer of multiprocessing's that runs before all others."""
+"""The priority of a finalizer of multiprocessing that runs before all others."""
 
 _NUMBERED = re.compile(r"Process-(\d+)$")
 
@@ -44,10 +43,10 @@ _current: NodeMember | None = None
 
 
 def current_member() -> NodeMember:
-    """Return this process as a part of its node's recording, which it joins if it has not joined yet.
+    """Return this process's member of the recording, which it joins if it has not joined yet.
 
     Raises:
-        RuntimeError: neither Plumbline has started it, nor a subject under test.
+        RuntimeError: Neither Plumbline nor a subject under test has started this process.
     """
     global _current
     if _current is None:
@@ -74,7 +73,7 @@ copyreg.pickle(ChildRecorder, lambda recorder: (_recorder_of_this_process, (), r
 
 
 class NodeMember:
-    """One process of a node whose subject starts its ranks by itself."""
+    """One process of a node whose subject starts its ranks itself."""
 
     def __init__(self, assignment: Assignment, address: Address, first: int) -> None:
         self.assignment = assignment
@@ -95,7 +94,7 @@ class NodeMember:
 
     @classmethod
     def of_child(cls, values: dict[str, Any]) -> NodeMember:
-        """Join as a process that shares no memory with the one that started it."""
+        """Join in a process that was not forked from the one that started it."""
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
@@ -113,19 +112,19 @@ class NodeMember:
         atexit.register(self.finish)
 
     def claim_rank(self) -> None:
-        """Note that this process asked for the job: it is a rank, whatever it does with it."""
+        """Note that this process asked for the job, and so is a rank."""
         if not self._claimed and os.getpid() != self._first:
             self._claimed = True
             self.report()
 
     def report(self, **values: Any) -> None:
-        """Report values about this process to the server, after its identity."""
+        """Report values about this process to the server; the first report includes its identity."""
         if "steps" in values and not self._answers:
             self._answers = True
             answer_requests(self.write_so_far)
         if os.getpid() == self._first:
             return
-        # Without a server the values are of no use.
+        # Without a server, nobody needs the values.
         with suppress(OSError):
             if self._line is None:
                 self._line = connect(self._address)
@@ -139,7 +138,7 @@ class NodeMember:
         with self._lock:
             self._done = True
         if self._direct and os.getppid() != self._first:
-            return  # it ends because its parent is gone, not because training has ended
+            return  # it ends because its parent is gone, not because the training has ended
         raised, self._code = _raised()
         if raised is not None and self._line is not None:
             with open(self.assignment.as_rank(self.rank).log, "a", encoding="utf-8") as log:
@@ -153,10 +152,10 @@ class NodeMember:
                 os.unlink(self._stack)
 
     def write_so_far(self) -> None:
-        """Write what was recorded so far: it counts where this process is ended before it writes the whole."""
+        """Write the evidence so far, in case this process is killed before it writes all of it."""
         with self._lock:
             if self.recorder.steps and not self._done:
-                with suppress(OSError):  # the whole comes later, and names the obstacle
+                with suppress(OSError):  # writing all of it will fail in the same way, and say why
                     evidence.write_rank(
                         evidence.so_far_path(self.assignment.as_rank(self.rank).evidence),
                         self.recorder.trace(self.rank),
@@ -175,7 +174,7 @@ class NodeMember:
             os.link(private, own)
         except FileExistsError:
             message = (
-                f"two processes of this launch were rank {rank}: does each node start its own ranks, and no others?"
+                f"two processes of this launch were rank {rank}: each node must start its own ranks, and no others"
             )
             raised = raised or RuntimeError(message)
             evidence.write_rank(own, self.recorder.trace(rank, raised))
@@ -190,7 +189,7 @@ class NodeMember:
 
     @property
     def rank(self) -> int:
-        """The rank that this process was: by its process group, else by RANK, else by its number among its siblings."""
+        """The rank of this process: by its process group, else by RANK, else by its number among its siblings."""
         if self.recorder.rank is not None:
             return self.recorder.rank
         if os.environ.get("RANK", "").isdecimal():
@@ -210,7 +209,7 @@ class NodeMember:
     def _end(self) -> None:
         """End a spawned process without running destructors: see :func:`plumbline.worker.rank.run`.
 
-        This runs last at its exit. The exit code of a script is not known here.
+        This runs last at its exit. It does not know the exit code of a script.
         """
         if multiprocessing.parent_process() is not None and self._done:
             sys.stdout.flush()
@@ -218,27 +217,27 @@ class NodeMember:
             os._exit(self._code)
 
     def _join(self) -> None:
-        """Join, as a process of multiprocessing's, which runs no atexit function when it ends, or as a script."""
+        """Join in a process of multiprocessing, which runs no atexit functions at its end, or in a script."""
         util.Finalize(None, self.finish, exitpriority=_FIRST_PRIORITY)
         process = multiprocessing.current_process()
         self._direct = os.getppid() == self._first
-        # A spawned process that is still unpickling its target has its number in its name alone.
+        # While a spawned process unpickles its target, only its name contains its number.
         number = process._identity[-1:] or _NUMBERED.findall(process.name)
         if self._direct and number and not process.daemon:
-            # Most probably a rank, and most probably this one: processes are numbered as they are started.
+            # Most probably a rank, and this one: processes are numbered in the order of their starts.
             self._place = min(int(number[0]), self.assignment.processes_per_node) - 1
             self.report(rank=self.rank)
 
 
 def _raised() -> tuple[BaseException | None, int]:
-    """Return the exception that ends this process, None if there is none, and the exit code that follows from it.
+    """Return the exception that ends this process, if any, and the resulting exit code.
 
-    It is propagating through multiprocessing now, or has propagated through a script.
+    It is propagating through multiprocessing, or has propagated through a script.
     """
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if not isinstance(raised, SystemExit):
         return raised, int(raised is not None)
     if not raised.code:
         return None, 0
-    # With a code, it is how torch.multiprocessing's processes end when something else was raised.
+    # torch.multiprocessing's processes exit with a code when something else was raised.
     return raised.__context__ or raised, raised.code if isinstance(raised.code, int) else 1

@@ -1,4 +1,4 @@
-"""The fork server of a node: it greets the launcher, whose commands and its events use that connection."""
+"""The fork server of a node: it connects to the launcher, for commands and events."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from plumbline.worker.authenticated_channel import greet
 from plumbline.worker.launcher_link import NetworkLink
 
 TOKEN = "PLUMBLINE_TOKEN"
-"""The variable with the secret by which a launcher and its nodes know each other."""
+"""The variable with the secret that a launcher and its nodes share."""
 
 NODE_NAME = "PLUMBLINE_NODE_NAME"
-"""The variable with the name that the cluster has for this node, where that is not its host's."""
+"""The variable with the cluster's name for this node, if that is not its host name."""
 
 CONNECT_TIMEOUT_S = 30.0
-"""Time in which the launcher must be reached and answer this node's greeting."""
+"""Time in which the launcher must accept this node."""
 
 _ATTEMPT_TIMEOUT_S = 5.0
 _RETRY_INTERVAL_S = 0.2
 
 KEEPALIVE_TIMEOUT_S = 15
-"""Seconds after which a connection is closed whose other end does not answer the kernel's probes."""
+"""Seconds after which a connection ends if its other end does not answer the kernel's probes."""
 
 EXIT_DISCONNECTED = 3
-"""The exit code of a server that lost its launcher's connection. torchrun starts such a server again."""
+"""The exit code of a server that lost the connection to its launcher. torchrun restarts such a server."""
 
 _SIOCGIFADDR = 0x8915
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Connect, introduce this node, then serve until the connection ends; return the exit code."""
+    """Connect to the launcher, and serve until the connection ends; return the exit code."""
     options = _options(arguments)
     places = [os.path.expandvars(place).rpartition(":")[::2] for place in options.connect]
     node = os.path.expandvars(options.as_node)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (all(host and port.isdecimal() for host, port in places) and node.isdecimal() and token):
         at = " ".join(f"--connect {host}:{port}" for host, port in places)
         given = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
-        print(f"plumbline.worker: a launcher's address, a node's number and a token are needed, not {given}")
+        print(f"plumbline.worker needs a launcher's address, a node's number and a token, but got {given}")
         return 4
     try:
         channel = _connect(
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Make a connection fail when its other end vanishes without closing it.
+    """Make a connection fail when its other end disappears without closing it.
 
-    An idle connection is probed by the kernel, and data in flight has a timeout.
+    The kernel probes an idle connection, and limits the time of data in flight.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -110,10 +110,10 @@ def interface_of(address: str) -> str:
 
 
 def _connect(places: Sequence[tuple[str, int]], begin: Callable[[socket.socket, str], _T]) -> _T:
-    """Return what ``begin`` makes of a connection to the first place where it succeeds, and of its host.
+    """Call ``begin`` with a connection and its host, at the first place where that succeeds; return its result.
 
-    All are tried until ``CONNECT_TIMEOUT_S`` has passed: the launcher may start later than this process, and a network
-    that has just come up, or a busy machine, may lose the first packets.
+    All places are tried until ``CONNECT_TIMEOUT_S`` has passed, because the launcher may start later than this process,
+    and a new network or a busy machine may lose the first packets.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
@@ -147,9 +147,9 @@ def _description(node: int, host: str, connection: socket.socket) -> bytes:
 
 
 def _way_to_others(connection: socket.socket) -> dict[str, Any]:
-    """Return the interface and the address at which the ranks of other nodes reach those of this one.
+    """Return the interface and the address at which the ranks of other nodes reach those of this node.
 
-    It is the interface that leads to the launcher, unless GLOO_SOCKET_IFNAME names another; "" without an address.
+    By default it is the interface that leads to the launcher; GLOO_SOCKET_IFNAME chooses another one.
     """
     own = connection.getsockname()[0]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -159,7 +159,7 @@ def _way_to_others(connection: socket.socket) -> dict[str, Any]:
 
 
 def _counts_from_starter() -> dict[str, int | None]:
-    """Return the numbers of nodes, and of servers on this one, that torchrun or SLURM has set; None where unknown."""
+    """Return torchrun's or SLURM's numbers of nodes, and of servers on this node; None if unknown."""
     nodes, servers = (
         next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
         for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))
@@ -199,9 +199,11 @@ def _cuda_devices() -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="plumbline.worker", description=__doc__)
-    at = "where the launcher listens; of several, the first that answers"
+    at = "the address of the launcher; if there are several, the first that answers"
     parser.add_argument("--connect", required=True, action="append", metavar="HOST:PORT", help=at)
-    parser.add_argument("--as-node", required=True, metavar="N", help="which of the launcher's nodes this is, from 0")
-    parser.add_argument("--token-from-stdin", action="store_true", help=f"read it there instead of from {TOKEN}")
+    parser.add_argument("--as-node", required=True, metavar="N", help="the number of this node, from 0")
+    parser.add_argument(
+        "--token-from-stdin", action="store_true", help=f"read the token from standard input instead of {TOKEN}"
+    )
     parser.add_argument("subject", help="the subject's locator")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Whether two processes run the same Plumbline: a hash of the package's files."""
+"""A hash of the package's files, which tells whether two processes run the same Plumbline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def package_hash() -> str:
-    """Return the SHA-256 of all Python files of this package, with their places in it, in hexadecimal digits."""
+    """Return the SHA-256 of all Python files of this package and their paths in it."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,6 +1,6 @@
-"""Temporary folders that are removed by the process that uses them or, if it was killed, by the next that needs one.
+"""Temporary folders that their process removes or, if it was killed, the next process that needs one.
 
-Each process that uses a folder holds a shared lock on a file in it, which the kernel releases when the process dies. A
+Each process that uses a folder has a shared lock on a file in it, which the kernel releases when the process dies. A
 folder whose lock is free is abandoned.
 """
 
@@ -13,14 +13,14 @@ import tempfile
 from contextlib import suppress
 
 RUN, NODE = "plumbline-run-", "pl-"
-"""How the names of folders begin: of a run's evidence; of what a subject that starts its ranks writes on a node. That
-one is short, because names of sockets must be."""
+"""Prefixes of folders: for the evidence of a run, and for the temporary files of a subject that starts its ranks. The
+second one is short, because the paths of sockets must be."""
 
 _LOCK = ".plumbline-in-use"
 
 
 class Scratch:
-    """A folder in use by this process, until it is left."""
+    """A folder that this process uses until ``leave``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -29,13 +29,13 @@ class Scratch:
 
     @classmethod
     def new(cls, prefix: str, place: str | os.PathLike[str] | None = None) -> Scratch:
-        """Make one, in the temporary directory or in ``place``, after removing abandoned ones there."""
+        """Create one in ``place``, by default the temporary directory, and remove abandoned ones there."""
         place = os.fspath(place or tempfile.gettempdir())
         for name in os.listdir(place):
             if name.startswith((RUN, NODE)):
                 _remove_if_abandoned(os.path.join(place, name))
         while True:
-            # Before it is locked another process may take it for an abandoned one.
+            # Another process may remove it as abandoned before it is locked.
             with suppress(FileNotFoundError):
                 made = cls(tempfile.mkdtemp(prefix=prefix, dir=place))
                 if made._is_there():
@@ -43,7 +43,7 @@ class Scratch:
                 made.leave(remove=False)
 
     def leave(self, *, remove: bool) -> None:
-        """Stop using it; ``remove`` it with its contents, or leave that to the other processes that use it."""
+        """Stop using it, and ``remove`` it with its contents unless other processes use it."""
         if remove:
             _remove(self.path)
         os.close(self._lock)
@@ -58,7 +58,7 @@ def _remove_if_abandoned(path: str) -> None:
     except OSError:
         with suppress(OSError):
             if os.path.basename(path).startswith(RUN):
-                os.rmdir(path)  # its maker was killed before it was locked
+                os.rmdir(path)  # its process was killed before it locked the folder
         return
     with suppress(OSError):  # it is in use
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ def _remove_if_abandoned(path: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a folder, the lock file last: while another process still writes there the folder remains."""
+    """Remove a folder, its lock file last. The folder remains while another process writes there."""
     with suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):

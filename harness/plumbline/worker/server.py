@@ -1,11 +1,10 @@
-"""The fork server: imports torch and the subject once, then forks a rank for each assignment it receives.
+"""The fork server: it imports torch and the subject once, then forks a rank for each assignment.
 
-It gets commands from the launcher and announces events to it, on its machine by its standard input and output
-(``plumbline.worker.launcher_link``). When its input ends, because the launcher closed it or died, or at SIGTERM, it
-ends every rank and itself. Processes that ranks start become its children when the ranks end, and end with the launch;
-what they print goes through it into their logs.
+It receives commands from the launcher and announces events to it (``plumbline.worker.launcher_link``). When its input
+ends, or at SIGTERM, it ends all ranks and itself. Processes that ranks start become its children when the ranks end,
+and end with the launch. It writes the ranks' output to their logs.
 
-CUDA and threads must not be touched here: neither survives a fork.
+This process must not use CUDA or threads: neither survives a fork.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from plumbline.worker.recording.late_evidence import REQUEST
 
 
 class ParentDisconnected(OSError):  # noqa: N818
-    """The launcher cannot be reached any more."""
+    """The connection to the launcher has ended."""
 
 
 class Server:
-    """Forks ranks on command and reports how they end."""
+    """Forks ranks on command, and reports how they end."""
 
     def __init__(self, locator: str, link: LauncherLink, describe: Callable[[], dict[str, Any]] = dict):
-        """``describe`` returns further fields of the event ``ready``, once torch has been imported."""
+        """``describe`` returns more fields for the event ``ready``; it is called after torch was imported."""
         self._describe = describe
         self._connectivity = ConnectivityProbe()
         self._locator = locator
@@ -62,10 +61,10 @@ class Server:
         self._subjects: list[Any] = []
 
     def serve(self) -> bool:
-        """Announce the subjects, then follow commands until they end; return whether an end was commanded."""
+        """Announce the subjects, then follow commands; return whether a command (or SIGTERM) ended the server."""
         parent = os.getppid()
         adopt()
-        die_with(parent)  # while it imports it reads no commands
+        die_with(parent)  # it reads no commands during the imports
         try:
             self._subjects = preload(self._locator)
         except PlumblineError as error:
@@ -75,7 +74,7 @@ class Server:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
             return True
         die_with(parent, number=0)
-        self._spared = descendants()  # a library may have started processes when it was imported
+        self._spared = descendants()  # libraries may start processes when they are imported
         declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
         wake = wakeup_pipe()
@@ -110,7 +109,7 @@ class Server:
                 if self._link.from_ranks in ready:
                     self._link.forward()
                 commands = self._link.receive() if self._link.fileno() in ready else []
-            except OSError as error:  # as where a network was cut
+            except OSError as error:  # for example, the network was cut
                 raise ParentDisconnected(str(error)) from error
             if commands is None:
                 return False
@@ -136,13 +135,13 @@ class Server:
             self._announce(self._connectivity.answer(command))
 
     def _signal(self, pid: int, process: ForkedRank, number: int) -> None:
-        """Signal a rank and those below it.
+        """Signal a rank and the processes below it.
 
-        With any signal but SIGKILL its evidence so far is requested too, and it is continued if it was stopped: else it
-        could not dump its stacks.
+        Except with SIGKILL, this also requests the evidence so far, and continues stopped processes, which could not
+        write their stacks otherwise.
         """
         if number == signal.SIGKILL:
-            # Those below first: some end normally when the first process has ended.
+            # The processes below first: some end normally when the first process has ended.
             self._end_below(pid)
             signal_session(pid, number)
             return
@@ -202,21 +201,20 @@ class Server:
             if pid not in self._ranks:
                 continue
             self._end_below(pid)
-            # Processes that the rank left in its session end with it.
-            signal_session(pid, signal.SIGKILL)
+            signal_session(pid, signal.SIGKILL)  # the processes that it left in its session
             process = self._ranks.pop(pid)
             event = {
                 "event": "exit",
                 **process.place,
                 "code": os.waitstatus_to_exitcode(status),
                 "steps": process.steps,
-                # A rank that has closed its descriptors cannot announce that it has written evidence.
+                # A rank that has closed its descriptors cannot announce its evidence.
                 "evidence": process.has_evidence,
                 "out_of_memory": process.out_of_memory,
                 "at": time.monotonic(),
             }
             if not self._ranks:
-                end_all(self._spared)  # also what has a session of its own
+                end_all(self._spared)  # also processes with sessions of their own
             process.remove_scratch()
             if process.log.source in self._selector.get_map():
                 self._selector.unregister(process.log.source)
@@ -255,7 +253,7 @@ class Server:
         )
 
     def _announce(self, event: dict[str, Any]) -> None:
-        # The clock is the machine's: the parent may read this later than it happened.
+        # The time is taken here, because the launcher may read the event later.
         try:
             self._link.announce(json.dumps({"at": time.monotonic(), **event}).encode())
         except OSError as error:
@@ -263,7 +261,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve on standard input and output. What ranks print goes to standard error."""
+    """Serve on standard input and output. Other output goes to standard error."""
     events = os.dup(1)
     os.dup2(2, 1)
     commands = os.dup(0)

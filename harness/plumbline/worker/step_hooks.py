@@ -1,4 +1,4 @@
-"""Hooks into torch's optimizers and GradScaler, which recording and timing share."""
+"""Hooks into torch's optimizers and GradScaler, for recording and for timing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from plumbline.worker.exception_text import calls_in, in_words
 
 
 class StepCounter(Protocol):
-    """Memory for the number of steps done: eight bytes, little-endian."""
+    """Memory for the number of completed steps: eight bytes, little-endian."""
 
     def __setitem__(self, place: slice, number: bytes, /) -> None: ...
 
 
 class StepHooks(ABC):
-    """Follows the optimizer steps of this process; ``install`` lasts for the rest of the process's life.
+    """Follows the optimizer steps of this process, from ``install`` until the process ends.
 
-    ``done`` is updated after each step, and may be memory that outlives the process.
+    ``done`` is updated after each step; it may be memory that outlives the process.
     """
 
     def __init__(self, done: StepCounter) -> None:
@@ -41,7 +41,7 @@ class StepHooks(ABC):
         self._nested = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return this object: a copy of the model (an average of weights, for example) brings its hooks along."""
+        """Return this object: copies of a model, for example for averaged weights, include its hooks."""
         return self
 
     def install(self) -> None:
@@ -66,21 +66,21 @@ class StepHooks(ABC):
         return False
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing that happens belongs to the training."""
+        """Return a context whose forwards and steps are not part of the training."""
         return nullcontext()
 
     def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which the model has values of the parameters and buffers ``names`` alone."""
+        """Return a context in which the model has values only for the parameters and buffers ``names``."""
         return nullcontext()
 
     def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:  # noqa: B027
         """Note where this rank has its part of flattened parameters."""
 
     def skipped(self, optimizer: Optimizer, scale: float) -> None:  # noqa: B027
-        """Note that the trainer's own loss scaler skips a step of ``optimizer``, at this ``scale``."""
+        """Note that the trainer's own loss scaler skips a step of ``optimizer`` at this ``scale``."""
 
     def on_loss(self, batch: Any) -> None:  # noqa: B027
-        """Note that the loss of ``batch`` is computed."""
+        """Note the computation of the loss of ``batch``."""
 
     def on_log(self, name: str, value: Any) -> None:  # noqa: B027
         """Note a metric."""
@@ -89,7 +89,7 @@ class StepHooks(ABC):
         """Note that this process has trained to the end."""
 
     def trace(self, rank: int, raised: BaseException | None = None) -> RankTrace:
-        """Return this process's trace, and in it what the subject has ``raised``."""
+        """Return this process's trace, with the exception that the subject has ``raised``."""
         failed_at = time.time()
         trace = self._trace(rank)
         if raised is None:
@@ -100,7 +100,7 @@ class StepHooks(ABC):
     def _trace(self, rank: int) -> RankTrace: ...
 
     def _note_world(self) -> None:
-        """Note how many ranks torch.distributed connects now: the group may be gone when the subject returns."""
+        """Note the world size now: the process group may be gone when the subject returns."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
 
@@ -108,7 +108,7 @@ class StepHooks(ABC):
         self._done[:8] = steps.to_bytes(8, "little")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # Of an optimizer inside of an optimizer the outer one's step is what the subject asked for.
+        # If an optimizer wraps another one, the outer step counts.
         self._nested += 1
         return self._begin_step(optimizer, args, kwargs) if self._nested == 1 else None
 
@@ -118,7 +118,7 @@ class StepHooks(ABC):
             self._end_step(optimizer)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Note that a step begins; return other arguments for it, or None."""
+        """Note the beginning of a step; return replacements for its arguments, or None."""
         return None
 
     @abstractmethod
@@ -126,4 +126,4 @@ class StepHooks(ABC):
 
     @abstractmethod
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Call ``step``, that of an enabled GradScaler, which may skip the optimizer's; return its result."""
+        """Call the ``step`` of an enabled GradScaler, which may skip the optimizer's; return its result."""

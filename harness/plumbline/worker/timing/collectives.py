@@ -1,14 +1,12 @@
-"""What the time of a few steps went into, by torch's own profiler, whatever code called it.
+"""The shares of computation, communication and data in the time of a few steps, from torch's profiler.
 
-``share_of`` is the share in which a collective was under way: from the moment that a rank hands it over until it is
-done. What hides behind the backward pass counts, and so does waiting for a rank that is late. It is no measure of what
-communication costs, but of where it can cost anything: 0.1 can slow a step down by a tenth at most, and 0.9 hides in
-computation or is most of the step.
+``share_of`` is the share of time with a pending collective, from its start on a rank until it is done. It includes time
+that overlaps with the backward pass, and waiting for late ranks. It is an upper bound of the cost of communication, not
+the cost: 0.1 can slow down a step by a tenth at most.
 
-``shares_of`` divides the time: every moment is one of ``PARTS``. On CUDA the device decides: a moment in which any
-kernel runs that is no collective is computation, then come exposed collectives, then waiting for data. On the CPU
-loading a batch computes too: there a moment between two steps is data whatever happens in it, unless a collective is
-under way, as while a stage of a pipeline waits for the stage before it.
+``shares_of`` assigns every moment to one of ``PARTS``. On CUDA, a moment in which a kernel other than a collective runs
+is computation, then come exposed collectives, then waiting for data. On the CPU, loading a batch computes too: the time
+between two steps is data, unless a collective is pending, for example while a pipeline stage waits for another one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 
 _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
-"""Gloo's collectives, from the hand-over on, and NCCL's kernels on the device (the latter before NCCL 2.19)."""
+"""Gloo's collectives, from their start on, and NCCL's kernels on the device (``ncclKernel`` before NCCL 2.19)."""
 
 _COPIES = ("Memcpy", "Memset")
 _DATA = "plumbline: data"
@@ -28,14 +26,14 @@ _DATA = "plumbline: data"
 PARTS = ("compute", "exposed_communication", "data", "idle")
 
 Span = tuple[int, int]
-"""From when to when, in nanoseconds."""
+"""Start and end, in nanoseconds."""
 
 
 class Collectives:
-    """Looks from ``start`` to ``stop``; ``data_begins`` and ``data_ends`` lie around the wait for each batch."""
+    """Profiles from ``start`` to ``stop``; call ``data_begins`` and ``data_ends`` around the wait for each batch."""
 
     def __init__(self) -> None:
-        self.looks = False
+        self.is_active = False
         self._on_cuda = False
         self._profile: Any = None
         self._data: Any = None
@@ -47,16 +45,16 @@ class Collectives:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
-        self.looks = True
+        self.is_active = True
 
     def stop(self) -> None:
         if self._profile is not None:
             self.data_ends()
             self._profile.stop()
-            self.looks = False
+            self.is_active = False
 
     def data_begins(self) -> None:
-        """Note that a step is over, and that the next one has no batch yet."""
+        """Note that a step is over and the next one has no batch yet."""
         self._data = torch.profiler.record_function(_DATA)
         self._data.__enter__()
 
@@ -66,12 +64,12 @@ class Collectives:
             self._data = None
 
     def share_of(self, seconds: float) -> float | None:
-        """Return the part of ``seconds`` in which at least one collective was under way, None if there was none."""
+        """Return the share of ``seconds`` with at least one pending collective, None without collectives."""
         spans = sorted(span for name, _, span in self._events() if name.startswith(_NAMES))
         return union(spans) / 1e9 / seconds if spans else None
 
     def shares_of(self, seconds: float) -> dict[str, float] | None:
-        """Return the shares of ``PARTS`` in ``seconds``, which add up to 1; None where nothing was looked at."""
+        """Return the shares of ``PARTS`` in ``seconds``, which add up to 1; None if nothing was profiled."""
         if self._profile is None:
             return None
         compute, communication, data = [], [], []
@@ -97,24 +95,24 @@ class Collectives:
         return {**shares, "idle": 1 - sum(shares.values())}
 
     def _events(self) -> Iterable[tuple[str, bool, Span]]:
-        """Yield the name of each event, whether it happened on a device of its own, and its span."""
+        """Yield the name of each event, whether it happened on a CUDA device, and its span."""
         if self._profile is None:
             return
-        # Not the profile's own list, which takes a second to make out of thousands of events that are not needed.
+        # The profile's own list takes a second to build.
         for event in self._profile.profiler.kineto_results.events():
             on_device = event.device_type().name != "CPU"
-            # A range of the host's is shown on the device too, as what it spans there.
+            # Ranges of the host are also reported on the device.
             if not (on_device and event.name() == _DATA):
                 yield event.name(), on_device, (event.start_ns(), event.start_ns() + event.duration_ns())
 
 
 def covered(*spans: Sequence[Span]) -> int:
-    """Return the length of what all of ``spans`` cover together."""
+    """Return the length of the union of all ``spans``."""
     return union(sorted(chain(*spans)))
 
 
 def union(spans: list[Span]) -> int:
-    """Return the length of what ``spans``, in the order of their beginnings, cover together."""
+    """Return the length of the union of ``spans``, which are sorted by their starts."""
     length = reached = 0
     for begun, ended in spans:
         length += max(0, ended - max(begun, reached))

@@ -1,8 +1,7 @@
-"""When something happened on a rank's devices, in seconds of the machine's monotonic clock.
+"""The times of events on a rank's devices, in seconds, on the machine's monotonic clock.
 
-A mark is taken in passing and costs next to nothing; what it means is known when the devices have come to rest. On the
-cpu a mark is the time itself. On CUDA the host runs ahead of the device, so a mark is an event in the stream: the time
-at which the device got there, not at which the host issued it.
+Taking a mark costs next to nothing; its time is known after the devices have finished. On the CPU, a mark is the time
+itself. On CUDA, the host runs ahead of the device, so a mark is an event in the stream.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch
 
 
 class HostClock:
-    """For devices that compute while one asks: the cpu."""
+    """For the CPU, which is never ahead of the caller."""
 
     def rest(self) -> None:
-        """Wait until nothing is left to compute, and count from here."""
+        """Wait until the devices have finished, and count times from here."""
 
     def mark(self) -> Any:
         return time.monotonic()
 
     def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
-        """Return what marks since the last ``rest`` mean; the devices are at rest again."""
+        """Return the times of marks since the last ``rest``; waits until the devices have finished."""
         return tuple(marks)
 
 
@@ -36,7 +35,7 @@ class CudaClock(HostClock):
         self._origin: tuple[float, Any] = (0.0, None)
 
     def rest(self) -> None:
-        """Wait for all devices; an event in an empty stream happens at once, which ties it to the host's clock."""
+        """Wait for all devices. An event in an empty stream happens at once, which links it to the host's clock."""
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._origin = (time.monotonic(), self.mark())

@@ -1,6 +1,7 @@
-"""How many floating-point operations a rank executed in a step, by torch's counter; what is done twice counts twice.
+"""The number of floating-point operations that a rank executed in a step, by torch's counter.
 
-A multiplication with its addition is two; matrix products, convolutions and attention count, as in the usual formulas.
+It counts matrix products, convolutions and attention; a multiplication with its addition is two operations. Repeated
+work, as with activation checkpointing, counts each time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class _NoModules:
-    """In place of the counter's tracking of modules: its hooks on gradients break a backward in two parts.
+    """Replaces the counter's tracking of modules, whose hooks break a backward in two parts.
 
-    That is how pipelines put off the gradients of weights (torch 2.13).
+    Pipelines use such a backward to defer the gradients of weights (torch 2.13).
     """
 
     parents = frozenset({"Global"})
@@ -26,9 +27,9 @@ class _NoModules:
 
 
 class ExecutedFlops:
-    """Counts between ``start`` and ``stop``, which lie around one step; ``total`` is None where it could not be seen.
+    """Counts between ``start`` and ``stop``, which surround one step.
 
-    A process that computes on several devices has a thread for each, which the counter does not follow.
+    ``total`` stays None for a process with several devices, whose threads the counter does not follow.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a rank has used at most; and how it keeps what it has, where its steps are timed."""
+"""A rank's peak memory, and a setting that avoids page faults in timed steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER, _MOST = 2**31 - 1, 2**25
-"""For glibc's mallopt: bytes at the top of the heap that go back, and of a block that has pages of its own."""
+"""For glibc's mallopt, in bytes: free memory at the top of the heap to return, and the size of blocks to mmap."""
 
 
 def keep_freed_memory() -> None:
-    """Let the C library, where it is glibc, keep what is freed for the next step, rather than give it back.
+    """Make glibc keep freed memory for the next step instead of returning it to the system.
 
-    By default it does so or not depending on what happens to lie at the top of the heap, which one line more in a loop
-    decides: of three loops that compute the same for ``perf-resnet`` one had no page fault a step, and the others had
-    250 to 500, for which their steps took 7 to 15 % longer.
+    By default, that depends on what happens to be at the top of the heap. Of three loops that computed the same for
+    ``perf-resnet``, one had no page faults and the others had 250 to 500 per step, which took 7 to 15 % longer.
     """
     if sys.platform != "linux":
         return
@@ -32,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def memory_of(devices: Sequence[torch.device]) -> dict[str, int]:
-    """Return bytes and counts by metric: the CUDA allocator's over the rank's devices, or the process's own."""
+    """Return bytes and counts by metric: of the CUDA allocator over the rank's devices, or of this process."""
     return _cuda_memory(devices) if devices[0].type == "cuda" else _private_memory()
 
 
@@ -47,12 +46,11 @@ def _cuda_memory(devices: Sequence[torch.device]) -> dict[str, int]:
 
 
 def _private_memory() -> dict[str, int]:
-    """Return the peak of what this process alone has, on Linux.
+    """Return the peak of this process's private memory, on Linux.
 
-    A rank is forked from a process that has torch loaded: those pages are shared, and 8 ranks must not count them eight
-    times. Private and written to is what a rank has for itself. The kernel keeps no peak of that, but it keeps one of
-    all resident pages, which for a forked process begins at its fork; and what is resident no longer was private, since
-    code and what the server allocated stays. So: private now, and what has been given back since the peak.
+    A rank shares the pages of torch with its fork server, and 8 ranks must not count them eight times. The kernel has
+    no peak of private dirty pages, but one of all resident pages since the fork. Pages that are no longer resident were
+    private, because shared ones stay. So the peak is the private memory now, plus what was returned since the peak.
     """
     try:
         private = _kilobytes(_ROLLUP.read_text())["Private_Dirty"]

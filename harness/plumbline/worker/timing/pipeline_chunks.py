@@ -1,9 +1,8 @@
-"""When the stages of a pipeline on this rank compute on which micro-batch, whichever trainer calls them.
+"""When the pipeline stages of this rank compute on which micro-batch, for any trainer.
 
-A forward is a call of a module that no other module's call contains, and the loss after it; a backward is a call of
-``torch.autograd.backward`` or ``grad``. Each tensor that a forward saves carries the forward's stage and micro-batch,
-and a backward is that of the forward whose tensors it reads. A further backward of the same forward computes gradients
-of weights, which some schedules put off.
+A forward is an outermost call of a module, with the loss after it. A backward is a call of ``torch.autograd.backward``
+or ``grad``. Tensors that a forward saves carry its stage and micro-batch, so a backward belongs to the forward whose
+tensors it reads. A second backward of the same forward computes the gradients of weights, which some schedules defer.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, ChunkKind
 
 Forward = tuple[int, int, int]
-"""Step, stage of this rank, and micro-batch, each counted from 0 in the order in which they come."""
+"""Step, stage of this rank, and micro-batch, each counted from 0 in their order."""
 
 
 class PipelineChunks:
-    """Follows forwards and backwards between ``start`` and ``stop``; ``end_step`` lies between two optimizer steps.
+    """Follows forwards and backwards between ``start`` and ``stop``; call ``end_step`` after each optimizer step.
 
-    ``mark`` takes down a moment. ``workload`` is the class whose ``loss`` the job takes.
+    ``mark`` returns a mark of the clock. ``workload`` is the class with the job's ``loss``.
     """
 
     def __init__(self, mark: Callable[[], Any], workload: Any) -> None:
         self._mark = mark
         self._followed = (
-            # Not by hooks: a trainer may leave a call by an exception that runs no hook.
+            # Hooks would not run if the trainer leaves a call by an exception.
             (nn.Module, "__call__", self._as_forward),
             (workload, "loss", self._as_end_of_forward),
             (torch.autograd, "backward", self._as_backward),
@@ -60,7 +59,7 @@ class PipelineChunks:
         self._originals = []
 
     def steps(self, times: Callable[[Sequence[Any]], Sequence[float]]) -> tuple[tuple[Chunk, ...], ...]:
-        """Return the chunks of each step that is over; ``times`` returns what marks mean, in seconds."""
+        """Return the chunks of each completed step; ``times`` converts marks to seconds."""
         steps = self._steps[:-1]
         moments = iter(times([mark for step in steps for *_, begun, ended in step for mark in (begun, ended)]))
         return tuple(
@@ -113,12 +112,12 @@ class PipelineChunks:
         return tensor
 
     def _note_backward(self, begun: Any, ended: Any) -> None:
-        if self._read is None:  # of nothing that a stage has computed
+        if self._read is None:  # it was not for a stage
             return
         _, stage, number = self._read
         kind: ChunkKind = WEIGHTS if self._read in self._differentiated else BACKWARD
         self._differentiated.add(self._read)
         step = self._steps[-1]
         if kind == WEIGHTS and step and step[-1][:3] == (kind, stage, number):
-            begun = step.pop()[3]  # weights that are differentiated in several calls are one chunk
+            begun = step.pop()[3]  # several calls for weights are one chunk
         step.append((kind, stage, number, begun, ended))

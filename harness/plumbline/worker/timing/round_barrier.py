@@ -1,7 +1,6 @@
-"""A rank's side of the barrier between rounds: it reports that it has arrived, and waits for a command.
+"""A rank's side of the barrier between rounds, on a Unix socket that the parent listens on.
 
-This uses a Unix socket that the parent listens on. The rank sends its number and a newline, then a newline for each
-boundary it has reached; the parent answers each with one byte.
+The rank sends its number and a newline, then a newline at each boundary. The parent answers each with one byte.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import socket
 from typing import Any
 
 GO = b"g"
-"""Go on with the next round."""
+"""Begin the next round."""
 
 REPORT = b"r"
-"""Report what was measured, and train on without being timed."""
+"""Report the measurements, and continue untimed."""
 
 
 class RoundBarrier:
@@ -26,15 +25,15 @@ class RoundBarrier:
         self._socket.sendall(b"%d\n" % rank)
 
     def wait(self) -> bytes:
-        """Report that this rank has reached the boundary, and return the parent's command.
+        """Wait at a boundary, and return the parent's command.
 
         Raises:
-            ConnectionError: the parent has given the measurement up.
+            ConnectionError: The parent has stopped the measurement.
         """
         self._socket.sendall(b"\n")
         command = self._socket.recv(1)
         if not command:
-            raise ConnectionError("the measurement was given up, probably because another rank or group ended badly")
+            raise ConnectionError("the parent stopped the measurement, probably because another rank or group failed")
         return command
 
     def report(self, values: dict[str, Any]) -> None:

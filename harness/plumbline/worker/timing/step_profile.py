@@ -1,7 +1,7 @@
-"""Files about a few steps of a launch that is not timed: a trace of torch's profiler, and on CUDA a memory snapshot.
+"""Profiles a few untimed steps: a trace of torch's profiler and, on CUDA, a memory snapshot.
 
-The trace is for Perfetto or ``chrome://tracing``, the snapshot for torch's memory viewer. A profiler that fails must
-not end the training: what went wrong is in ``problems``.
+The trace is for Perfetto or ``chrome://tracing``, the snapshot for torch's memory viewer. Errors of the profiler do not
+end the training; they are in ``problems``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 
 PROFILED_STEPS: Final = 3
-"""Every round has as many steps, and a trace of thousands of kernels a step can still be opened."""
+"""Every round has at least this many steps, and viewers can open a trace with thousands of kernels per step."""
 
 MOST_BYTES: Final = 64 << 20
-"""A larger file is removed again: browsers do not open it."""
+"""Larger files are removed, because browsers do not open them."""
 
 _MOST_ALLOCATIONS: Final = 20_000
-"""Events of the allocator that are kept, the last ones: each takes a few kilobytes."""
+"""The number of last events of the allocator that are kept, with a few kilobytes each."""
 
 
 class StepProfile:
@@ -40,7 +40,7 @@ class StepProfile:
         self._attempt("trace", self._follow_operations)
 
     def end_step(self) -> None:
-        """Note that a step is over; after the last one the files are written."""
+        """Note the end of a step; the last one writes the files."""
         if not self._steps_left:
             return
         self._steps_left -= 1
@@ -62,7 +62,7 @@ class StepProfile:
         self._mark_step()
 
     def _mark_step(self) -> None:
-        # A moment, and no span: a step ends inside of the optimizer's, and viewers drop spans that overlap in part.
+        # Steps end inside the optimizer's span, and viewers drop spans that overlap in part.
         with torch.profiler.record_function(f"step {PROFILED_STEPS - self._steps_left} begins"):
             pass
 
@@ -80,7 +80,7 @@ class StepProfile:
         size = os.path.getsize(unfinished)
         if size > MOST_BYTES:
             os.remove(unfinished)
-            raise ValueError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are kept")
+            raise ValueError(f"it has {size >> 20} MiB; the limit is {MOST_BYTES >> 20} MiB")
         os.replace(unfinished, path)
 
     def _attempt(self, what: str, do: Callable[[], None]) -> None:

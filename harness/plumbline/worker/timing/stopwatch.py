@@ -1,12 +1,12 @@
-"""Times a rank's training in rounds, and adds nothing to its steps but time stamps. It never judges.
+"""Times a rank's training in rounds, and adds only time stamps to its steps.
 
-It takes the recorder's place in launches that measure: on the same hooks, but it keeps no tensor of the model's. The
-number of steps is known beforehand: ``warmup``, then rounds of as many steps each, a boundary after each. There the
-devices are brought to rest and the rank waits for all others, so that nothing of one round falls into another. When the
-parent has what it wants it asks for the report; the steps that are left are trained without being watched.
+In timed launches it replaces the recorder, with the same hooks, but it keeps no tensors of the model. The number of
+steps is known beforehand: the warm-up, then rounds of equal length, with a boundary after each. At a boundary the
+devices finish their work, and the rank waits for all others, so that rounds do not overlap. At some boundary the parent
+requests the report; the remaining steps are not observed.
 
-Two more rounds are for looking, not for timing: a step in which tensors and operations are counted, and some under
-torch's profiler. The chunks of a pipeline are followed in the warm-up, from its second step on.
+Two more rounds are not timed: a step in which tensors and operations are counted, and some steps under torch's
+profiler. The chunks of a pipeline are followed in the warm-up, from its second step on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from plumbline.workloads import PerformanceWorkload, find
 
 
 class Stopwatch(StepHooks):
-    """Times the steps of this process and reports them to the parent, which it waits for at the round barrier."""
+    """Times the steps of this process, and reports them to the parent at the round barrier."""
 
     def __init__(self, assignment: Assignment, done: StepCounter) -> None:
         super().__init__(done)
@@ -81,13 +81,13 @@ class Stopwatch(StepHooks):
         error = None
         if self._steps != self._extent.steps_in_all:
             error = (
-                f"it made {self._steps} optimizer steps, and its data are {self._extent.steps_in_all} whole batches: "
-                "one step a batch is what this workload asks for, once through the dataset"
+                f"it made {self._steps} optimizer steps, but its data have {self._extent.steps_in_all} whole batches: "
+                "this workload needs one step per batch, once through the dataset"
             )
         return RankTrace(rank=rank, world_size=self.world_size, steps=(), error=error, failed_at=None)
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Once a step, in steps of 150 µs and more: what is written here in a longer way shows in them.
+        # This runs in every step, and steps may take only 150 µs: slower code here would be measurable.
         if not self._boundaries or not torch.is_grad_enabled():
             return
         index = _index(args[0]) if args else None
@@ -96,20 +96,20 @@ class Stopwatch(StepHooks):
         if index is None:
             return
         self._samples.append(index)
-        # Of several replicas the one on the first device counts, where the clock is.
+        # Of several replicas, the one on the first device counts, which has the clock.
         if self._waits_for_forward and (self._on_cpu or index.device.type == "cpu" or index.device == self._devices[0]):
             self._waits_for_forward = False
             if self._begun is None:
                 self._begin_warmup()
             self._forwards.append(self._clock.mark())
-            if self._collectives.looks:
+            if self._collectives.is_active:
                 self._collectives.data_ends()
 
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         before = self._steps
         result = step()
         if self._steps == before:
-            self._end_step(optimizer)  # it was skipped, but its work was done all the same
+            self._end_step(optimizer)  # it was skipped, but its work was done
         return result
 
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -152,7 +152,7 @@ class Stopwatch(StepHooks):
         elif looked == 2:
             self._collectives.stop()
         command = self._barrier.wait()
-        # All ranks have arrived: what is done here takes no time from any rank's round.
+        # All ranks have arrived: work here does not count in any round.
         if looked == 0 or (looked < 0 and command == REPORT):
             self._note_world()
             self._memory = memory_of(self._devices)
@@ -165,14 +165,14 @@ class Stopwatch(StepHooks):
         if self._profile is not None and len(self._rounds) == 1:
             self._profile.start()
         if self._on_cpu:
-            begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
+            begin_on_core(self._rank + len(self._rounds))  # trainers that take turns begin on the same cores
         self._clock.rest()
         self._begun = self._clock.mark()
         self._look_for_batch()
 
     def _look_for_batch(self) -> None:
-        calls_model = any(forwards for _, forwards, _ in self._rounds)  # a stage of a pipeline may never do so
-        if self._collectives.looks and calls_model:
+        calls_model = any(forwards for _, forwards, _ in self._rounds)  # a pipeline stage may never do so
+        if self._collectives.is_active and calls_model:
             self._collectives.data_begins()
 
     def _report(self) -> None:
@@ -205,7 +205,7 @@ def _index(batch: Any) -> Tensor | None:
 
 
 def _uuids(devices: Sequence[torch.device]) -> tuple[str, ...]:
-    """Return how the driver calls these GPUs; nothing where torch does not tell it, as older versions do not."""
+    """Return the driver's names of these GPUs, without those that an older torch does not report."""
     cuda = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
     return tuple(dict.fromkeys(f"GPU-{one.uuid}" for one in cuda if hasattr(one, "uuid")))
 

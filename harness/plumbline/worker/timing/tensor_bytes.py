@@ -1,7 +1,7 @@
-"""How many bytes of tensors a step needs: parameters, gradients, the optimizer's state, and activations.
+"""The bytes of tensors in a step: parameters, gradients, the optimizer's state, and activations.
 
-Activations are what autograd keeps for the backward pass, besides the model's own tensors and the batch. They are
-counted by hooks on each tensor that is kept, which takes time: in a step that is not timed.
+Activations are the tensors that autograd saves for the backward pass, apart from the model's tensors and the batch.
+Hooks on saved tensors count them, which takes time, so that step is not timed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorBytes:
-    """Counts between ``start`` and ``stop``, which lie around one step; ``by_metric`` then has the bytes.
+    """Counts between ``start`` and ``stop``, which surround one step; ``by_metric`` then has the bytes.
 
-    ``workload`` is the class whose ``loss`` the job takes: what it keeps for the backward pass counts too.
+    ``workload`` is the class with the job's ``loss``, whose saved tensors count too.
     """
 
     def __init__(self, workload: Any) -> None:
@@ -39,7 +39,7 @@ class TensorBytes:
         entered: list[saved_tensors_hooks] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # A replica's weights are copies, and no parameters any more.
+            # The weights of a replica are copies that are not parameters.
             self._leave_out([vars(layer) for layer in module.modules()], args, kwargs)
             entered.append(self._keeping())
             entered[-1].__enter__()
@@ -80,7 +80,7 @@ class TensorBytes:
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = _own(tensor).untyped_storage()
         if storage.data_ptr() not in self._not_counted:
-            self._kept[storage.data_ptr()] = storage.nbytes()  # views of one storage are kept once
+            self._kept[storage.data_ptr()] = storage.nbytes()  # views of one storage count once
         return tensor
 
     def _leave_out(self, *values: Any) -> None:
@@ -97,10 +97,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     own = map(_own, tensors)
-    # By address, so that what several names share counts once.
+    # By address, so that shared tensors count once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in own}.values())
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: of a DTensor its shard."""
+    """Return this rank's shard of a DTensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
