@@ -121,7 +121,7 @@ def test_uneven_hosts_are_refused_with_their_counts(hosts_pool, monkeypatch):
     fits, uneven = (Cell("pretends", "mlp", "ddp", Topology(2, gpus), "32", "cuda") for gpus in (4, 8))
     check_devices_of_nodes([fits], [pool], oversubscribe=False)
     check_devices_of_nodes([uneven], [pool], oversubscribe=True)
-    with pytest.raises(PlanError, match=r"CUDA devices: host-0 8, host-1 4: take --gpus 4"):
+    with pytest.raises(PlanError, match=r"host-0 8, host-1 4. To run, use --gpus 4"):
         check_devices_of_nodes([fits, uneven], [pool], oversubscribe=False)
 
 
