@@ -29,6 +29,8 @@ for start in range(0, 32, 8):
     optimizer.step()
 """
 
+MAIN = "import sys; from plumbline.cli.main import main; sys.exit(main())"
+
 MARKED = """
 import pytest
 import torch
@@ -93,14 +95,18 @@ def test_the_environment_has_none_of_our_requirements(python, name):
     assert "ModuleNotFoundError" in python("-c", f"import {name}").stderr
 
 
+def test_the_command_line_starts(python):
+    done = python("-c", MAIN, "check", "--help")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.xfail(
     strict=True,
     reason="plumbline.check imports pydantic, rich and safetensors on its way to the verdict in the terminal",
 )
 def test_check_gives_a_verdict(python, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
-    main = "import sys; from plumbline.cli.main import main; sys.exit(main())"
-    done = python("-c", main, "check", "--", "python", "train.py")
+    done = python("-c", MAIN, "check", "--", "python", "train.py")
     assert done.returncode == 0, done.stderr
     assert "RIGHT" in done.stderr
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-_COMMAND_TIMEOUT_S = 10.0
+from plumbline.machine.command_output import command_output
 
 _GPU_FIGURES = {
     "clocks.sm": "sm, MHz",
@@ -24,25 +23,6 @@ _GPU_FIGURES = {
     "memory.used": "memory in use, MiB",
 }
 """The figures of each GPU, by nvidia-smi's names."""
-
-
-def command_output(*command: str) -> str | None:
-    """Return the output of ``command``, or None if it does not exist, fails, or takes too long."""
-    # A git hook sets GIT_DIR and GIT_INDEX_FILE, which would make git answer about another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=True,
-            timeout=_COMMAND_TIMEOUT_S,
-            env=environment,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def cpu_model() -> str | None:

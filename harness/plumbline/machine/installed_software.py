@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from plumbline.machine.hardware import command_output
+from plumbline.machine.command_output import command_output
 from plumbline.machine.repository import head
 
 DISTRIBUTION = "torch-plumbline"

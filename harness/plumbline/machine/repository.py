@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from plumbline.machine.hardware import command_output
+from plumbline.machine.command_output import command_output
 
 
 def repository_commit(file: Path) -> str | None:

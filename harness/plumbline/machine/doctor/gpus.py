@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
+from plumbline.machine.command_output import command_output
 from plumbline.machine.doctor.probe_result import ProbeResult
-from plumbline.machine.hardware import command_output, gpu_rows
+from plumbline.machine.hardware import gpu_rows
 
 _EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 
