@@ -41,7 +41,7 @@ print(json.dumps({
 }))
 """
 
-NEEDED_BY_TESTS = ("hypothesis", "psutil", "pytest-timeout")
+NEEDED_BY_TESTS = ("hypothesis", "pytest-timeout")
 
 
 class CannotPrepare(Exception):  # noqa: N818
