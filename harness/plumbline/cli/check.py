@@ -17,7 +17,6 @@ from plumbline.core.exit_codes import TROUBLE
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("check", description=check.__doc__, usage="plumbline check [options] -- COMMAND …")
     command.add_argument(
         "--steps", type=_at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"

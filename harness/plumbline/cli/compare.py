@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     gates = "\n".join(f"  {gate.code}  {name}: {gate.description}" for name, gate in GATES.items())
     command = commands.add_parser(
         "compare",

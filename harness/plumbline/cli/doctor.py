@@ -12,7 +12,6 @@ UNFIT = 1
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("doctor", description=doctor.__doc__)
     command.add_argument(
         "--report-dir",

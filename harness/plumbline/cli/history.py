@@ -10,7 +10,6 @@ from plumbline.cli.complain import complain
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("history", description=history.__doc__)
     command.add_argument("folder", type=Path, metavar="FOLDER", help="a folder with runs in it, for example reports")
     command.add_argument(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("hunt", description=hunt.__doc__)
     command.add_argument("--subject", required=True, metavar="WHAT", help="a trainer, as for the suites")
     command.add_argument(
@@ -74,7 +73,6 @@ def hunt(options: argparse.Namespace) -> int:
 
 
 def _one(search: Search, of: int, options: argparse.Namespace) -> int:
-    """Search, or train again, for one of so many subjects, which have an equal share of the time."""
     from plumbline.hunt.corpus import Corpus
 
     name = search.declared[0].name
@@ -94,7 +92,6 @@ class _Teller:
     subject: str
 
     def __call__(self, failure: Failure) -> None:
-        """Add a failure to the corpus."""
         from plumbline.hunt.problem_file import in_words
 
         self.corpus.add(failure)
@@ -103,7 +100,6 @@ class _Teller:
         self.write_up(failure)
 
     def write_up(self, failure: Failure) -> None:
-        """Write a failure's page and its program, and say whether the program shows it."""
         from plumbline.hunt.write_up import write_up
 
         python = parse_subject(self.subject)[1] or sys.executable

@@ -18,7 +18,6 @@ CHANGED = 1
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("judge", description=judge.__doc__)
     command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, for example reports/latest")
     command.add_argument(

@@ -34,7 +34,6 @@ COMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.do(options))

@@ -11,7 +11,6 @@ from plumbline.subjects.new_subject import write_new_subject
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     parser = commands.add_parser("new-subject", description=new_subject.__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.py", help="the file to write, for example my_trainer.py")
     parser.set_defaults(do=new_subject)

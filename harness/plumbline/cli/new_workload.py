@@ -12,7 +12,6 @@ from plumbline.own_workloads.new_workload import write_new_workload
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     parser = commands.add_parser("new-workload", description=new_workload.__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.py", help="the file to write, for example my_problem.py")
     parser.set_defaults(do=new_workload)

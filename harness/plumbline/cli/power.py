@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("power", description=power.__doc__)
     command.add_argument("--subject", required=True, metavar="WHAT", help="a trainer, as for the suites")
     command.add_argument(
@@ -64,7 +63,6 @@ def power(options: argparse.Namespace) -> int:
 
 
 def power_lines(found: Iterable[Power]) -> Iterable[str]:
-    """Yield the table of one cell, a line for each kind of error."""
     yield f"  {'relative error of a':<26} {'caught':>10} {'in runs':>14} {'in half':>10}"
     for one in found:
         if one.limit is None or one.median is None:

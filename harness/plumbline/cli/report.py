@@ -13,7 +13,6 @@ from plumbline.results.run import read_run
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     names = format_names()
     descriptions = "; ".join(f"{name}: {report_format(name).description}" for name in names)
     command = commands.add_parser("report", description=report.__doc__)

@@ -15,7 +15,6 @@ NO_PREFIX = "\0"
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     # pytest parses the options: without a prefix, this parser passes all words on.
     parser = commands.add_parser("run", add_help=False, prefix_chars=NO_PREFIX)
     parser.add_argument("words", nargs=argparse.REMAINDER)

@@ -14,7 +14,6 @@ WIDTH = 100
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("show", description=show.__doc__)
     command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, for example reports/latest")
     command.add_argument(

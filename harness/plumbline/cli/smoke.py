@@ -11,7 +11,6 @@ from plumbline.engine.smoke import smoke as run_smoke
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("smoke", description=smoke.__doc__)
     command.add_argument(
         "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as for --subject"

@@ -20,7 +20,6 @@ from plumbline.subjects.virtual_environments import environments, install, parse
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     command = commands.add_parser("subjects", description=listed.__doc__)
     command.set_defaults(do=listed)
     further = command.add_subparsers(metavar="COMMAND")
@@ -61,7 +60,6 @@ def show(subjects: list[Shipped], console: Console) -> None:
 
 
 def _precisions(subject: Subject) -> list[str]:
-    """Return the precisions of a subject; those that only some accelerators have name them."""
     every = dict.fromkeys(precision for offered in subject.precisions.values() for precision in offered)
     where = {one: [name for name, offered in subject.precisions.items() if one in offered] for one in every}
     return [

@@ -14,7 +14,6 @@ from plumbline.submit.engines import ENGINES, find_engine
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command's arguments."""
     parser = commands.add_parser(
         "submit",
         description="Run `plumbline run ARGUMENTS` on the machines of an engine (a SLURM, Kubernetes or Ray cluster), "

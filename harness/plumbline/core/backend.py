@@ -33,17 +33,14 @@ MODEL = frozenset({Held.PARAMETERS, Held.GRADIENTS, Held.OPTIMIZER_STATE})
 
 
 def nodes(topology: Topology) -> int:
-    """Return how many nodes there are: the size of a dimension across nodes."""
     return topology.num_nodes
 
 
 def gpus(topology: Topology) -> int:
-    """Return how many devices a node has: the size of a dimension within each node."""
     return topology.gpus
 
 
 def devices(topology: Topology) -> int:
-    """Return how many devices there are over all nodes."""
     return topology.devices
 
 
@@ -63,7 +60,6 @@ def middle(topology: Topology) -> int:
 
 
 def above_middle(topology: Topology) -> int:
-    """Return the size of the outer one of three dimensions."""
     return outermost(topology) // middle(topology)
 
 
@@ -122,7 +118,6 @@ class Backend:
     sequence_pieces: int | None = None
 
     def device_mesh(self, topology: Topology) -> Mesh:
-        """Return how the devices are arranged."""
         return Mesh(tuple((one.name, size) for one, size in self._sized(topology)))
 
     def mesh(self, topology: Topology) -> Mesh:
@@ -156,11 +151,9 @@ class Backend:
         return self.mesh(topology).size
 
     def processes_per_node(self, topology: Topology) -> int:
-        """Return how many ranks live on each node."""
         return max(1, self.processes(topology) // topology.num_nodes)
 
     def devices_per_process(self, topology: Topology) -> int:
-        """Return how many devices one rank drives."""
         return max(1, topology.devices // self.processes(topology))
 
     @property
@@ -222,7 +215,6 @@ class Backend:
         return self.mesh(topology).groups(*same)
 
     def _sized(self, topology: Topology) -> Iterator[tuple[Dimension, int]]:
-        """Yield each dimension with its size."""
         sizes = topology.mesh or tuple(one.size(topology) for one in self.dimensions)
         return zip(self.dimensions, sizes, strict=True)
 

@@ -46,7 +46,6 @@ class Cell:
 
     @property
     def arithmetic(self) -> Precision:
-        """What the precision means."""
         return PRECISIONS[self.precision]
 
     @property

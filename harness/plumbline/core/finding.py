@@ -110,7 +110,6 @@ F = TypeVar("F", bound=AnyFinding)
 
 
 def is_unexplained(finding: AnyFinding) -> bool:
-    """Return whether a finding names no cause."""
     return finding.cause in (None, UNEXPLAINED)
 
 

@@ -87,7 +87,6 @@ def program(name: str) -> list[str]:
 
 
 def _called(file: Path) -> str:
-    """Return what starts ``file`` in the present folder: its name, or its path, relative if it lies below."""
     found = shutil.which(file.name)
     if found and os.path.samefile(found, file) and os.path.samefile(Path(found).parent, file.parent):
         return file.name

@@ -39,17 +39,14 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The dimensions, outermost first."""
         return tuple(name for name, _ in self.dimensions)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the dimensions, outermost first."""
         return tuple(size for _, size in self.dimensions)
 
     @property
     def size(self) -> int:
-        """How many members there are."""
         return math.prod(self.shape)
 
     def coordinates(self, member: int) -> dict[str, int]:

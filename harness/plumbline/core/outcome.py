@@ -25,7 +25,6 @@ class Outcome(str, Enum):
 
     @property
     def is_bad(self) -> bool:
-        """Whether this outcome should turn a run red."""
         return self in (Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT, Outcome.CRASHED)
 
 

@@ -23,7 +23,6 @@ class Precision:
 
     @property
     def is_16_bit(self) -> bool:
-        """Whether matrix work is in a format of 16 bits: float16 or bfloat16."""
         return (self.autocast or self.storage) in ("float16", "bfloat16")
 
 

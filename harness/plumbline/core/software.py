@@ -18,7 +18,6 @@ class Software:
 
     @classmethod
     def here(cls, library: str | None) -> Software:
-        """Return what this interpreter has installed."""
         return cls(library, library and _version(library), _version("torch"), platform.python_version())
 
     def __str__(self) -> str:

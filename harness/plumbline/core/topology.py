@@ -26,7 +26,6 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Devices over all nodes."""
         return self.num_nodes * self.gpus
 
     def __str__(self) -> str:

@@ -76,17 +76,14 @@ class TrainingBehavior:
 
     @property
     def by_iterations(self) -> bool:
-        """Whether there are no epochs."""
         return self.data == "iterations"
 
     @property
     def own_buffers(self) -> bool:
-        """Whether each rank keeps its own buffers."""
         return self.buffers == "per-rank"
 
     @property
     def own_loss(self) -> bool:
-        """Whether the trainer computes the loss by itself, from ``labels``."""
         return self.loss == "labels"
 
     def shuffles(self, asked: bool) -> bool:

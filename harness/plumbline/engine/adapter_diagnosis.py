@@ -38,12 +38,10 @@ class SmokeEvidence:
 
     @property
     def steps(self) -> list[Step]:
-        """All steps of all ranks."""
         return [step for rank in self.trace.ranks for step in rank.steps]
 
     @property
     def moved(self) -> bool:
-        """Whether the weights of the job's model changed, on any rank."""
         finals = [rank.final for rank in self.trace.ranks if rank.final is not None]
         return any(
             not torch.equal(final[name], self.initial[name].to(final[name].dtype)) for final in finals for name in final
@@ -81,7 +79,6 @@ def refused(verdict: AdapterVerdict, evidence: SmokeEvidence, plain: Cell) -> Ad
 
 
 def _ended_badly(evidence: SmokeEvidence) -> str | None:
-    """Return how training ended too early; None where it is a known mistake of trainers."""
     broken = next(finding for finding in evidence.findings if finding.check == "launch")
     error = broken.message.partition(": see the rank's log")[0].partition("; it said last:")[0]
     idle = [rank.rank for rank in evidence.trace.ranks if not rank.steps and not rank.error]

@@ -65,16 +65,10 @@ class Side:
         return cls(locator, python, declared)
 
     def pool(self) -> Pool:
-        """Return a new interpreter for a launch."""
         return Pool(self.locator, self.python)
 
 
 def matrix_of(options: Any) -> Matrix:
-    """Return what was asked for.
-
-    Raises:
-        PlanError: there are not so many devices.
-    """
     import torch
 
     present = torch.cuda.device_count()
@@ -196,7 +190,6 @@ def _folder() -> AbstractContextManager[str]:
 def _launched(
     pools: Sequence[Pool], cells: Sequence[Cell], folder: str, *, backwards: bool
 ) -> Iterator[tuple[int, LaunchSample]]:
-    """Yield one launch of each side; their rounds alternate. ``backwards``: B begins."""
     turns: list[_Turn] = []
     try:
         for place in (1, 0) if backwards else (0, 1):

@@ -36,7 +36,6 @@ class Rejudged:
 
     @property
     def same(self) -> bool:
-        """Whether the findings are the recorded ones, byte for byte."""
         return [line_of(result) for result in self.now] == [line_of(result) for result in self.recorded]
 
 

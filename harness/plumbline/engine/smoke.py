@@ -130,7 +130,6 @@ def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Ce
 
 
 def _simplest_first(name: str) -> tuple[bool, bool, bool]:
-    """Return what sorts precisions: float32, then other formats without autocast, then those without a scaler."""
     precision = PRECISIONS[name]
     return precision.scaled, precision.autocast is not None, precision.storage != "float32"
 
@@ -204,7 +203,6 @@ def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
 
 
 def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
-    """Return how often the model is called, where no step was recorded: a further cell with BatchNorm counts it."""
     counting = replace(cell, workload="cnn-batchnorm")
     trace = _trained(pool, counting, folder / counting.workload, limit)
     counts = [rank.final_buffers.get("features.1.num_batches_tracked") for rank in trace.ranks]
@@ -220,7 +218,6 @@ def _print_verdict(cell: Cell, verdict: AdapterVerdict) -> None:
 
 
 def _print_log(evidence: SmokeEvidence, folder: Path) -> None:
-    """Print the first lines of the exception of a rank, or of the stack where it hung, and the path of its log."""
     broken = next((finding for finding in evidence.findings if finding.check == "launch"), None)
     log = folder / f"rank-{broken.rank if broken and broken.rank is not None else 0}.log"
     if broken and log.exists():

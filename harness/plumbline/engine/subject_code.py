@@ -22,6 +22,5 @@ def subject_code(declarations: Iterable[Declaration]) -> dict[str, SubjectCode]:
 
 
 def _commit(one: Declaration) -> str | None:
-    """Return the commit of the repository that a user keeps a trainer in; those that ship have Plumbline's own."""
     file = Path(one.source[0]).resolve() if one.source else None
     return None if file is None or file.is_relative_to(_PACKAGE) else repository_commit(file)

@@ -55,11 +55,6 @@ def refuse_unfit(workload: Workload, devices: Sequence[int]) -> None:
 
 
 def check_numbers(workload: Workload) -> None:
-    """Refuse hyper-parameters that no training can have.
-
-    Raises:
-        WorkloadError: one of them, with what it must be.
-    """
     for name in ("batch_size", "steps_per_epoch", "epochs", "accumulate"):
         value = getattr(workload, name)
         if not isinstance(value, int) or value < 1:
@@ -81,7 +76,6 @@ def _batches(data: Columns, size: int) -> Iterator[Batch]:
 
 
 def _check_forward(workload: Workload, batch: Batch) -> None:
-    """Refuse a forward or a loss that is no function of weights and batch."""
     count = len(batch["index"])
     model = workload.model().train()
     outputs = forward_of(model, batch)
@@ -103,7 +97,6 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
 
 
 def _check_shares(workload: Workload, data: Columns, devices: int) -> None:
-    """Refuse a batch of which a device's share is too small."""
     size = workload.global_batch_size(devices) // devices
     try:
         pass_of(workload, workload.model().train(), data.batch(range(size)))
@@ -177,7 +170,6 @@ def _check_optimizers(workload: Workload, model: nn.Module) -> None:
 def _needed(
     workload: Workload, model: nn.Module, outputs: Any, gradients: Sequence[dict[str, Tensor]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the capabilities that a trainer needs for this training, each with what needs it."""
     optimizers = workload.optimizers(model.parameters())
     if workload.accumulate > 1:
         yield "accumulation", f"accumulate is {workload.accumulate}"
@@ -233,7 +225,6 @@ def _check_oracle(workload: Workload, devices: int) -> None:
 
 
 def _check_exact(workload: Workload, devices: int) -> None:
-    """Refuse a training that float32 does not do exactly on one device."""
     single, double = (_trained(workload, devices, dtype) for dtype in (torch.float32, torch.float64))
     for name, value in single.items():
         if not torch.equal(value.double(), double[name]):

@@ -20,11 +20,6 @@ _AT_RANDOM = (
 
 
 def check_model(workload: Workload) -> nn.Module:
-    """Return a model of ``workload``.
-
-    Raises:
-        WorkloadError: it is none, has no parameter to train, or differs from call to call.
-    """
     with attempt("build()"):
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -73,7 +68,6 @@ def check_data(workload: Workload, devices: int) -> Columns:
 
 
 def _check_drawn(workload: Workload) -> None:
-    """Refuse ``columns``, where there is one, that returns something else than a dict of tensors."""
     if type(workload).columns is Workload.columns:
         return
     with attempt("columns(4, generator)"):

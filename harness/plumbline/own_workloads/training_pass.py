@@ -16,7 +16,6 @@ from plumbline.workloads import Batch, Workload
 
 
 def forward_of(model: nn.Module, batch: Batch) -> Any:
-    """Return the model's outputs for ``batch``."""
     with attempt("forward(batch)"):
         return model(batch)
 
@@ -38,7 +37,6 @@ def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
 
 
 def pass_of(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of ``batch``."""
     return loss_of(workload, forward_of(model, batch), batch)
 
 
@@ -67,11 +65,6 @@ class NoNarrowing(TorchFunctionMode):
     def __torch_function__(
         self, operation: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``operation``.
-
-        Raises:
-            WorkloadError: it narrows.
-        """
         result = operation(*args, **(kwargs or {}))
         if (
             isinstance(result, Tensor)

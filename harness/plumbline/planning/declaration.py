@@ -42,7 +42,6 @@ class Declaration:
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
-        """Return the declaration that the pool behind ``locator`` sent for one of its subjects."""
         return cls(
             name=values["name"],
             locator=locator,
@@ -88,20 +87,17 @@ class Declaration:
         return None if misfit is None else Refusal(misfit)
 
     def _misfit(self, cell: Cell, workload: Workload) -> str | None:
-        """Return why the model or the batches of a workload cannot be divided among the ranks, None if they can."""
         if cell.contract.divides_experts and workload.experts < cell.processes:
             return f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks"
         stages = self._stages(cell)
         return _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
 
     def _stages(self, cell: Cell) -> int:
-        """Return how many stages a pipeline of the cell has, 0 where there is none."""
         if cell.contract.micro_batches == 1:
             return 0
         return len(cell.contract.replicas(cell.topology)[0]) * self.behavior.stages_per_rank
 
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
-        """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
         nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
         if most is not None and nodes > most:
             yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}, and this cell has {nodes} nodes"
@@ -116,7 +112,6 @@ class Declaration:
 
 
 def _unequal_batches(cell: Cell, workload: Workload) -> str | None:
-    """Return why the steps of an elastic training have other samples on another mesh, None if they have the same."""
     if not workload.elastic:
         return None
     now, before = cell.topology.devices, cell.resized.topology.devices
@@ -127,7 +122,6 @@ def _unequal_batches(cell: Cell, workload: Workload) -> str | None:
 
 
 def _undivided(cell: Cell, workload: Workload) -> str | None:
-    """Return why ranks that see the same samples cannot have a part of each layer or sequence, None if they can."""
     if cell.contract.divides_layers and workload.whole_layers is not None:
         return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
     parts, tokens = cell.contract.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
@@ -140,7 +134,6 @@ def _undivided(cell: Cell, workload: Workload) -> str | None:
 
 
 def _unstaged(cell: Cell, workload: Workload, stages: int) -> str | None:
-    """Return why the stages of a pipeline cannot train a workload on micro-batches of equal size, None if they can."""
     parts = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
         return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"

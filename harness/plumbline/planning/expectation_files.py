@@ -99,14 +99,12 @@ class CellPattern(_Strict):
     accelerator: Names | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Reject a name that no cell can have."""
         for coordinate, known in _COORDINATES.items():
             for pattern in getattr(self, coordinate) or ():
                 if not any(fnmatchcase(name, pattern) for name in known):
                     raise ValueError(f"there is no {coordinate} {pattern!r}; there are {', '.join(known)}")
 
     def covers(self, cell: Cell) -> bool:
-        """Say whether the pattern matches ``cell``."""
         values = {name: getattr(cell, name) for name in type(self).model_fields}
         return all(
             patterns is None or any(fnmatchcase(str(values[name]), pattern) for pattern in patterns)
@@ -136,12 +134,10 @@ class Entry(_Strict):
     holds_for: Literal["subject", "library"] = "subject"
 
     def model_post_init(self, context: Any) -> None:
-        """Reject an entry that holds for every user of the library and does not say exactly what it expects."""
         if self.holds_for == "library" and (self.cause is None or self.versions is None):
             raise ValueError("what holds for the library must name its cause and versions")
 
     def matches(self, finding: Finding) -> bool:
-        """Say whether this is exactly the finding that is expected."""
         return (
             finding.check in self.check
             and finding.outcome is self.outcome
@@ -149,7 +145,6 @@ class Entry(_Strict):
         )
 
     def applies_to(self, version: Version) -> bool:
-        """Say whether the entry applies to a version of the library."""
         return self.versions is None or any(
             SpecifierSet(versions).contains(version, prereleases=True) for versions in self.versions
         )
@@ -163,7 +158,6 @@ class _File(_Strict):
     expected: tuple[Entry, ...] = ()
 
     def model_post_init(self, context: Any) -> None:
-        """Reject entries that hold for a library that has no name."""
         if self.library is None and any(entry.holds_for == "library" for entry in self.expected):
             raise ValueError('an entry holds for the library, and the file does not name it: library = "…"')
 
@@ -182,7 +176,6 @@ class Expectation:
         return self.record.library is not None
 
     def for_library(self, software: Software) -> Expectation:
-        """Return the expectation as it applies to a subject that uses the library."""
         return replace(self, record=self.record.model_copy(update={"library": f"{self.library} {software.version}"}))
 
 
@@ -223,7 +216,6 @@ def _read(file: Path) -> Iterator[Expectation]:
 
 
 def _complaint(error: ValidationError) -> str:
-    """Return the first error, with the number of its entry, counted from 1."""
     first = error.errors(include_url=False)[0]
     where = [part + 1 if isinstance(part, int) and place == 1 else part for place, part in enumerate(first["loc"])]
     if where[:1] == ["expected"] and len(where) > 1:

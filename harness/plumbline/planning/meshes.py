@@ -26,7 +26,6 @@ class MeshChoice:
     sizes: tuple[int, ...]
 
     def is_of(self, cell: Cell) -> bool:
-        """Say whether a cell's devices are arranged like this."""
         return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
 
     def topology(self, num_nodes: int = 1) -> Topology:
@@ -65,7 +64,6 @@ def parse_mesh(text: str) -> MeshChoice:
 
 
 def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | None:
-    """Return the sizes in the backend's order; None where its dimensions are others."""
     if backend.gathers:
         return None
     named = {SHARDS.get(name, name): size for name, size in sizes.items()}

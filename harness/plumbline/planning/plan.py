@@ -54,13 +54,11 @@ class Matrix:
 
     @property
     def topologies(self) -> list[Topology]:
-        """The topologies of the budget, or those of the meshes."""
         if self.meshes:
             return self._topologies_of(self.meshes)
         return topologies(self.gpus, self.nodes)
 
     def places(self, backend: Backend) -> list[Topology]:
-        """Return the topologies on which a backend is planned."""
         if not self.meshes:
             return list(filter(backend.fits, self.topologies))
         return self._topologies_of(mesh for mesh in self.meshes if mesh.backend == backend.name)

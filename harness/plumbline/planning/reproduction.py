@@ -74,7 +74,6 @@ class Reproduction:
     def _planned_with(
         self, names: tuple[str, ...], declared: Sequence[Declaration], *, measured: bool
     ) -> frozenset[Planned]:
-        """Return what is planned for a subject with these of the options that select cells."""
         key = (declared[0].locator, names, measured)
         if key not in self._plans:
             bare: dict[str, Any] = {"gpus": self._default_gpus, **dict.fromkeys(("nodes", *FILTERS))}
@@ -83,7 +82,6 @@ class Reproduction:
         return self._plans[key]
 
     def _further(self, *, measured: bool) -> Sequence[str]:
-        """Return the options that change what the cell does, or how it is judged."""
         usual = {"accelerator": "auto", "launcher": "local", "time_limit": Settings().time_limit}
         usual["store_above"] = Settings().store_above
         always = ("seed", "rendezvous", "node_command", "listen", "expectations")

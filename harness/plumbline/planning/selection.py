@@ -37,7 +37,6 @@ def is_worth_a_cell(
 
 
 def _suits_experts(workload: Workload, backend: Backend) -> bool:
-    """Say whether a workload has experts where the backend divides them; with experts, whether it divides anything."""
     return backend.rare if workload.experts else not backend.divides_experts
 
 
@@ -82,7 +81,6 @@ def _is_worth_timing(
 
 
 def _timed(workload: PerformanceWorkload, backend: Backend, planned: Sequence[Topology]) -> list[Topology]:
-    """Return where a workload is measured."""
     single = [t for t in planned if t.num_nodes == 1]
     largest = max(t.gpus for t in single)
     places = [t for t in single if t.gpus == largest or t.gpus & (t.gpus - 1) == 0]

@@ -40,7 +40,6 @@ def _splits(gpus: int) -> set[Topology]:
 
 
 def _up_to(nodes: int, gpus: int) -> set[Topology]:
-    """Return one, two and all of the nodes, each with two gpus and with all of them."""
     return {Topology(n, g) for n in {1, min(2, nodes), nodes} for g in {min(2, gpus), gpus}}
 
 

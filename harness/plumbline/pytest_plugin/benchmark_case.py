@@ -33,7 +33,6 @@ class BenchmarkCase(ConformanceCase):
     """One planned cell of a session that is measured, as the test ``item``."""
 
     def measure(self, benchmark: Any) -> None:
-        """Measure the cell by ``benchmark``, attach its records to the test's report, and end the test accordingly."""
         recorded = self._session.recording.known(self._planned.cell)
         self._end(recorded or self._measure(benchmark), recorded=recorded is not None)
 
@@ -58,7 +57,6 @@ class BenchmarkCase(ConformanceCase):
         return [result.model_copy(update=further)]
 
     def _time(self, benchmark: Any) -> tuple[PairedRounds, Profile | None]:
-        """Time every round of every launch, with an exclusive lease on the machine; then profile a launch, if asked."""
         cell, session = self._planned.cell, self._session
         launches, rounds = session.options.launches, PERFORMANCE[cell.workload].rounds
         benchmark.group = f"{cell.workload} {cell.precision}"
@@ -90,7 +88,6 @@ class BenchmarkCase(ConformanceCase):
         return str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
 
     def _begin_yardstick(self, pools: Sequence[Pool]) -> Begin | None:
-        """Return what begins the hand-written loop of the cell's backend, None where there is none."""
         cell = self._planned.cell
         (yardstick,) = pools[0].subjects
         if cell.backend not in yardstick["backends"] or cell.precision not in yardstick["precisions"][cell.accelerator]:
@@ -103,7 +100,6 @@ class BenchmarkCase(ConformanceCase):
 
 
 def _finding(figures: Sequence[Measurement]) -> Finding:
-    """Return the finding about a cell that was measured; it is skipped if its throughput is too uncertain."""
     by_metric = {figure.metric: figure for figure in figures}
     throughput, overhead = by_metric["throughput"], by_metric.get("overhead")
     if throughput.refusal:
@@ -115,7 +111,6 @@ def _finding(figures: Sequence[Measurement]) -> Finding:
 
 
 def _extra_info(figures: Sequence[Measurement]) -> dict[str, Any]:
-    """Return for each metric its figure, bounds and unit; those of a single rank have its number in the name."""
     return {
         figure.metric if figure.rank is None else f"{figure.metric} of rank {figure.rank}": figure.model_dump(
             include={"value", "low", "high", "unit", "refusal"}, exclude_none=True

@@ -33,7 +33,6 @@ class ConformanceCase:
         self._measurements: Sequence[Measurement] = ()
 
     def examine(self) -> None:
-        """Train and judge the cell, attach its records to the test's report, and end the test accordingly."""
         cell = self._planned.cell
         recorded = self._session.recording.known(cell)
         if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
@@ -55,14 +54,9 @@ class ConformanceCase:
         return self._results((self._planned.declined,), None)
 
     def _reproduce(self) -> str:
-        """Return the command that runs just this cell again, from pytest's working directory."""
         return self._session.reproduce(self._planned, self._item.path.parent)
 
     def _results(self, findings: Sequence[Finding], seconds: float | None) -> list[Result]:
-        """Return the records of findings, with what was expected of them; ``seconds`` is the wall time of the launch.
-
-        A subject that this makes time out too often is reported.
-        """
         cell, session, reproduce = self._planned.cell, self._session, self._reproduce()
         if session.timeouts.count(cell.subject, seconds):
             session.notify(str(session.timeouts.reason(cell.subject)))
@@ -84,7 +78,6 @@ class ConformanceCase:
             return verdict(launch.launched, self._planned.cell, begin_next)
 
     def _try_again(self, first: LaunchError) -> Examined:
-        """Train a cell again whose launch failed; the findings mention the first failure."""
         if self._evidence:
             shutil.rmtree(self._evidence, ignore_errors=True)
         try:
@@ -102,7 +95,6 @@ class ConformanceCase:
         return Examined((launch, *others), examined.seconds)
 
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
-        """End the test as ``results`` say; they are attached to its report unless they are ``recorded`` already."""
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
         results = in_reading_order(results)
@@ -125,13 +117,11 @@ class ConformanceCase:
 
 
 def _cause(results: Sequence[Result]) -> str:
-    """Return the check and the cause of the first finding that is wrong, "" where no cause is known."""
     first = next((result for result in results if is_wrong(result)), None)
     return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
 
 
 def describe(result: Result) -> str:
-    """Return the text of a finding for pytest's failure section."""
     if (entry := result.expected) is None:
         if result.consequence_of is not None:
             return as_consequence(result)

@@ -31,21 +31,17 @@ class SessionHooks:
         self._session = session
 
     def pytest_runtest_protocol(self, nextitem: pytest.Item | None) -> None:
-        """Remember the cell of the next test, which may be prefetched."""
         callspec = getattr(nextitem, "callspec", None)
         self._session.upcoming = callspec.params.get("plumbline_cell") if callspec else None
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Show a cell's outcome, and not only whether its test passed."""
         return _STATUS.get(outcome_of(report) or "")
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """End every pool, and the run on disk."""
         self._session.close()
         self._session.recording.finish(exitstatus)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        """Show the tables of the run, and after an interruption the command that resumes it."""
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         every = self._session.options.show_unsupported
         write_summary(terminalreporter, self._session.recording, interrupted=interrupted, show_unsupported=every)

@@ -39,7 +39,6 @@ COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add Plumbline's options."""
     group = parser.getgroup("plumbline", "plumbline: conformance of distributed trainers")
     try:
         add_options(group.addoption)
@@ -166,12 +165,10 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of the smoke cells."""
     config.addinivalue_line("markers", "smoke: a few cells that touch every backend, in seconds")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each planned cell."""
     fixture = next((name for name in CELL_FIXTURES if name in metafunc.fixturenames), None)
     if fixture is None:
         return
@@ -194,7 +191,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def plumbline_cell(request: pytest.FixtureRequest) -> ConformanceCase:
-    """A cell to examine."""
     from plumbline.pytest_plugin.conformance_case import ConformanceCase
 
     return ConformanceCase(_session(request.config, request.path), request.param, request.node)
@@ -202,7 +198,6 @@ def plumbline_cell(request: pytest.FixtureRequest) -> ConformanceCase:
 
 @pytest.fixture
 def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
-    """A cell to measure."""
     from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
 
     return BenchmarkCase(_session(request.config, request.path), request.param, request.node)
@@ -210,7 +205,6 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cells that their subjects do not declare, and what stands for a plan without cells."""
     if SESSION not in config.stash or REFUSED in config.stash:
         return
     from plumbline.pytest_plugin.undeclared_cells import deselect_undeclared, leave_out_placeholders
@@ -221,7 +215,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin the run on disk once it is known which cells were selected."""
     config = session.config
     if REFUSED in config.stash and not hasattr(config, "workerinput"):
         raise config.stash[REFUSED]
@@ -263,7 +256,6 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 
 def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
-    """Begin the run on disk for the cells that were ``chosen``, and show its progress."""
     with _usage_errors():
         session.begin(chosen, _command(config))
     cells = [one.cell for one in session.planned if one.cell.id in chosen]
@@ -273,7 +265,6 @@ def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
 
 
 def _session(config: pytest.Config, suite: Path) -> Session:
-    """Return this process's session, made at the first cell, which is in the file ``suite``."""
     config.stash[PLANNING] = True
     if SESSION not in config.stash:
         from plumbline.pytest_plugin.hooks import SessionHooks
@@ -289,7 +280,6 @@ def _session(config: pytest.Config, suite: Path) -> Session:
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Turn our errors into pytest's usage errors: a sentence and exit code 4."""
     from plumbline.core.errors import PlumblineError
 
     try:
@@ -301,7 +291,6 @@ def _usage_errors() -> Iterator[None]:
 
 
 def _notify(config: pytest.Config, message: str) -> None:
-    """Show the user a message at once, although pytest captures output."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         print(f"\nplumbline: {message}", file=sys.stderr, flush=True)

@@ -26,7 +26,6 @@ class LeasedLaunch:
     lease: Lease
 
     def discard(self) -> None:
-        """Wait for the end of its ranks and remove its trace."""
         with self.lease:
             self.launched.wait_for_trace()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -82,13 +81,11 @@ class Prefetch:
             self._begun = None  # the cell's own test launches it again, and reports what is wrong
 
     def discard(self) -> None:
-        """End a prefetched launch: what comes next needs the machine exclusively."""
         if self._begun is not None:
             self._begun.discard()
             self._begun = None
 
     def close(self) -> None:
-        """Forget a prefetched launch whose pool has been closed."""
         if self._begun is not None:
             shutil.rmtree(self._begun.folder, ignore_errors=True)
             self._begun.lease.give_back()

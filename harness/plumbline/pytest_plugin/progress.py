@@ -58,7 +58,6 @@ class ProgressLine:
 
     @property
     def text(self) -> str:
-        """The text of the line."""
         words = [f"{self._cells - len(self._left)}/{self._cells} cells", f"{self._failing} failing"]
         left = sum(self._left.values())
         if 0 < left < self._work:
@@ -68,12 +67,10 @@ class ProgressLine:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logstart(self) -> Generator[None, object, object]:
-        """Make room for the name of a test, or of its file."""
         return (yield from self._below_output())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
-        """Count the cell, and make room for the status of a test."""
         cell = report.nodeid.rpartition("[")[2].removesuffix("]")
         self._failing += report.failed and cell in self._left
         if report.when == "teardown":
@@ -82,12 +79,10 @@ class ProgressLine:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logfinish(self) -> Generator[None, object, object]:
-        """Make room for pytest's own progress."""
         return (yield from self._below_output())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Erase the line before the summary."""
         self._erase()
 
     def _below_output(self) -> Generator[None, object, object]:

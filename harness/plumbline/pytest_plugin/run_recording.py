@@ -56,13 +56,11 @@ class RunRecording:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes the run."""
         resume = [] if self._options.resume is not None else ["--resume"]
         return command_line(*self._command, *resume)
 
     @property
     def resumes(self) -> bool:
-        """Whether an earlier run is continued."""
         return self._resumed is not None
 
     @property
@@ -129,7 +127,6 @@ class RunRecording:
         return self._own.folder()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a cell's records as soon as they arrive, and keep its trace if it may be needed."""
         payload = payload_of(report)
         if payload is None or self._writer is None:
             return
@@ -152,7 +149,6 @@ class RunRecording:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _move(self, folder: Path, kept: Path) -> None:
-        """Move what a cell has left into the run's folder."""
         self._take_over(folder)
         if folder.is_dir():
             shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
@@ -164,7 +160,6 @@ class RunRecording:
             self._workspaces[folder.parent] = Workspace.of(folder.parent)
 
     def finish(self, exitstatus: int) -> None:
-        """Close the run, unless it was interrupted, and write its tables."""
         for workspace in self._workspaces.values():
             # An xdist worker has no writer, and leaves its workspace to the controller.
             workspace.leave(remove=self._writer is not None)

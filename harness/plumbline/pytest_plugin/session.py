@@ -74,7 +74,6 @@ class Session:
         )
 
     def _check_selected(self) -> None:
-        """Refuse a ``--cell`` that neither suite plans."""
         missing = set(self.options.cells or ()) - {one.cell.id for one in self.planned}
         if not missing:
             return
@@ -87,7 +86,6 @@ class Session:
                 )
 
     def selected(self, planned: Sequence[Planned]) -> list[Planned]:
-        """Return those of the cells that ``--cell`` names, or all."""
         wanted = self.options.cells
         return [one for one in planned if wanted is None or one.cell.id in wanted]
 
@@ -135,11 +133,9 @@ class Session:
             self.notify(f"there is no run in {self.options.report_dir} to resume: a new one begins")
 
     def begin_upcoming(self) -> None:
-        """Launch the cell of the next test, if it will be examined and the machine is free for it."""
         if self.upcoming and not self.upcoming.refusal and not self.timeouts.reason(self.upcoming.cell.subject):
             self.prefetch.begin(self.upcoming)
 
     def close(self) -> None:
-        """End every pool and forget what was launched from them."""
         self.pools.close()
         self.prefetch.close()

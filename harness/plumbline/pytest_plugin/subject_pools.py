@@ -45,11 +45,6 @@ class SubjectPools:
         self._locators = {declared.name: declared.locator for declared in self.declarations}
 
     def _import_workloads(self, own: Sequence[OwnWorkload]) -> None:
-        """Import workloads where the ranks live, and refuse one that has other weights or data there than here.
-
-        Raises:
-            WorkloadError: with the place, and what could differ.
-        """
         workloads = [find(one.name) for one in own]
         here = {workload.name: content_of(workload) for workload in workloads}
         for pool in self._pools.values() if own else ():
@@ -74,7 +69,6 @@ class SubjectPools:
         check_devices_of_nodes(cells, self._pools.values(), oversubscribe=oversubscribe)
 
     def locator_of(self, subject: str) -> str:
-        """Return the ``--subject`` of a subject, its interpreter included."""
         return self._locators[subject]
 
     def pool_of(self, subject: str) -> Pool:
@@ -87,7 +81,6 @@ class SubjectPools:
         return self._pools[locator]
 
     def close(self) -> None:
-        """End every pool."""
         self.for_measuring.close()
         for pool in self._pools.values():
             pool.close()

@@ -19,7 +19,6 @@ NOTHING_PLANNED = (
 
 
 def write_summary(terminal: Any, recording: RunRecording, *, interrupted: bool, show_unsupported: bool) -> None:
-    """Write the run's tables to pytest's ``terminal`` reporter, and how to resume a run that was interrupted."""
     undeclared = recording.undeclared
     if recording.path is None:
         if undeclared:

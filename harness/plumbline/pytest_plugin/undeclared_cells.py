@@ -87,7 +87,6 @@ def receive_undeclared(config: pytest.Config, session: Session | None, output: M
 
 
 def _say(config: pytest.Config, name: str, sentence: str) -> None:
-    """Print a sentence at the end, once for each ``name``."""
     if not config.pluginmanager.has_plugin(name):
         config.pluginmanager.register(_LastWord(sentence), name)
 

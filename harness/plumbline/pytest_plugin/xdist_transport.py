@@ -28,7 +28,6 @@ class ReportPayload:
 
 
 def attach_outcome(item: pytest.Item, outcome: str) -> None:
-    """Attach a cell's outcome to the report of its test."""
     item.user_properties.append((_OUTCOME, outcome))
 
 
@@ -52,14 +51,12 @@ def outcome_of(report: pytest.TestReport) -> str | None:
 def attach_payload(
     item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None, profile: str | None
 ) -> None:
-    """Attach a cell's records, and the folders of its trace and profile, to the report of its test."""
     lines = [record.model_dump_json() for record in records]
     payload = {"records": lines, "evidence": evidence, "profile": profile}
     item.user_properties.append((_RECORDS, json.dumps(payload)))
 
 
 def payload_of(report: pytest.TestReport) -> ReportPayload | None:
-    """Return what :func:`attach_payload` attached to a report; None if it carries nothing."""
     found = dict(report.user_properties).get(_RECORDS)
     if report.when != "call" or found is None:
         return None

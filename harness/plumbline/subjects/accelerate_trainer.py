@@ -28,7 +28,6 @@ PRECISIONS = {"64": "no", "32": "no", "16": "fp16", "bf16": "bf16"}
     library="accelerate",
 )
 def train(job):
-    """Train ``job`` with ``accelerate.Accelerator``, which finds the ranks by torchrun's variables."""
     accelerator = Accelerator(
         cpu=job.accelerator == "cpu",
         mixed_precision=PRECISIONS[job.precision],
@@ -99,7 +98,6 @@ class _Progress:
 
 @torch.no_grad()
 def evaluate(job, accelerator, model, loader):
-    """Return the mean loss of the held-out samples, from the outputs of all ranks."""
     model.eval()
     sums = 0
     for batch in loader:

@@ -111,18 +111,15 @@ def _declared(backends, precisions):
 # Its 16 bits are those of torch.cuda.amp, and torch.nn.DataParallel splits a batch over CUDA devices alone.
 @_declared(["none", "ddp"], {"cpu": ["64", "32"], "cuda": ["64", "32", "16"]})
 def train(job):
-    """Train ``job`` with ``aitoolbox.torchtrain.TrainLoop``."""
     fit(job)
 
 
 @_declared(["dp"], {"cuda": ["64", "32", "16"]})
 def train_on_replicas(job):
-    """Train ``job`` with ``gpu_mode="dp"``."""
     fit(job)
 
 
 def fit(job):
-    """Train ``job`` as its backend says."""
     on_gpu = job.accelerator == "cuda"
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it takes a GPU where there is one
@@ -147,7 +144,6 @@ def fit(job):
 
 
 def _mode(job, on_gpu):
-    """Return what ``fit`` is told of the devices: which of them for dp; nodes, ranks and where they meet for ddp."""
     if job.backend == "dp":
         return {"dp_model_args": {"device_ids": list(range(job.gpus))}}
     if job.backend == "none":

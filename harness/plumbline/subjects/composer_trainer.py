@@ -47,7 +47,6 @@ class Adapter(ComposerModel):
     library="mosaicml",
 )
 def train(job):
-    """Train ``job`` with ``composer.Trainer``, which finds the ranks by the variables of Composer's launcher."""
     os.environ.setdefault("NODE_RANK", str(job.node_rank))
     device = "gpu" if job.accelerator == "cuda" else "cpu"
     dist.initialize_dist(device)

@@ -53,7 +53,6 @@ class Subject:
     behavior: TrainingBehavior = ORDINARY
 
     def declaration(self) -> dict[str, Any]:
-        """Return what the parent needs to plan, as plain values."""
         return {
             "name": self.name,
             "backends": list(self.backends),
@@ -68,13 +67,11 @@ class Subject:
 
 
 def _source(train: Train) -> tuple[str, int] | None:
-    """Return the file and the line where a function begins, None where it is not written in Python."""
     code = getattr(inspect.unwrap(train), "__code__", None)
     return code and (code.co_filename, code.co_firstlineno)
 
 
 def _sha256(train: Train) -> str | None:
-    """Return the hash of the source of a function's module, None where it has none."""
     module = sys.modules.get(getattr(inspect.unwrap(train), "__module__", ""))
     if module is None or not getattr(module, "__file__", None):
         return None

@@ -23,7 +23,6 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec  # isort: skip
     library="deepspeed",
 )
 def train(job):
-    """Train ``job`` with some of the model's layers on each rank."""
     deepspeed.init_distributed(job.comm)
     torch.manual_seed(job.seed)
     model = job.model()
@@ -49,7 +48,6 @@ def train(job):
 
 
 def pipeline_settings(job):
-    """Return the settings of an engine that passes batches in micro-batches."""
     return settings(job) | {
         "train_micro_batch_size_per_gpu": job.batch_size // job.micro_batches,
         "gradient_accumulation_steps": job.micro_batches,
@@ -57,7 +55,6 @@ def pipeline_settings(job):
 
 
 def fit(job, engine):
-    """Train ``job``: ``engine.train_batch`` for each step."""
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size // job.micro_batches, sampler=sampler)
     micro_batches = in_epochs(job, sampler, loader)
@@ -75,7 +72,6 @@ def in_epochs(job, sampler, loader):
 
 
 def tensors_of(module):
-    """Return the names and values of parameters and buffers."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 
@@ -163,5 +159,4 @@ class Called(torch.nn.Module):
         self.call = call
 
     def forward(self, x):
-        """Return what the layers make of ``x``."""
         return self.call(self.layers, x)

@@ -32,7 +32,6 @@ CAPABILITIES = [
     buffers="per-rank",
 )
 def train(job):
-    """Train ``job`` with DeepSpeed's engine, every rank with the whole model."""
     fit(job)
 
 
@@ -49,7 +48,6 @@ OF_ZERO = [name for name in CAPABILITIES if name != "unused-parameters"]
     buffers="per-rank",
 )
 def train_zero(job):
-    """Train ``job`` with ZeRO: stage 1 or 2."""
     fit(job)
 
 
@@ -62,7 +60,6 @@ def train_zero(job):
     buffers="per-rank",
 )
 def train_stage_3(job):
-    """Train ``job`` with ZeRO's stage 3."""
     fit(job)
 
 
@@ -83,7 +80,6 @@ def settings(job):
 
 
 def fit(job, backward=lambda engine, loss: engine.backward(loss)):
-    """Train ``job``: ``engine.backward`` and ``engine.step`` for each batch."""
     deepspeed.init_distributed(job.comm)
     torch.manual_seed(job.seed + job.rank)
     model = job.model_with_loss()

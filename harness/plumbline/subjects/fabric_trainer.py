@@ -36,7 +36,6 @@ PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-
     library="lightning",
 )
 def train(job):
-    """Train ``job`` with ``lightning.fabric.Fabric``, which finds the ranks by torchrun's variables."""
     ddp = DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
     fabric = launched(job, "auto" if job.backend == "none" else ddp)
     bare = job.model()
@@ -61,7 +60,6 @@ def train_sharded(job):
 
 
 def launched(job, strategy):
-    """Return a Fabric that has met the other ranks."""
     fabric = Fabric(
         accelerator="gpu" if job.accelerator == "cuda" else "cpu",
         devices=job.gpus,
@@ -75,7 +73,6 @@ def launched(job, strategy):
 
 
 def fit(job, fabric, model, optimizers):
-    """Train with a loop of one's own, as Fabric's documentation has it."""
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
     loader, val_loader = fabric.setup_dataloaders(
         DataLoader(job.dataset, batch_size=job.batch_size, shuffle=job.shuffle),
@@ -120,7 +117,6 @@ def fit(job, fabric, model, optimizers):
 
 @torch.no_grad()
 def evaluate(job, fabric, model, loader):
-    """Return the mean loss of the held-out samples, a share a rank."""
     model.eval()
     sums = sum(_weighed(job.loss(model(batch), batch), batch) for batch in loader)
     model.train()

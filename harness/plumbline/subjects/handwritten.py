@@ -32,7 +32,6 @@ BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
     library="torch",
 )
 def train(job):
-    """Train ``job`` on one device, or with DistributedDataParallel."""
     fit(job, OneDevice(job) if job.backend == "none" else Ddp(job))
 
 
@@ -51,7 +50,6 @@ class OneDevice:
         """Do what is due once the window's last backward is over; here nothing is."""
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm of all of them."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def val_share(self, job):
@@ -73,7 +71,6 @@ class OneDevice:
         return {name: saved[name] for name in others}
 
     def states(self):
-        """Return the states of model and optimizers, whole on rank 0; every rank calls it."""
         every = {f"optimizer {number}": part.state_dict() for number, part in enumerate(self.optimizers)}
         return {"model": self.bare.state_dict(), **every}
 
@@ -89,7 +86,6 @@ class Ddp(OneDevice):
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Average once, with the window's last backward."""
         return nullcontext() if last else self.model.no_sync()
 
 
@@ -163,7 +159,6 @@ def save(job, trainer, parts, progress):
 
 
 def load(job, trainer, parts):
-    """Put everything, on every rank, where it was saved; return the progress until then."""
     others = {name: part.state_dict() for name, part in parts.items()}
     saved = trainer.load(f"{job.checkpoint_dir}/checkpoint", {**others, "progress": dict(BEGINNING)})
     for name, part in parts.items():
@@ -173,7 +168,6 @@ def load(job, trainer, parts):
 
 @torch.no_grad()
 def evaluate(job, trainer, loader):
-    """Return the mean loss of the held-out samples."""
     trainer.bare.eval()
     total = 0.0
     for batch in loader:

@@ -33,7 +33,6 @@ CHECKPOINT = "checkpoint.pt"
     library="pytorch-ignite",
 )
 def train(job):
-    """Train ``job`` with ``create_supervised_trainer`` inside of ``idist.Parallel``."""
     with idist.Parallel(backend=job.comm if job.world_size > 1 else None) as parallel:
         parallel.run(_training, job)
         gc.collect()  # a DistributedDataParallel that outlives its process group may hang for ever (torch 2.13)
@@ -90,7 +89,6 @@ def _training(local_rank, job):
 
 
 def _report(job, name, engine, metric):
-    """Let ``engine`` measure, over all ranks, and tell the job after each of its epochs."""
     metric.attach(engine, name)
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: job.log(name, engine.state.metrics[name]))
 

@@ -94,12 +94,10 @@ class Adapter(pl.LightningModule):
     library=pl.__name__.partition(".")[0],
 )
 def train(job):
-    """Train ``job`` with ``lightning.Trainer``, which finds the ranks by torchrun's variables."""
     fit(job, Adapter(job))
 
 
 def fit(job, module):
-    """Train ``module`` with a Trainer that is set up as ``job`` asks."""
     pl.seed_everything(job.seed, workers=True)
     trainer = pl.Trainer(
         accelerator="gpu" if job.accelerator == "cuda" else "cpu",

@@ -41,7 +41,6 @@ CAPABILITIES = [
     max_nodes=1,  # a cluster of several is started by Ray's own commands, not by a script
 )
 def train(job):
-    """Train ``job`` with ``ray.train.torch.TorchTrainer``, on a cluster of this machine."""
     on_gpu = job.accelerator == "cuda"
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # it names sockets, whose paths must be short
     ray.init(
@@ -73,7 +72,6 @@ def work(config):
 
 
 def loop(job):
-    """Train as a worker does."""
     context = ray.train.get_context()
     torch.manual_seed(job.seed + context.get_world_rank())
     bare = job.model()
@@ -99,7 +97,6 @@ def loop(job):
 
 
 def step(job, model, optimizer, scheduler, scaler):
-    """Clip, and step the optimizer and its schedule."""
     if job.clip_norm is not None:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)

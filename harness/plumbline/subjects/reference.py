@@ -82,7 +82,6 @@ class _Adapter(Module):
     capabilities=CAPABILITIES,
 )
 def train(job: Any) -> None:
-    """Train ``job`` with ``plumbline.Trainer``."""
     fit(job)
 
 
@@ -93,7 +92,6 @@ def train(job: Any) -> None:
     capabilities=CAPABILITIES,
 )
 def train_balanced(job: Any) -> None:
-    """Train ``job`` with its model's layers distributed over the devices."""
     fit_stages(job)
 
 
@@ -105,7 +103,6 @@ def fit_stages(job: Any) -> None:
 
 
 def fit(job: Any, **options: Any) -> None:
-    """Train ``job`` with a Trainer that is given these options too."""
     backend = None if job.backend in ("none", "auto") else job.backend
     checkpoint = f"{job.checkpoint_dir}/checkpoint.ckpt"
     trainer = Trainer(

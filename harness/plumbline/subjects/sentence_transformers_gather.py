@@ -17,5 +17,4 @@ with installed_by("pip install 'sentence-transformers[train]'"):
     buffers="per-rank",
 )
 def train(job):
-    """Train ``job`` with ``gather_across_devices=True``, where it has pairs."""
     embed(job, gather=True)

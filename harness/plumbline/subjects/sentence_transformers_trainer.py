@@ -53,17 +53,14 @@ class JobEncoder(InputModule):
         return {"input_ids": batch["index"], **batch}
 
     def forward(self, features):
-        """Put the outputs of the job's model beside the batch."""
         batch = Sample({name: column for name, column in features.items() if name != "input_ids"})
         return {**features, "outputs": self.model(batch), "batch": batch}
 
     def save(self, output_path, *args, safe_serialization=True, **kwargs):
-        """Save the weights."""
         self.save_torch_weights(output_path, safe_serialization=safe_serialization)
 
     @classmethod
     def load(cls, model_name_or_path, subfolder="", **kwargs):
-        """Return the encoder of this process with the weights that were saved."""
         return cls.load_torch_weights(model_name_or_path, subfolder, model=copy.deepcopy(cls.latest))
 
 
@@ -76,7 +73,6 @@ class JobLoss(nn.Module):
         self.pairs = MultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, gather_across_devices=gather)
 
     def forward(self, sentence_features, labels):
-        """Return the loss of a batch, which has one column."""
         features = self.model(sentence_features[0])
         if "views" in features:
             return self.pairs.compute_loss_from_embeddings(list(features["outputs"].unbind(1)), labels)
@@ -103,12 +99,10 @@ def in_order(dataset, batch_size, drop_last, **kwargs):
     buffers="per-rank",
 )
 def train(job):
-    """Train ``job`` with ``SentenceTransformerTrainer``."""
     embed(job)
 
 
 def embed(job, gather=False):
-    """Train ``job`` as an embedding model."""
     if job.world_size == 1:
         _forget_launcher()
     model = SentenceTransformer(modules=[JobEncoder(job)], device=job.device.type)

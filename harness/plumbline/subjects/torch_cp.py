@@ -29,7 +29,6 @@ HEADS = 2
     library="torch",
 )
 def train(job):
-    """Train ``job`` with pieces of its sequences on each rank."""
     fit(job, Cp(job))
 
 
@@ -60,7 +59,6 @@ class Cp(OneDevice):
         return self.gathered(model.head(model.norm_3(x)), 1)[:, self.gathered(self.places, 0).argsort()]
 
     def attention(self, x):
-        """Return what the tokens of this rank take from those before them on all ranks."""
         layer = self.model.attention
         query, key, value = (
             one(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (layer.query, layer.key, layer.value)

@@ -16,7 +16,6 @@ from plumbline.subjects.handwritten import CAPABILITIES, PRECISIONS, OneDevice, 
     library="torch",
 )
 def train(job):
-    """Train ``job`` with DataParallel."""
     fit(job, Dp(job))
 
 

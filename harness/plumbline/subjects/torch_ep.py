@@ -30,7 +30,6 @@ REFUSED = ("sparse-gradients", "unused-parameters", "several-optimizers")
     library="torch",
 )
 def train(job):
-    """Train ``job`` with its model's experts divided among the ranks."""
     fit(job, Ep(job))
 
 
@@ -47,7 +46,6 @@ class Ep(OneDevice):
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Gradients are averaged before the step."""
         return nullcontext()
 
     def val_share(self, job):
@@ -55,11 +53,9 @@ class Ep(OneDevice):
         return range(len(job.val_dataset))
 
     def save(self, file, others):
-        """Write this rank's experts, and a part of what all ranks have."""
         save_parts(self.model, self.optimizers, file, others)
 
     def load(self, file, others):
-        """Read the experts that this rank has now, and what all ranks have."""
         return load_parts(self.model, self.optimizers, file, others)
 
     def before_step(self):
@@ -71,7 +67,6 @@ class Ep(OneDevice):
                 parameter.grad /= self.world_size
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm: of the experts of all ranks, and of the rest once."""
         squares = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -94,7 +89,6 @@ class OwnExperts(nn.ModuleDict):
         self.first = self.shares[rank][0]
 
     def forward(self, x, gates):
-        """Return the weighted sum of all experts' outputs, for the rows of this rank."""
         rows = [gates[:, share].any(1).nonzero().flatten() for share in self.shares]
         sent = [len(one) for one in rows]
         received = torch.empty(len(sent), dtype=torch.int64, device=x.device)

@@ -37,7 +37,6 @@ REFUSED = ("sparse-gradients", "unused-parameters")
     library="torch",
 )
 def train(job):
-    """Train ``job`` with fully_shard."""
     fit(job, Fsdp(job))
 
 
@@ -55,7 +54,6 @@ class Fsdp(OneDevice):
         self.optimizers = job.optimizers(self.model.parameters())  # the shards, which were not there before
 
     def backward_of(self, last):
-        """Average once, with the window's last backward."""
         self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -70,7 +68,6 @@ class Fsdp(OneDevice):
         save_parts(self.model, self.optimizers, file, others)
 
     def load(self, file, others):
-        """Read what this rank holds now, whoever wrote it; return the others that were written."""
         return load_parts(self.model, self.optimizers, file, others)
 
 

@@ -45,12 +45,10 @@ class Schedule:
 
 @subject(name="torch", backends=["pp"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
 def train(job):
-    """Train ``job`` with a stage of its model on each rank."""
     train_with(Schedule(Schedule1F1B), job)
 
 
 def train_with(schedule, job):
-    """Train ``job`` in the order of a schedule."""
     torch.distributed.init_process_group(job.comm)
     stages = Stages(job, schedule)
     with job.holding(stages.held):
@@ -95,7 +93,6 @@ class Stages:
         self.scaler.scale(torch.zeros((), device=job.device))  # the last stage alone scales a loss, and all unscale
 
     def gather(self):
-        """Give the model on every rank the weights and buffers of all stages."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             torch.distributed.broadcast(tensor.data, self.holder_of[name])
 
@@ -124,7 +121,6 @@ class Stages:
         return self.scaler.scale(loss / self.job.micro_batches / self.window)
 
     def batch_of(self, index):
-        """Return the micro-batch with these samples."""
         return next(batch for batch in self.batches if torch.equal(batch["index"], index))
 
     def step(self, batch, window):
@@ -136,13 +132,11 @@ class Stages:
         self.schedule.step(*inputs, target=batch["index"] if self.has_last else None)
 
     def complete(self):
-        """Add up the gradients of tied weights."""
         for parameter, (_, group) in self.shared.items():
             if any(parameter is one for one in self.parameters):
                 torch.distributed.all_reduce(parameter.grad, group=group)
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm of all stages'."""
         square = torch.zeros((), dtype=torch.float64, device=self.job.device)
         for parameter in self.parameters:
             counts_here = self.shared.get(parameter, (self.job.rank,))[0] == self.job.rank
@@ -158,7 +152,6 @@ class Stages:
         save_parts(self.model, self.optimizers, file, others, self.held)
 
     def load(self, file, others):
-        """Read what this rank's stages hold, whichever stage it was then; return the others that were written."""
         return load_parts(self.model, self.optimizers, file, others, self.held)
 
 
@@ -170,12 +163,10 @@ class OfColumns(nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *columns):
-        """Return the model's outputs."""
         return self.model(dict(zip(self.names, columns, strict=True)))
 
 
 def columns_used(model, batch):
-    """Return the names of the columns that the model reads."""
     used = []
 
     class Reading(dict):
@@ -222,7 +213,6 @@ def tie(module, model):
 
 
 def holds(module, tensor):
-    """Say whether a parameter or buffer is one of the module's."""
     return any(tensor is one for one in (*module.parameters(), *module.buffers()))
 
 

@@ -30,7 +30,6 @@ MAX_STAGES = {"dualpipev": 4}
 
 
 def trainer_with(name):
-    """Return the subject that trains with a schedule."""
     make, stages_per_rank = SCHEDULES[name]
     schedule = Schedule(getattr(pipelining, make), stages_per_rank, name in TURNING)
 
@@ -44,7 +43,6 @@ def trainer_with(name):
         max_stages=MAX_STAGES.get(name),
     )
     def train(job):
-        """Train ``job`` with the schedule."""
         train_with(schedule, job)
 
     return train

@@ -33,7 +33,6 @@ from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
     library="torch",
 )
 def train(job):
-    """Train ``job`` with parts of its sequences on each rank."""
     fit(job, Sp(job))
 
 
@@ -59,7 +58,6 @@ class Sp(OneDevice):
                 parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm."""
         clip([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None], max_norm)
 
 
@@ -75,7 +73,6 @@ def divided(model, mesh):
 
 
 def layers(module):
-    """Yield the layers that a model calls one by one."""
     for layer in module.children():
         if isinstance(layer, nn.Sequential):
             yield from layers(layer)
@@ -84,7 +81,6 @@ def layers(module):
 
 
 def styles(layer):
-    """Return what makes a layer one of parts of a sequence."""
     if isinstance(layer, nn.Embedding):  # it takes the tokens or positions that the model has, which are all
         given = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(-1), use_local_output=False)
         return [given, SequenceParallel(sequence_dim=-1)]

@@ -31,7 +31,6 @@ PRECISIONS = ["64", "32", "bf16"] if COMPUTES_ON_A_CPU else []
     library="torch",
 )
 def train(job):
-    """Train ``job`` with parallelize_module."""
     fit(job, Tp(job))
 
 
@@ -54,7 +53,6 @@ class Tp(Fsdp):
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Average once, with the window's last backward."""
         return super().backward_of(last) if self.sharded else OneDevice.backward_of(self, last)
 
     def before_step(self):
@@ -64,11 +62,9 @@ class Tp(Fsdp):
             torch.distributed.all_reduce(local, op=torch.distributed.ReduceOp.AVG, group=self.replicas)
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm."""
         clip(self.gradients(), max_norm)
 
     def gradients(self):
-        """Return the gradients that there are."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
 
@@ -111,13 +107,11 @@ def ties_kept(model):
 
 
 def divisible(model, parts):
-    """Return the layers that parallelize_module can divide, by name."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)}
     return {name: layer for name, layer in layers.items() if len(layer.weight.chunk(parts)) == parts}
 
 
 def plan_of(model, parts):
-    """Return how each layer is divided into so many parts, by its name."""
     layers = divisible(model, parts)
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in layers}
     # A table of embeddings is divided by rows, as a head that is tied to it is.

@@ -22,7 +22,6 @@ from plumbline.subjects.handwritten import CAPABILITIES, PRECISIONS, Ddp, fit
     library="torch",
 )
 def train(job):
-    """Train ``job`` with ZeroRedundancyOptimizer."""
     fit(job, Zero(job))
 
 
@@ -34,7 +33,6 @@ class Zero(Ddp):
         self.optimizers = [shared_out(optimizer) for optimizer in self.optimizers]
 
     def states(self):
-        """Return the states on rank 0, where those of the optimizers are collected."""
         for optimizer in self.optimizers:
             optimizer.consolidate_state_dict(to=0)
         return super().states() if torch.distributed.get_rank() == 0 else {}

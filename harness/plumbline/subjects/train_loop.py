@@ -34,7 +34,6 @@ class _Adapter(nn.Module):
 
 @subject(name="train-loop", backends=list(GPU_MODES), precisions=["64", "32", "16"], capabilities=CAPABILITIES)
 def train(job: Any) -> None:
-    """Train ``job`` with ``plumbline.TrainLoop``."""
     model = _Adapter(job.model())
     loop = TrainLoop(
         model,

@@ -68,7 +68,6 @@ class _InOrder(Trainer):
     library="transformers",
 )
 def train(job):
-    """Train ``job`` with ``transformers.Trainer``, which finds the ranks by torchrun's variables."""
     model = job.model_with_loss()
     optimizer = job.optimizer(model.parameters())
     in_order = {} if job.shuffle else {"train_sampling_strategy": "sequential"}
@@ -84,7 +83,6 @@ def train(job):
 
 
 def arguments(job):
-    """Return the arguments of ``TrainingArguments``, and of what derives from it, that do what ``job`` asks for."""
     return {
         "output_dir": job.checkpoint_dir or tempfile.gettempdir(),
         "use_cpu": job.accelerator == "cpu",
@@ -110,7 +108,6 @@ def arguments(job):
 
 
 def fit(job, trainer):
-    """Train with ``trainer``, transformers' or what derives from it, and report what ``job`` asks for."""
     trainer.add_callback(_Reports(job))
     if job.validate_every:
         trainer.add_callback(_Evaluations(job, trainer))

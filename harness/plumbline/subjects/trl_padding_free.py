@@ -18,5 +18,4 @@ with installed_by("pip install trl"):
     loss="labels",
 )
 def train(job):
-    """Train ``job`` with ``trl.SFTTrainer``, without padding."""
     supervised(job, padding_free=True)

@@ -95,17 +95,14 @@ class JobForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head.weight = nn.Parameter(torch.eye(config.vocab_size), requires_grad=False)
 
     def get_output_embeddings(self):
-        """Return the head, by whose weights TRL multiplies."""
         return self.lm_head
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        """Return the logits."""
         states = self.model(input_ids, attention_mask, position_ids).last_hidden_state
         return CausalLMOutput(logits=self.lm_head(states))
 
 
 def vocabulary_size(job):
-    """Return how many tokens there are: one more than the largest of the data."""
     return 1 + max(int(data.columns["tokens"].max()) for data in (job.dataset, job.val_dataset))
 
 
@@ -133,12 +130,10 @@ def tokenizer(size):
     loss="labels",
 )
 def train(job):
-    """Train ``job`` with ``trl.SFTTrainer``, a sample a row."""
     supervised(job)
 
 
 def supervised(job, **settings):
-    """Train ``job`` as a supervised fine-tuning."""
     size = vocabulary_size(job)
     model = JobForCausalLM(JobConfig(vocab_size=size), job)
     optimizer = job.optimizer(model.model.model.parameters())

@@ -45,7 +45,6 @@ class VirtualEnvironment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property
@@ -86,14 +85,12 @@ def parse_requirement(what: str) -> VirtualEnvironment:
 
 
 def pip_command(name: str) -> str:
-    """Return what installs a subject's library into an environment that has torch."""
     pip = f"pip install {shlex.quote(LIBRARIES[name])}"
     dependencies = SHORT_NAMES[name].dependencies
     return f"pip install {shlex.join(dependencies)} && {pip} --no-deps" if dependencies else pip
 
 
 def environments() -> list[tuple[str, Path]]:
-    """Return the names and interpreters of all installed environments."""
     return [(python.parent.parent.name, python) for python in sorted(cache_folder().glob("[!.]*/bin/python"))]
 
 

@@ -83,6 +83,5 @@ def import_module(name: str, shipped: Collection[str] = (), short_names: Collect
 
 
 def _broken(error: BaseException) -> SubjectError:
-    """Return what to tell of an error in the user's code: in a line, then with where it was raised."""
     said = str(error) if isinstance(error, SubjectError) else headline(error)
     return SubjectError(f"cannot be imported: {said}\n{user_traceback(error)}")
