@@ -17,8 +17,8 @@ from plumbline.workloads import WORKLOADS
 SAMPLES = frozenset({Held.SAMPLES})
 NODES_OF_TWO = Topology(2, 2)
 
-HSDP = Backend("hsdp", (Dimension("replicate", nodes), Dimension("shard", gpus, MODEL | SAMPLES)), "HSDP", rare=True)
-TP = Backend("tp", (Dimension("tensor", devices, MODEL),), "TP", rare=True)
+HSDP = Backend("hsdp", (Dimension("replicate", nodes), Dimension("shard", gpus, MODEL | SAMPLES)), "HSDP", opt_in=True)
+TP = Backend("tp", (Dimension("tensor", devices, MODEL),), "TP", opt_in=True)
 FSDP_TP = Backend(
     "fsdp+tp",
     (
@@ -26,12 +26,12 @@ FSDP_TP = Backend(
         Dimension("tensor", lambda _: 2, MODEL),
     ),
     "FSDP+TP",
-    rare=True,
+    opt_in=True,
 )
-DDP_TP = Backend("ddp+tp", (Dimension("replicate", nodes), Dimension("tensor", gpus, MODEL)), "DDP+TP", rare=True)
-PP = Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True)
-EP = Backend("ep", (Dimension("expert", devices, SAMPLES | {Held.EXPERTS}),), "EP", rare=True)
-CP = Backend("cp", (Dimension("sequence", devices, frozenset({Held.SEQUENCE})),), "CP", rare=True)
+DDP_TP = Backend("ddp+tp", (Dimension("replicate", nodes), Dimension("tensor", gpus, MODEL)), "DDP+TP", opt_in=True)
+PP = Backend("pp", (Dimension("stage", devices, MODEL),), "PP", opt_in=True)
+EP = Backend("ep", (Dimension("expert", devices, SAMPLES | {Held.EXPERTS}),), "EP", opt_in=True)
+CP = Backend("cp", (Dimension("sequence", devices, frozenset({Held.SEQUENCE})),), "CP", opt_in=True)
 
 
 def test_hybrid_shards_lie_inside_of_a_node_and_replicas_across():

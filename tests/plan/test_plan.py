@@ -23,7 +23,9 @@ from plumbline.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
 
-WIDE = [name for name, one in BACKENDS.items() if not (one.narrow or one.divides_experts) and one.smallest.devices <= 4]
+WIDE = [
+    name for name, one in BACKENDS.items() if not (one.sampled or one.divides_experts) and one.smallest.devices <= 4
+]
 """The backends of which all cells are planned, on four devices, though nobody named them."""
 
 

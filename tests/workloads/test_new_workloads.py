@@ -40,7 +40,7 @@ def cells(**options):
     return [planned.cell for planned in plan(Matrix(**options), [ABLE])]
 
 
-SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.narrow]
+SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.sampled]
 """Backends of several devices of which cells are planned though nobody named them."""
 
 
@@ -55,7 +55,7 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     places = {(cell.backend, str(cell.topology)) for cell in asked}
     asks_one = not WORKLOADS[name].elastic and not WORKLOADS[name].experts  # an elastic one comes from other devices
     alone = {("none", "1x1")} if asks_one else set()
-    suited = [one for one in SEVERAL if (one.rare if WORKLOADS[name].experts else not one.divides_experts)]
+    suited = [one for one in SEVERAL if (one.opt_in if WORKLOADS[name].experts else not one.divides_experts)]
     # The last batch of metrics does not divide into micro-batches.
     stages = {("balanced", "1x2")} if WORKLOADS[name].couples_stages and name != "metrics" else set()
     smallest = {(one.name, "1x3" if one.fits(Topology(1, 3)) else str(one.smallest)) for one in suited}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.complain import complain
+from plumbline.cli.print_error import print_error
 
 
 def add_to(commands: Any) -> None:
@@ -29,6 +29,6 @@ def history(options: argparse.Namespace) -> int:
     site = options.output or options.folder / "history"
     found = write_site(options.folder, site)
     for reason in found.unreadable:
-        complain(f"left out: {reason}")
+        print_error(f"left out: {reason}")
     print(site / INDEX)
     return 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.complain import complain
+from plumbline.cli.print_error import print_error
 from plumbline.core.exit_codes import TROUBLE
 from plumbline.engine.rejudge import Rejudged, rejudge
 from plumbline.report.text import counted, printable, printable_lines
@@ -54,7 +54,7 @@ def judge(options: argparse.Namespace) -> int:
     )
     if not judged:
         hint = "" if cells else ": repeat the run with --keep-traces to keep the traces of all cells"
-        complain(f"nothing could be judged again{hint}")
+        print_error(f"nothing could be judged again{hint}")
         return TROUBLE
     return CHANGED if changed else 0
 

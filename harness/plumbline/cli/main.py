@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
-from plumbline.cli.complain import complain
+from plumbline.cli.print_error import print_error
 from plumbline.core.errors import PlumblineError, UsageError
 from plumbline.core.exit_codes import TROUBLE, USAGE
 from plumbline.machine.installed_software import plumbline_version
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.do(options))
     except UsageError as error:
-        complain(error)
+        print_error(error)
         return USAGE
     except (PlumblineError, OSError) as error:
-        complain(error)
+        print_error(error)
         return TROUBLE
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell does

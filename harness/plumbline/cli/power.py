@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.complain import complain
+from plumbline.cli.print_error import print_error
 from plumbline.core.errors import PlanError
 from plumbline.core.exit_codes import TROUBLE
 
@@ -57,7 +57,7 @@ def power(options: argparse.Namespace) -> int:
                 print(f"\n{cell.id}")
                 print("\n".join(power_lines(found)), flush=True)
     except NotRightError as error:
-        complain(error)
+        print_error(error)
         return TROUBLE
     return 0
 

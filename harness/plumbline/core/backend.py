@@ -98,22 +98,26 @@ class Dimension:
 class Backend:
     """One ``distributed_backend`` of a trainer.
 
-    ``dimensions`` of its mesh come outermost first, local ones last; without any it is one device. ``column`` is its
-    column in the support table, None for none; several backends may share one. The mean of the losses of
-    :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
-    it, unless the user does. ``narrow``: unless the user names it, a few cells are planned. ``chosen_by_trainer``: the
-    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each of
-    :meth:`loss_ranks` has its batch pass in ``micro_batches`` of equal size, whose losses count as those of
-    accumulation do. Each rank along a dimension that splits sequences has ``sequence_pieces`` of equal size of each of
-    them; None: one piece, and sizes may differ.
+    The mean of the losses of :meth:`loss_ranks` is what is differentiated.
+
+    Args:
+        name: the name that users type.
+        dimensions: the dimensions of its mesh, outermost first and local ones last. Empty: a single device.
+        column: its column in the support table. Several backends may share one. None: it has none.
+        opt_in: plan its cells only for a subject that declares it, or if the user names it.
+        chosen_by_trainer: the trainer is told no backend and chooses this one itself. One topology is tried.
+        sampled: plan a few of its cells only, unless the user names it.
+        micro_batches: each of :meth:`loss_ranks` divides its batch into this many equal parts. Their losses are
+            averaged as those of gradient accumulation are.
+        sequence_pieces: each rank holds this many equal pieces of a sequence. None: one piece, of any size.
     """
 
     name: str
     dimensions: tuple[Dimension, ...] = ()
     column: str | None = None
-    rare: bool = False
+    opt_in: bool = False
     chosen_by_trainer: bool = False
-    narrow: bool = False
+    sampled: bool = False
     micro_batches: int = 1
     sequence_pieces: int | None = None
 
@@ -230,37 +234,39 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     (
         Backend("none"),
         # No backend named, several gpus: the trainer chooses, and promises what dp promises.
-        replace(_DP, name="auto", rare=True, chosen_by_trainer=True),
+        replace(_DP, name="auto", opt_in=True, chosen_by_trainer=True),
         _DP,
         Backend("ddp", (Dimension("replicate", devices),), "DDP"),
         Backend("ddp2", (Dimension("replicate", nodes), _REPLICAS), "DDP2"),
         # What ddp promises; ranks shard weights, gradients and the optimizer's state, that state alone, or
         # that state and the gradients.
-        Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", rare=True),
+        Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", opt_in=True),
         Backend(
-            "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
+            "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", opt_in=True
         ),
         Backend(
             "zero2",
             (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.GRADIENTS, Held.OPTIMIZER_STATE})),),
             "ZeRO-2",
-            rare=True,
+            opt_in=True,
         ),
         # Shards within a group of devices, replicas over the groups.
         Backend(
             "hsdp",
             (Dimension("replicate", outermost), Dimension("shard", innermost, MODEL | {Held.SAMPLES})),
             "HSDP",
-            rare=True,
+            opt_in=True,
         ),
         # Ranks hold a part of each layer, and all of them see the same samples.
-        Backend("tp", (Dimension("tp", devices, MODEL),), "TP", rare=True),
-        Backend("ddp+tp", (Dimension("replicate", outermost), Dimension("tp", innermost, MODEL)), "DDP+TP", rare=True),
+        Backend("tp", (Dimension("tp", devices, MODEL),), "TP", opt_in=True),
+        Backend(
+            "ddp+tp", (Dimension("replicate", outermost), Dimension("tp", innermost, MODEL)), "DDP+TP", opt_in=True
+        ),
         Backend(
             "fsdp+tp",
             (Dimension("shard", outermost, MODEL | {Held.SAMPLES}), Dimension("tp", innermost, MODEL)),
             "FSDP+TP",
-            rare=True,
+            opt_in=True,
         ),
         # Shards within a group of groups that hold a part of each layer, replicas over these.
         Backend(
@@ -271,24 +277,24 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
                 Dimension("tp", innermost, MODEL),
             ),
             "HSDP+TP",
-            rare=True,
+            opt_in=True,
         ),
         # Ranks have the whole model, and a part of each sample's sequence.
-        Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", rare=True),
+        Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", opt_in=True),
         # What sp promises, by an exchange of keys and values in the ranks' attention. Each rank has an early and a late
         # piece of a sequence: early queries see few keys, and late ones many.
-        Backend("cp", (Dimension("cp", devices, frozenset({Held.SEQUENCE})),), "CP", rare=True, sequence_pieces=2),
+        Backend("cp", (Dimension("cp", devices, frozenset({Held.SEQUENCE})),), "CP", opt_in=True, sequence_pieces=2),
         # Ranks have their own experts, and everything else as in ddp.
-        Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", rare=True),
+        Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", opt_in=True),
         # Each rank holds some of the layers, and all of them see the same samples.
-        Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True, micro_batches=4),
+        Backend("pp", (Dimension("stage", devices, MODEL),), "PP", opt_in=True, micro_batches=4),
         # What pp promises, and replicas of it; the trainer decides who holds which layers.
         Backend(
             "balanced",
             (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
             "Balanced",
-            rare=True,
-            narrow=True,
+            opt_in=True,
+            sampled=True,
             micro_batches=2,
         ),
     ),
@@ -305,12 +311,12 @@ def smoke_order() -> list[Backend]:
 
 
 def columns() -> dict[str, bool]:
-    """Return the support table's columns for backends, each with whether all backends that share it are rare."""
-    rare: dict[str, bool] = {}
+    """Return the backend columns of the support table, each with whether all backends that share it are opt-in."""
+    opt_in: dict[str, bool] = {}
     for backend in BACKENDS.values():
         if backend.column is not None:
-            rare[backend.column] = rare.get(backend.column, True) and backend.rare
-    return rare
+            opt_in[backend.column] = opt_in.get(backend.column, True) and backend.opt_in
+    return opt_in
 
 
 def resized(topology: Topology, backend: Backend) -> Topology:

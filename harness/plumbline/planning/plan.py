@@ -17,7 +17,7 @@ from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.planning.declaration import Declaration, Refusal
 from plumbline.planning.meshes import MeshChoice
-from plumbline.planning.selection import is_among_few, is_worth_a_cell
+from plumbline.planning.selection import is_sampled, is_worth_a_cell
 from plumbline.planning.topologies import topologies
 from plumbline.results.records import PERFORMANCE
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
@@ -80,9 +80,9 @@ class Matrix:
             f"replicas in one rank: {self.shared} CUDA devices are here"
         )
 
-    def asks(self, backend: Backend, declared: Declaration) -> bool:
+    def includes(self, backend: Backend, declared: Declaration) -> bool:
         """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
-        return not backend.rare or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
+        return not backend.opt_in or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Planned:
             self.refusal is None
             and self.cell.workload == smoke_workload(own, self.behavior.stages_per_rank)
             and self.cell.precision == SMOKE_PRECISION
-            and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.rare)}
+            and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.opt_in)}
         )
 
 
@@ -135,11 +135,11 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     planned = []
     for topology, name, backend in product(sizes, names, backends):
         declared = declared_for(name, backend.name, subjects)
-        if topology not in places[backend.name] or not matrix.asks(backend, declared):
+        if topology not in places[backend.name] or not matrix.includes(backend, declared):
             continue
-        few = backend.narrow and not matrix.meshes and backend.name not in (matrix.backends or ())
+        sampled = backend.sampled and not matrix.meshes and backend.name not in (matrix.backends or ())
         for workload, precision in product(workloads, precisions):
-            if few and not is_among_few(workload, backend, topology, precision):
+            if sampled and not is_sampled(workload, backend, topology, precision):
                 continue
             per_rank = declared.behavior.stages_per_rank
             if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes, per_rank):
@@ -148,8 +148,8 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
                     workload.locator,
                 )  # fmt: skip
                 one = _planned(cell, matrix, declared)
-                # A few cells are of what can be asked; what the workload itself rules out says nothing of a subject.
-                if not few or one.refusal is None or one.undeclared:
+                # A cell that the workload itself rules out says nothing about the subject.
+                if not sampled or one.refusal is None or one.undeclared:
                     planned.append(one)
     return planned
 

@@ -37,10 +37,10 @@ def is_worth_a_cell(
 
 
 def _suits_experts(workload: Workload, backend: Backend) -> bool:
-    return backend.rare if workload.experts else not backend.divides_experts
+    return backend.opt_in if workload.experts else not backend.divides_experts
 
 
-def is_among_few(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
+def is_sampled(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
     """Say whether a cell is one of the few that are planned of a narrow backend, unless the user names it.
 
     These are in float32, on the smallest topology and on the smallest where each dimension has several devices. Of
@@ -57,7 +57,7 @@ def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -
     It is also the smallest topology that a backend fits, where it fits none of these, or few workloads suit it: many
     stages, for example, need more blocks than most models have. For a narrow backend it is that alone.
     """
-    if backend.narrow:
+    if backend.sampled:
         return {backend.smallest}
     found = {small[0], small[-1]}
     few = backend.divides_experts or backend.divides_sequences or stages_per_rank > 1

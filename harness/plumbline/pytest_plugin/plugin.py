@@ -65,11 +65,11 @@ def add_options(add: Callable[..., object]) -> None:
         metavar="A=N,B=M",
         help="plan only the backend with these dimensions, of these sizes, as in dp=2,tp=2 (repeatable; default: none)",
     )
-    narrow = ", ".join(backend.name for backend in BACKENDS.values() if backend.narrow)
+    sampled = ", ".join(backend.name for backend in BACKENDS.values() if backend.sampled)
     add(
         "--backends",
         metavar="A,B",
-        help=f"backends, of {', '.join(BACKENDS)} (default: all, but a few cells of {narrow})",
+        help=f"backends, of {', '.join(BACKENDS)} (default: all, but a few cells of {sampled})",
     )
     add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
     add(

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from plumbline import subject
 from plumbline.core.backend import BACKENDS, Backend, Dimension, devices
 
-BACKENDS.register(Backend("gather", (Dimension("replicate", devices),), column="GATHER", rare=True))
+BACKENDS.register(Backend("gather", (Dimension("replicate", devices),), column="GATHER", opt_in=True))
 
 
 @subject(name="gathers", backends=["gather"], precisions=["32"])
