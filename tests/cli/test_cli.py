@@ -79,7 +79,7 @@ def test_findings_are_the_same_lines_as_in_the_file(run):
 def test_nothing_changed_is_said_and_is_success(run, capsys):
     assert main(["judge", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "5 cells judged again: 5 as recorded, 0 changed; 1 could not be judged, 0 have no traces" in said
+    assert "5 cells judged again: 5 unchanged, 0 changed; 1 could not be judged, 0 without traces" in said
 
 
 def test_a_rank_that_died_has_no_evidence(run, capsys):
@@ -117,7 +117,7 @@ def test_traces_that_were_not_kept_are_counted(run, capsys):
         assert main(["judge", str(run)]) == 0
     finally:
         (run / "elsewhere").rename(hidden)
-    assert "1 have no traces" in capsys.readouterr().out
+    assert "1 without traces" in capsys.readouterr().out
 
 
 def test_evidence_that_is_cut_off_is_not_judged(run, capsys):

@@ -71,9 +71,7 @@ def test_two_ranks_train_together(one_thread: None) -> None:
 def test_all_is_well(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
     asked(python=[ProbeResult("3.11")], links=[ProbeResult("none"), ProbeResult("at all")])
     assert main(["doctor"]) == 0
-    assert (
-        capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nThis machine is fit for a run.\n"
-    )
+    assert capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nThis machine is ready.\n"
 
 
 def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
@@ -81,7 +79,7 @@ def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytes
     assert main(["doctor"]) == 1
     assert (
         capsys.readouterr().out
-        == "ok python: 3.11\n!! disk: full to the brim; make room\nProblems to solve first: 1 (see !!).\n"
+        == "ok python: 3.11\n!! disk: full to the brim; make room\nSolve 1 problem first (see !!).\n"
     )
 
 
@@ -165,10 +163,7 @@ def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.Capture
     asked(load=[ProbeResult("a lot", "the machine is busy", is_note=True)], links=[ProbeResult("none")])
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert (
-        said
-        == "~~ load: a lot; the machine is busy\nok links: none\nThis machine is fit for a run. Notes: 1 (see ~~).\n"
-    )
+    assert said == "~~ load: a lot; the machine is busy\nok links: none\nThis machine is ready. 1 note (see ~~).\n"
 
 
 def test_links_are_read_off_the_matrix() -> None:

@@ -112,5 +112,5 @@ def test_options_of_the_run_that_submit_was_given_are_shown_where_they_belong(ca
     assert code_of("submit --nodes 1 --gpus 2 --workloads mlp") == 4
     said = capsys.readouterr().err
     assert said.startswith("usage: plumbline submit")
-    assert "options of the run follow `--`" in said
+    assert "put options of the run after `--`" in said
     assert "-- --workloads mlp" in said

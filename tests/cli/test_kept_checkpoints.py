@@ -44,4 +44,4 @@ def test_a_failing_checkpoint_is_judged_again_byte_for_byte(run, capsys):
         assert (found.outcome, found.family, found.cause) == ("failed", "checkpoint", "optimizer-state-dropped")
         assert b"".join(map(line_of, cell.now)) == b"".join(map(line_of, cell.recorded))
     assert main(["judge", str(run)]) == 0
-    assert "3 cells judged again: 3 as recorded, 0 changed" in capsys.readouterr().out
+    assert "3 cells judged again: 3 unchanged, 0 changed" in capsys.readouterr().out

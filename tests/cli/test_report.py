@@ -116,7 +116,7 @@ def test_of_several_the_one_that_went_wrong_is_shown(run: Path, capsys: pytest.C
     assert main(["show", str(run), "1x2"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("mine-mlp-ddp-1x2-32  failed\n")
-    assert "2 more cells match" in captured.err
+    assert "2 more cells matched" in captured.err
 
 
 def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> None:

@@ -85,7 +85,15 @@ def test_the_help_names_every_exit_code(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     said = capsys.readouterr().out
-    for line in ("0  none", "1  outcome", "2  a run", "3  regression", "4  invalid", "5  incomplete", "6  incon"):
+    for line in (
+        "0  no condition",
+        "1  outcome",
+        "2  a run",
+        "3  regression",
+        "4  invalid",
+        "5  incomplete",
+        "6  incon",
+    ):
         assert f"  {line}" in said
 
 

@@ -53,7 +53,7 @@ def test_a_run_is_judged_again_by_what_was_declared_then(apart, capsys):
     assert "as the subject declares" in found["message"]
     capsys.readouterr()
     assert main(["judge", str(project.run.path)]) == 0
-    assert "1 as recorded, 0 changed" in capsys.readouterr().out
+    assert "1 unchanged, 0 changed" in capsys.readouterr().out
 
     apart("buffers='shared', max_nodes=1")
     result = project.pytest(*SMALL, "--subject", "apart.py", "--resume")

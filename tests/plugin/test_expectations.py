@@ -57,7 +57,7 @@ def test_the_known_is_judged_again_as_it_was(doubled, capsys):
     doubled.pytest(*SMALL, "--subject", "doubled.py")
     capsys.readouterr()
     assert main(["judge", str(doubled.run.path)]) == 0
-    assert "1 as recorded, 0 changed" in capsys.readouterr().out
+    assert "1 unchanged, 0 changed" in capsys.readouterr().out
 
 
 def test_an_unexpected_pass_is_loud_and_so_is_what_nobody_expected(doubled):

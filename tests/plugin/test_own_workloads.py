@@ -68,13 +68,13 @@ def test_a_wrong_trainer_is_caught_and_its_run_judged_again_with_the_file_alone(
     assert "'mine' is a workload of the user's own, a program, which is not run" in judged()[1]
     assert "if you trust it, add --workload mine.py" in judged()[1]
     there = ("--workload", "mine.py")
-    assert "1 cell judged again: 1 as recorded" in judged(*there)[1]
+    assert "1 cell judged again: 1 unchanged" in judged(*there)[1]
     assert main(["show", "reports/latest", "mine"]) == 0
     assert "--workload mine.py" in capsys.readouterr().out
     (project.root / "elsewhere").mkdir()
     shutil.move(project.root / "mine.py", project.root / "elsewhere" / "mine.py")
     assert judged(*there)[0] == 4
-    assert "1 cell judged again: 1 as recorded" in judged("--workload", "elsewhere/mine.py")[1]
+    assert "1 cell judged again: 1 unchanged" in judged("--workload", "elsewhere/mine.py")[1]
     (project.root / "mine.py").write_text(WORKLOAD.replace("randint(3", "randint(2"))
     assert "not judged again: mine.py has changed since the run was recorded" in judged(*there)[1]
     project.pytest(*asked, "--resume").stderr.fnmatch_lines(["*--resume: mine.py has changed since*begin a new run"])

@@ -81,4 +81,4 @@ def test_a_teardown_that_hangs_is_a_note_beside_the_verdict(project, capsys):
     assert {line["outcome"] for line in project.run.results} == {"passed"}
     capsys.readouterr()
     assert main(["judge", str(project.run.path)]) == 0, "judged again, the note stands"
-    assert "1 as recorded, 0 changed" in capsys.readouterr().out
+    assert "1 unchanged, 0 changed" in capsys.readouterr().out

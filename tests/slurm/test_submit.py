@@ -180,7 +180,7 @@ def test_who_attaches_to_what_nobody_submitted_is_told(tmp_path, capsys):
     assert main(["submit", "--attach", str(tmp_path)]) == 2
     assert "was not made by `plumbline submit`" in capsys.readouterr().err
     assert main(["submit", "--gpus", "2"]) == 4
-    assert "submit needs --nodes and --gpus" in capsys.readouterr().err
+    assert "give --nodes and --gpus" in capsys.readouterr().err
 
 
 def test_a_submission_is_read_back_as_it_was(planned, tmp_path):

@@ -1,4 +1,1 @@
-"""The commands of ``plumbline``, one file each: ``add_to`` declares its arguments, and a function calls the package.
-
-Parsing and printing only.
-"""
+"""The commands of ``plumbline``, one file each. They only parse arguments and print results."""

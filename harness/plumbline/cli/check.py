@@ -1,10 +1,9 @@
-"""``plumbline check``: is a training right on all of its ranks? It runs a user's own command, unmodified."""
+"""``plumbline check``: check a user's training script, unmodified."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plumbline.cli.arguments import at_least, duration
 from plumbline.core.errors import PlanError
 from plumbline.core.exit_codes import TROUBLE
 
@@ -19,37 +19,46 @@ from plumbline.core.exit_codes import TROUBLE
 def add_to(commands: Any) -> None:
     command = commands.add_parser("check", description=check.__doc__, usage="plumbline check [options] -- COMMAND …")
     command.add_argument(
-        "--steps", type=_at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"
+        "--steps", type=at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"
     )
     command.add_argument(
-        "--after", type=_at_least(0), default=0, metavar="N", help="steps of each optimizer before that (default: 0)"
+        "--after",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="skip the first N steps of each optimizer (default: 0)",
     )
-    command.add_argument("--stop", action="store_true", help="end the script after the recorded steps (default: go on)")
     command.add_argument(
-        "--time-limit", type=_seconds, metavar="S", help="end the command after S seconds, and judge what it recorded"
+        "--stop", action="store_true", help="stop the script after the recorded steps (default: let it finish)"
+    )
+    command.add_argument(
+        "--time-limit",
+        type=duration,
+        metavar="S",
+        help="stop the command after S seconds and judge what it has recorded",
     )
     command.add_argument(
         "--sample-parameters",
-        type=_sample,
+        type=sample_size,
         default=0.0,
         metavar="FRACTION|N",
-        help="judge a part of each optimizer's parameters: a fraction, or a number of them (default: all)",
+        help="judge only this fraction or this number of each optimizer's parameters (default: all)",
     )
     command.add_argument(
         "--truth",
         choices=("float64", "float32"),
         default="float64",
-        help="compute gradients again in this precision, to measure rounding noise (default: %(default)s)",
+        help="precision in which gradients are recomputed to measure rounding noise (default: %(default)s)",
     )
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="take a few steps, print what recording K of them costs in time, memory and files, and end the script",
+        help="take a few steps, print what recording K steps would cost in time, memory and disk space, and stop",
     )
     command.add_argument(
         "--require-full",
         action="store_true",
-        help="exit with 2 where less than 99 %% of gradients and updates was judged (default: 0 if none is wrong)",
+        help="exit with code 2 if less than 99 %% of the gradients and updates could be judged",
     )
     command.add_argument(
         "-p",
@@ -59,26 +68,27 @@ def add_to(commands: Any) -> None:
         metavar="MODULE",
         help="import a module first, for example one that registers causes (repeatable)",
     )
-    command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a self-contained HTML page")
     command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the verdict, or the estimate of --dry-run, as JSON"
+        "--json", type=Path, metavar="FILE", help="write the verdict as JSON; with --dry-run, the estimate"
     )
-    command.add_argument("--sarif", type=Path, metavar="FILE", help="write what is wrong as SARIF, for code scanning")
+    command.add_argument("--sarif", type=Path, metavar="FILE", help="write errors as SARIF, for code scanning")
     command.add_argument(
-        "--github", action="store_true", help="print what is wrong as annotations of GitHub Actions, on standard error"
+        "--github", action="store_true", help="print errors as GitHub Actions annotations on standard error"
     )
-    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the training")
+    command.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that starts the training"
+    )
     command.set_defaults(do=check)
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run a training script as it is, record its first optimizer steps on every rank, and say whether they are right.
+    """Run a training script unmodified, record its first optimizer steps on every rank, and check them.
 
-    The script's output goes where it always goes; the verdict follows on standard error, so that standard output is
-    the script's alone.
+    The script's output is passed through. The verdict follows on standard error.
 
-    Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its
-    own exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
+    Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script failed (the verdict
+    has the script's exit code), 4 invalid command line, 130 interrupted before anything wrong was found.
     """
     from plumbline.check.command.command_line import command_in
     from plumbline.check.evidence.options import RecordingOptions
@@ -87,7 +97,7 @@ def check(options: argparse.Namespace) -> int:
     command = command_in(options.command)
     if options.dry_run and (options.html or options.sarif or options.github):
         raise PlanError(
-            "--dry-run gives no verdict: leave out --html, --sarif and --github; --json writes its estimate"
+            "--dry-run gives no verdict: remove --html, --sarif and --github, or use --json for the estimate"
         )
     refuse_unwritable(options.html, options.json, options.sarif)
     _import(options.modules)
@@ -156,25 +166,8 @@ def _print(screen: str) -> None:
     print(f"\n{screen}", file=sys.stderr, flush=True)
 
 
-def _at_least(least: int) -> Any:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small: take at least {least}")
-        return value
-
-    return number
-
-
-def _sample(text: str) -> float:
+def sample_size(text: str) -> float:
     value = float(text)
     if not (0 < value < 1 or (value >= 1 and value.is_integer())):
-        raise argparse.ArgumentTypeError(f"{text} is no sample: take a fraction between 0 and 1, or a whole number")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time limit: take a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"must be a fraction between 0 and 1, or a whole number, not {text}")
     return value

@@ -1,13 +1,13 @@
-"""``plumbline compare``: what changed between two runs, or between the backends, precisions or gpus of one."""
+"""``plumbline compare``: compare two runs, or the cells of one."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plumbline.cli.arguments import names
 from plumbline.core.exit_codes import TROUBLE, USAGE
 from plumbline.report.comparison.alignment import DIMENSIONS, NotAligned
 from plumbline.report.comparison.comparison import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
@@ -25,44 +25,44 @@ def add_to(commands: Any) -> None:
         "compare",
         help="compare two runs, or the cells of one: outcomes, speed, memory",
         description=inspect.getdoc(compare),
-        epilog=f"exit codes, of what --fail-on names the first that applies:\n{gates}\n"
-        f"  0  none of them\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",
+        epilog=f"exit codes: that of the first condition in --fail-on that applies\n{gates}\n"
+        f"  0  no condition applies\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("a", metavar="A", help="folder of the first run (the baseline); with --interleave a subject")
     command.add_argument("b", metavar="B", nargs="?", help="folder of the second run; with --interleave a subject")
-    command.add_argument(
-        "--by", choices=tuple(DIMENSIONS), help="compare cells of run A that differ only in this; A is the first value"
-    )
+    command.add_argument("--by", choices=tuple(DIMENSIONS), help="compare the cells of run A that differ only in this")
     command.add_argument(
         "--fail-on",
         metavar="WHAT,…",
-        type=_gates,
+        type=conditions,
         default=DEFAULT_GATES,
-        help=f"some of {', '.join(GATES)} (default: {','.join(DEFAULT_GATES)})",
+        help=f"conditions that set the exit code: {', '.join(GATES)} (default: {','.join(DEFAULT_GATES)})",
     )
     command.add_argument(
         "--minimum-effect",
         metavar="PERCENT",
-        type=_percent,
+        type=percentage,
         default=MINIMUM_EFFECT,
-        help="minimum relative change to report, in percent (default: 5)",
+        help="report changes of at least this many percent (default: 5)",
     )
-    measure = command.add_argument_group("to measure two trainers with interleaved launches")
+    measure = command.add_argument_group("options of --interleave")
     measure.add_argument(
         "--interleave",
         action="store_true",
-        help="A and B are subjects, as for --subject: alternate their launches",
+        help="A and B are subjects, as for --subject: measure them in alternating launches",
     )
     measure.add_argument(
-        "--launches", type=int, default=10, metavar="N", help="launches of each trainer for each cell (default: 10)"
+        "--launches", type=int, default=10, metavar="N", help="launches of each trainer per cell (default: 10)"
     )
     measure.add_argument("--gpus", type=int, metavar="N", help="maximum number of devices")
     for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
-        measure.add_argument(f"--{name}", type=_names, metavar="A,B", help=f"for example {example} (default: all)")
+        measure.add_argument(f"--{name}", type=names, metavar="A,B", help=f"for example {example} (default: all)")
     measure.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates devices")
-    measure.add_argument("--report-dir", metavar="DIR", help="where both runs are written (default: reports/)")
-    command.add_argument("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="(default: text)")
+    measure.add_argument("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
+    command.add_argument(
+        "--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)"
+    )
     command.set_defaults(do=compare)
 
 
@@ -73,8 +73,8 @@ def compare(options: argparse.Namespace) -> int:
       plumbline compare reports/A --by backend         cells of one run: dp, ddp, ddp2
       plumbline compare --interleave SUBJECT SUBJECT   two trainers, measured alternately on this machine
 
-    A figure is better, worse, the same, or inconclusive, given the launches of both sides and a minimum effect.
-    It is not comparable where the machine or the workload's definition differs; the difference is named.
+    Each figure is better, worse, the same or inconclusive, given the launches of both sides and the minimum effect.
+    Figures from different machines, or from different definitions of a workload, are not compared.
     """
     comparison = _comparison(options)
     gates = failing_gates(comparison, options.fail_on)
@@ -89,8 +89,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     if options.interleave:
         return compare_runs(*_interleaved(options), options.minimum_effect)
     if (options.b is None) == (options.by is None):
-        given = "both a second run and --by" if options.by else "neither a second run nor --by"
-        raise NotAligned(f"{given}: compare A with B, or the cells of A --by {', '.join(DIMENSIONS)}")
+        raise NotAligned(f"give either a second run or --by {{{','.join(DIMENSIONS)}}}")
     if options.by:
         return compare_within(read_run(Path(options.a)), options.by, options.minimum_effect)
     return compare_runs(read_run(Path(options.a)), read_run(Path(options.b)), options.minimum_effect)
@@ -111,23 +110,16 @@ def _interleaved(options: argparse.Namespace) -> tuple[Run, Run]:
     return a, b
 
 
-def _names(given: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in given.split(",") if name.strip())
-
-
-def _gates(given: str) -> tuple[str, ...]:
-    names = _names(given)
-    for name in names:
+def conditions(given: str) -> tuple[str, ...]:
+    chosen = names(given)
+    for name in chosen:
         if name not in GATES:
-            raise argparse.ArgumentTypeError(f"there is no {name!r}: use {', '.join(GATES)}")
-    return names
+            raise argparse.ArgumentTypeError(f"unknown condition {name!r}; choose from {', '.join(GATES)}")
+    return chosen
 
 
-def _percent(given: str) -> float:
-    try:
-        percent = float(given)
-    except ValueError:
-        percent = math.nan
+def percentage(given: str) -> float:
+    percent = float(given)
     if not 0 < percent < 100:
-        raise argparse.ArgumentTypeError(f"{given} is not a percentage between 0 and 100")
+        raise argparse.ArgumentTypeError(f"must be between 0 and 100, not {given}")
     return percent / 100

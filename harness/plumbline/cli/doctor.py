@@ -1,4 +1,4 @@
-"""``plumbline doctor``: is this machine fit for a run?"""
+"""``plumbline doctor``: check that this machine can run the suites."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 UNFIT = 1
-"""Exit code if the machine has a problem."""
+"""Exit code if this machine has a problem."""
 
 
 def add_to(commands: Any) -> None:
@@ -18,15 +18,16 @@ def add_to(commands: Any) -> None:
         type=Path,
         default=Path("reports"),
         metavar="DIR",
-        help="where runs go (default: reports/)",
+        help="folder for runs (default: reports/)",
     )
     command.set_defaults(do=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Check this machine for everything that a run needs. A line is ok, or begins with !! and says what to do.
+    """Check that this machine has everything that a run needs.
 
-    A line that begins with ~~ is a note: the machine is fit for a run, but busy, for example.
+    Each line begins with ok, with !! (a problem, and how to solve it) or with ~~ (a note: the machine is busy, for
+    example).
 
     Exit code: 0 no problem, 1 at least one problem.
     """
@@ -34,7 +35,7 @@ def doctor(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from plumbline.machine.doctor.probes import probes, run_probes
-    from plumbline.report.text import printable
+    from plumbline.report.text import counted, printable
 
     console = Console(highlight=False, soft_wrap=True)
     problems = notes = 0
@@ -49,6 +50,6 @@ def doctor(options: argparse.Namespace) -> int:
             text.append(f"; {printable(line.advice)}")
         console.print(text)
         sys.stdout.flush()
-    summary = "This machine is fit for a run." if not problems else f"Problems to solve first: {problems} (see !!)."
-    console.print(f"{summary} Notes: {notes} (see ~~)." if notes else summary, style="bold")
+    summary = f"Solve {counted(problems, 'problem')} first (see !!)." if problems else "This machine is ready."
+    console.print(f"{summary} {counted(notes, 'note')} (see ~~)." if notes else summary, style="bold")
     return UNFIT if problems else 0

@@ -1,4 +1,4 @@
-"""``plumbline history``: a small site about many runs."""
+"""``plumbline history``: write a static site about many runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from plumbline.cli.print_error import print_error
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser("history", description=history.__doc__)
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="a folder with runs in it, for example reports")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of runs, for example reports")
     command.add_argument(
-        "-o", "--output", type=Path, metavar="SITE", help="the folder to write it to (default: history/ in FOLDER)"
+        "-o", "--output", type=Path, metavar="SITE", help="folder of the site (default: FOLDER/history)"
     )
     command.set_defaults(do=history)
 
@@ -29,6 +29,6 @@ def history(options: argparse.Namespace) -> int:
     site = options.output or options.folder / "history"
     found = write_site(options.folder, site)
     for reason in found.unreadable:
-        print_error(f"left out: {reason}")
+        print_error(f"skipped: {reason}")
     print(site / INDEX)
     return 0

@@ -1,17 +1,17 @@
-"""``plumbline hunt``: search for problems on which a trainer is wrong."""
+"""``plumbline hunt``: search for training problems that a trainer gets wrong."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plumbline.cli.arguments import duration
 from plumbline.core.exit_codes import TROUBLE
+from plumbline.report.text import counted
 from plumbline.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
@@ -21,37 +21,46 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser("hunt", description=hunt.__doc__)
-    command.add_argument("--subject", required=True, metavar="WHAT", help="a trainer, as for the suites")
+    command.add_argument("--subject", required=True, metavar="WHAT", help="the trainer, as for the suites")
     command.add_argument(
-        "--minutes", type=_time("minutes"), default=10.0, metavar="M", help="search for so long (default: 10)"
+        "--minutes", type=duration, default=10.0, metavar="M", help="duration of the search (default: 10)"
     )
-    command.add_argument("--seed", type=int, metavar="S", help="draw from here on (default: where the last one ended)")
     command.add_argument(
-        "--time-limit", type=_time("seconds"), default=60.0, metavar="S", help="end a training after S (default: 60)"
+        "--seed",
+        type=int,
+        metavar="S",
+        help="seed of the first problem (default: continue where the last search ended)",
     )
-    command.add_argument("--gpus", type=int, default=4, metavar="K", help="devices of the largest cell (default: 4)")
+    command.add_argument(
+        "--time-limit",
+        type=duration,
+        default=60.0,
+        metavar="S",
+        help="time limit of each training in seconds (default: 60)",
+    )
+    command.add_argument("--gpus", type=int, default=4, metavar="K", help="maximum number of devices (default: 4)")
     command.add_argument(
         "--folder",
         type=Path,
         metavar="DIR",
-        help="corpus of failures (default: reports/hunt/SUBJECT); of several subjects each has a folder in it",
+        help="corpus of failures (default: reports/hunt/SUBJECT); several subjects get a subfolder each",
     )
     command.add_argument(
         "--again",
         action="store_true",
-        help="draw nothing: train the corpus' problems once more, and write their pages again",
+        help="train the problems of the corpus again and rewrite their pages, instead of searching",
     )
     command.set_defaults(do=hunt)
 
 
 def hunt(options: argparse.Namespace) -> int:
-    """Draw training problems, train them on one of the subject's cells each, and judge them. Shrink what fails.
+    """Train a subject on randomly generated problems, judge each training, and shrink the problems that fail.
 
-    A failure is shrunk to the plainest problem that fails with the same cause, and written to the corpus: a file that
-    ``--workload`` takes, a program without Plumbline, which is run, and a page about both. Causes that are in the
-    corpus, or expected of the subject, are not searched again.
+    A failure is shrunk to the simplest problem that fails with the same cause. The corpus gets a file for
+    ``--workload``, a program without Plumbline that is run to confirm the failure, and a page about both. Causes that
+    are in the corpus, or expected of the subject, are not reported again.
 
-    Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid usage.
+    Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid command line.
     """
     try:
         from plumbline.engine.open_subject import open_subject
@@ -60,7 +69,7 @@ def hunt(options: argparse.Namespace) -> int:
         if error.name != "hypothesis":
             raise
         print(
-            "plumbline: hunt needs hypothesis, which is not installed: pip install 'torch-plumbline[hunt]'",
+            "plumbline: hunt needs hypothesis: pip install 'torch-plumbline[hunt]'",
             file=sys.stderr,
         )
         return TROUBLE
@@ -85,7 +94,7 @@ def _one(search: Search, of: int, options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Teller:
-    """Writes failures up and says so."""
+    """Adds failures to the corpus and prints them."""
 
     search: Search
     corpus: Corpus
@@ -104,7 +113,7 @@ class _Teller:
 
         python = parse_subject(self.subject)[1] or sys.executable
         written = write_up(failure, self.search.declared, self.subject, python, self.corpus.folder)
-        said = "no program without Plumbline" if written.shown is None else f"without Plumbline: {written.shown.value}"
+        said = "no standalone program" if written.shown is None else f"standalone program: {written.shown.value}"
         print(f"  {written.page}: {said}", flush=True)
 
 
@@ -118,10 +127,11 @@ def _search(tell: _Teller, minutes: float, seed: int | None) -> int:
         corpus.went_on(search.counts)
         counts = search.counts
         print(
-            f"\n{counts['drawn']} problems drawn: {counts['trained']} trained and judged, {counts['failed']} failed, "
-            f"{counts['unfit']} not fit for judging, {counts['refused']} that the subject does not train, "
-            f"{counts['vacuous']} right with a check that could show nothing; "
-            f"{counts['causes']} new causes"
+            f"\n{counted(counts['drawn'], 'problem')} generated: {counts['trained']} trained and judged, "
+            f"{counts['failed']} failed, {counts['unfit']} unsuitable for judging, "
+            f"{counts['refused']} not supported by the subject, "
+            f"{counts['vacuous']} passed, but one of their checks had no power to fail; "
+            f"{counted(counts['causes'], 'new cause')}"
         )
     return int(counts["causes"] > 0)
 
@@ -131,19 +141,9 @@ def _again(tell: _Teller) -> int:
     for found in tell.corpus:
         failure = tell.search.train(found.drawn)
         same = failure is not None and failure.cause == found.cause
-        answer = "fails as before" if same else "right" if failure is None else f"fails otherwise: {failure.cause}"
+        answer = "fails as before" if same else "passes" if failure is None else f"fails with {failure.cause}"
         print(f"{found.drawn.cell.id}  {found.cause}  {answer}", flush=True)
         if failure is not None:
             tell.write_up(failure)
             still += 1
     return int(still > 0)
-
-
-def _time(unit: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        amount = float(text)
-        if not (amount > 0 and math.isfinite(amount)):
-            raise argparse.ArgumentTypeError(f"{text} is no number of {unit}: give one above 0")
-        return amount
-
-    return parse

@@ -1,4 +1,4 @@
-"""``plumbline judge``: judge a recorded run again, with the present judge."""
+"""``plumbline judge``: judge a recorded run again, with this version of the judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline.results.records import Result
 from plumbline.results.run import read_run
 
 CHANGED = 1
-"""Exit code if findings differ from the recorded ones, as that of diff."""
+"""Exit code if findings differ from the recorded ones, as for diff."""
 
 
 def add_to(commands: Any) -> None:
@@ -25,17 +25,17 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="WHAT",
-        help="a workload of your own that the run was judged by, as it was given to the run (repeatable)",
+        help="your own workload that the run used, as it was given to the run (repeatable)",
     )
     command.set_defaults(do=judge)
 
 
 def judge(options: argparse.Namespace) -> int:
-    """Judge a recorded run again, from its traces, and show which findings changed. Nothing is written.
+    """Judge a recorded run again from its traces, and print the findings that changed. Nothing is written.
 
-    A run keeps the traces of cells that did not pass, or of every cell with ``pytest --keep-traces``.
+    A run keeps the traces of cells that did not pass; with ``--keep-traces``, of every cell.
 
-    Exit code: 0 every finding is as recorded, 1 some changed, 2 nothing could be judged, 4 invalid usage.
+    Exit code: 0 no finding changed, 1 some changed, 2 nothing could be judged, 4 invalid command line.
     """
     run = read_run(options.run)
     cells = rejudge(run, options.workload)
@@ -49,12 +49,12 @@ def judge(options: argparse.Namespace) -> int:
             print(f"{printable(cell.cell)}\n  not judged again: {printable(cell.obstacle)}")
     without = len(run.header.planned) - len(cells)
     print(
-        f"{counted(len(judged), 'cell')} judged again: {len(judged) - len(changed)} as recorded, "
-        f"{len(changed)} changed; {len(cells) - len(judged)} could not be judged, {without} have no traces"
+        f"{counted(len(judged), 'cell')} judged again: {len(judged) - len(changed)} unchanged, {len(changed)} changed; "
+        f"{len(cells) - len(judged)} could not be judged, {without} without traces"
     )
     if not judged:
-        hint = "" if cells else ": repeat the run with --keep-traces to keep the traces of all cells"
-        print_error(f"nothing could be judged again{hint}")
+        hint = "" if cells else ": repeat the run with --keep-traces"
+        print_error(f"no cell could be judged again{hint}")
         return TROUBLE
     return CHANGED if changed else 0
 
@@ -67,7 +67,7 @@ def _changes(cell: Rejudged) -> list[str]:
             lines.append(f"{check}: was {_described(before.get(check))}")
             lines.append(f"{' ' * len(check)}  is  {_described(now.get(check))}")
     # Records are compared byte for byte, so their order counts.
-    return lines or ["the same findings, in another order"]
+    return lines or ["same findings, different order"]
 
 
 def _described(result: Result | None) -> str:

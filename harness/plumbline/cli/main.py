@@ -1,4 +1,4 @@
-"""The command ``plumbline``: run the suites, and look at, repeat and compare runs."""
+"""Check a training script, run the suites on a trainer, and inspect, repeat and compare runs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from plumbline.core.exit_codes import TROUBLE, USAGE
 from plumbline.machine.installed_software import plumbline_version
 
 COMMANDS: Final = {
-    "new-subject": "write an adapter that runs at once, to be replaced by your trainer step by step",
-    "new-workload": "write a training problem of your own that runs at once, to be replaced step by step",
-    "check": "check a training script of your own, unmodified: gradients, updates, data, on every rank",
-    "smoke": "train a tiny cell, and tell a wrong adapter from a wrong trainer",
+    "new-subject": "write an adapter that runs as it is, to replace step by step with your trainer",
+    "new-workload": "write a training problem that runs as it is, to replace step by step with yours",
+    "check": "check your own training script, unmodified: gradients, updates and data on every rank",
+    "smoke": "train a tiny model and say whether the adapter or the trainer is wrong",
     "run": "run a suite from any folder: conformance, performance or detection",
-    "subjects": "list the trainers that ship; install one of an exact version beside this environment",
-    "judge": "judge a run's traces again, without training, and show what changed",
-    "report": "write a run's pages and tables again, or print one of them",
-    "show": "show everything that a run knows about one cell",
-    "history": "make a small site about many runs: what changed when, badges, an Atom feed",
+    "subjects": "list the trainers that ship with Plumbline; install exact versions of their libraries",
+    "judge": "judge a run's traces again, without training, and print what changed",
+    "report": "rewrite the pages and tables of a run, or print one of them",
+    "show": "show everything that a run recorded about one cell",
+    "history": "write a static site about many runs: what changed and when, badges, an Atom feed",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
     "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
-    "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",
-    "power": "measure how small an error of a gradient, an update or a reported loss is noticed",
-    "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
+    "hunt": "search for training problems that a trainer gets wrong, and shrink them",
+    "power": "measure the smallest error of a gradient, update or reported loss that is detected",
+    "doctor": "check this machine: devices, links, communication, limits, versions",
 }
-"""What each command does, in a line. Module ``plumbline.cli.x_y`` has command ``x-y``; its ``add_to`` declares it."""
+"""Command ``x-y`` is in the module ``plumbline.cli.x_y``, whose ``add_to`` declares its arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line with the arguments of its command alone, so that only its module is imported."""
+    # Only the module of the given command is imported.
     parser = _Parser(prog="plumbline", description=__doc__)
     parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -59,14 +59,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
             commands.add_parser(name, help=description)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # Not parse_args, which shows the usage of plumbline and not that of the command.
+        # parse_args would show the usage of plumbline, not of the command.
         hint = getattr(options, "hint_for_unknown", "")
         commands.choices[arguments[0]].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return options
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with an exit code of its own for a wrong command line, the same as pytest's."""
+    """A parser that exits with pytest's code for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -1,4 +1,4 @@
-"""``plumbline report``: write a run's pages and tables again, or print one of them."""
+"""``plumbline report``: rewrite the pages and tables of a run, or print one of them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ def add_to(commands: Any) -> None:
     descriptions = "; ".join(f"{name}: {report_format(name).description}" for name in names)
     command = commands.add_parser("report", description=report.__doc__)
     command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, for example reports/latest")
-    command.add_argument("--format", choices=names, help=f"only this format ({descriptions})")
-    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write it (default: print it)")
+    command.add_argument("--format", choices=names, help=f"write only this format ({descriptions})")
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the format to FILE (default: print it)"
+    )
     command.set_defaults(do=report)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write a run's report again from its results: report.html, report.md, support.md, support.csv and metrics.csv.
+    """Rewrite a run's report from its results: report.html, report.md, support.md, support.csv and metrics.csv.
 
-    With --format nothing is written into the run's folder: that format is printed, or written to FILE.
+    With --format, that format is printed or written to FILE, and the run's folder is left unchanged.
     """
     run = read_run(options.run)
     chosen = None if options.format is None else report_format(options.format)
     if chosen is None and options.output is not None:
-        raise PlanError("-o is the file for one format: choose it with --format")
+        raise PlanError("-o writes a single format: add --format")
     if chosen is not None and chosen.binary and options.output is None:
-        raise PlanError(f"--format {options.format} cannot be printed: name a file with -o")
+        raise PlanError(f"--format {options.format} is binary: give a file with -o")
     if chosen is None:
         write_report(options.run)
         print(run.path / "report.html")

@@ -15,16 +15,16 @@ NO_PREFIX = "\0"
 
 
 def add_to(commands: Any) -> None:
-    # pytest parses the options: without a prefix, this parser passes all words on.
+    # pytest parses the options. Without a prefix character, this parser passes all words on.
     parser = commands.add_parser("run", add_help=False, prefix_chars=NO_PREFIX)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(do=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run suites with pytest and write reports into the current folder; all other words are options of pytest.
+    """Run suites with pytest and write reports to the current folder. All other arguments are passed to pytest.
 
-    The exit code is pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 invalid command line, 5 no cells.
+    Exit code, as pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 invalid command line, 5 no cells.
     """
     words = options.words
     if {"-h", "--help"} & set(words):
@@ -54,8 +54,7 @@ def _usage() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
         description=run.__doc__,
-        epilog="-k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2 and pytest's other options mean what they do "
-        "in pytest.",
+        epilog="pytest's own options work too: -k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2, …",
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
     add_options(parser.add_argument)

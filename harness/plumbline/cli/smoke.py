@@ -1,4 +1,4 @@
-"""``plumbline smoke``: is the adapter wrong, or the trainer? Tiny cells decide, in a few seconds."""
+"""``plumbline smoke``: is the adapter wrong, or the trainer?"""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from plumbline.engine.smoke import smoke as run_smoke
 def add_to(commands: Any) -> None:
     command = commands.add_parser("smoke", description=smoke.__doc__)
     command.add_argument(
-        "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as for --subject"
+        "subject",
+        metavar="WHAT",
+        help="the trainer, as for --subject: file.py, file.py::name, package.module or a short name",
     )
     command.add_argument(
-        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device"
+        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates devices (default: auto)"
     )
     command.set_defaults(do=smoke)
 
 
 def smoke(options: argparse.Namespace) -> int:
-    """Train a tiny model on two devices, then with the other declared backends and precisions, and name the cause.
+    """Train a tiny model on two devices, then with the other declared backends and precisions, and print the cause.
 
-    Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 there is no such subject.
+    Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 unknown subject.
     """
     worst = run_smoke(options.subject, options.accelerator)
     if not worst:
-        print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")
+        print(f"Next, the whole matrix:  {shlex.join(suite_command('--subject', options.subject))}")
     return worst

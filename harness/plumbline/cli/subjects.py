@@ -1,4 +1,4 @@
-"""``plumbline subjects``: the trainers that ship, and environments for exact versions of their libraries."""
+"""``plumbline subjects``: the trainers that ship, and environments for their libraries."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ def add_to(commands: Any) -> None:
     command.set_defaults(do=listed)
     further = command.add_subparsers(metavar="COMMAND")
     command = further.add_parser(
-        "install", help="make an environment for one version of a trainer's library", description=installed.__doc__
+        "install", help="create an environment with one version of a trainer's library", description=installed.__doc__
     )
     command.add_argument("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
     command.set_defaults(do=installed)
 
 
 def listed(options: argparse.Namespace) -> int:
-    """List the trainers that ship: what is installed, what each of them supports, and how to install missing ones."""
+    """List the trainers that ship: what is installed, what each supports, and how to install what is missing."""
     show(shipped(), Console(width=None if sys.stdout.isatty() else 120, highlight=False))
     return 0
 
 
 def show(subjects: list[Shipped], console: Console) -> None:
-    """Print the subjects as a table as wide as ``console``, then how to install what is missing, then environments."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("Subject", "Library", "Backends", "Precisions", "Capabilities"):
         table.add_column(head, overflow="fold", no_wrap=head == "Subject")
@@ -54,9 +53,9 @@ def show(subjects: list[Shipped], console: Console) -> None:
         elif one.library is None:
             own = command("plumbline", "subjects", "install", f"{one.name}==VERSION")
             here = pip_command(one.name)
-            console.print(f"{one.name}: install it here ({here}), or in an environment of its own ({own})", **verbatim)
+            console.print(f"{one.name}: install it here ({here}) or in a separate environment ({own})", **verbatim)
     for name, python in environments():
-        console.print(f'{name}, in an environment of its own: --subject "…;python={python}"', **verbatim)
+        console.print(f'{name}, in a separate environment: --subject "…;python={python}"', **verbatim)
 
 
 def _precisions(subject: Subject) -> list[str]:
@@ -68,10 +67,10 @@ def _precisions(subject: Subject) -> list[str]:
 
 
 def installed(options: argparse.Namespace) -> int:
-    """Make a virtual environment with one version of a trainer's library and this interpreter's version of torch.
+    """Create a virtual environment with one version of a trainer's library and this interpreter's version of torch.
 
-    It is in the user's cache; an existing environment is used unchanged. pip's own settings (its configuration, and
-    variables such as PIP_INDEX_URL) determine where packages come from.
+    It is stored in the user's cache. An existing environment is not changed. pip's configuration, and variables such as
+    PIP_INDEX_URL, decide where packages come from.
     """
     environment = parse_requirement(options.what)
     console = Console(stderr=True, highlight=False)
@@ -81,6 +80,6 @@ def installed(options: argparse.Namespace) -> int:
             status.update(Text(shortened(f"{environment.requirement}: {printable(line)}", console.width - 4)))
 
         python = install(environment, show_progress)
-    print(f"{environment.requirement} is installed, with {environment.torch}. Use it:")
+    print(f"{environment.requirement} is installed, with {environment.torch}. To use it:")
     print(shlex.join(suite_command("--subject", f"{environment.subject};python={python}")))
     return 0
