@@ -30,10 +30,10 @@ def smoke(warm_pool, one_thread, capsys, tmp_path, monkeypatch):
 def test_all_that_is_declared_is_right(smoke, tmp_path):
     code, said = smoke("adapted")
     assert code == 0
-    assert "2 ranks that know of each other, optimizer steps: 6, samples: 72" in said
-    assert "Right as well: none 1x1 32, ddp 1x2 64." in said
+    assert "2 connected ranks, 6 optimizer steps, 72 samples" in said
+    assert "Also right: none 1x1 32, ddp 1x2 64." in said
     assert "The trainer is right here" in said
-    assert "Declared, but not tried here: none in precision 64." in said
+    assert "Declared, but not tried: none in precision 64." in said
     assert not list(tmp_path.glob("plumbline-smoke-*"))
 
 
@@ -60,10 +60,10 @@ def test_a_wrong_trainer_gets_the_diagnosis(smoke):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("alone", "2 ranks were launched, but each trained in a world of 1"),
-        ("returning", "train(job) returned before training: the model was never called"),
-        ("not-stepping", "the model was called 12 times, but no optimizer ever stepped"),
-        ("raising-early", "train(job) raised before an optimizer stepped"),
+        ("alone", "2 ranks were launched, but each had a world size of 1"),
+        ("returning", "no optimizer stepped: train(job) returned before training, or does not call"),
+        ("not-stepping", "no optimizer stepped: train(job) returned before training, or does not call"),
+        ("raising-early", "train(job) raised before the first optimizer step"),
         ("promising", "it declares precision '16', but fails with it"),
     ],
 )
@@ -110,8 +110,8 @@ def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, ca
     ("words", "said"),
     [
         ([], "arguments are required: WHAT"),
-        (["nowhere.py"], "plumbline new-subject nowhere.py` writes one"),
-        (["torch;pyhton=python3"], "only python=/path/to/python can stand"),
+        (["nowhere.py"], "plumbline new-subject nowhere.py` writes an example"),
+        (["torch;pyhton=python3"], "only python=/path/to/python may follow"),
         (["torch", "--accelerator", "tpu"], "invalid choice: 'tpu'"),
     ],
 )
@@ -149,4 +149,4 @@ def test_on_cuda_a_backend_is_left_out_whose_replicas_would_share_a_device(capsy
     monkeypatch.setattr("plumbline.launch.pool.Pool.subjects", [{**declared, "backends": ["dp"]}])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["smoke", "torch", "--accelerator", "cuda"]) == 4
-    assert "1 are here: take --accelerator cpu" in capsys.readouterr().err
+    assert "this machine has 1: simulate devices with --accelerator cpu" in capsys.readouterr().err

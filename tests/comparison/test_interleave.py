@@ -76,10 +76,10 @@ def test_a_trainer_that_goes_wrong_is_newly_failing_and_the_other_was_not_measur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((f"{TRAINERS}::plain", f"{TRAINERS}::elsewhere"), "nothing is measured that both trainers do"),
-        ((f"{TRAINERS}::plain", str(TRAINERS)), "holds several trainers"),
+        ((f"{TRAINERS}::plain", f"{TRAINERS}::elsewhere"), "the trainers have no measured cell in common"),
+        ((f"{TRAINERS}::plain", str(TRAINERS)), "has several trainers"),
         ((f"{TRAINERS}::plain",), "two subjects"),
-        ((f"{TRAINERS}::plain", f"{TRAINERS}::plain", "--launches", "2"), "fewer than 3"),
+        ((f"{TRAINERS}::plain", f"{TRAINERS}::plain", "--launches", "2"), "at least 3 launches"),
         ((f"{TRAINERS}::plain", f"{TRAINERS}::plain", "--workloads", "perf-tap-dance"), "perf-tap-dance"),
     ],
 )

@@ -43,7 +43,7 @@ def test_groups_divide_the_members_and_differ_along_their_dimensions_alone(shape
 
 @pytest.mark.parametrize("dimensions", [(("a", 2), ("a", 2)), (("a", 0),)])
 def test_what_is_no_mesh_is_refused(dimensions):
-    with pytest.raises(ValueError, match="each dimension of a mesh has its own name"):
+    with pytest.raises(ValueError, match="the dimensions of a mesh need different names"):
         Mesh(dimensions)
 
 
@@ -108,7 +108,7 @@ def test_another_mesh_divides_what_is_divided_otherwise(backend, now, before):
 
 def test_a_name_is_registered_for_one_backend_only():
     BACKENDS.register(BACKENDS["ddp"])
-    with pytest.raises(ValueError, match="there is already a backend 'ddp'"):
+    with pytest.raises(ValueError, match="backend 'ddp' already exists"):
         BACKENDS.register(type(BACKENDS["ddp"])("ddp"))
 
 

@@ -24,7 +24,7 @@ def test_what_is_ordinary_declares_nothing():
 
 
 def test_what_another_version_knows_is_not_ignored():
-    with pytest.raises(ValueError, match="there is no declaration 'gradients'"):
+    with pytest.raises(ValueError, match="unknown declaration 'gradients'"):
         TrainingBehavior.of({"gradients": "late"})
 
 

@@ -73,18 +73,18 @@ def test_the_models_of_a_file_in_the_path_are_unpickled_by_its_name(written, mon
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "there is no file {file}"),
-        ("x = 1\n", "has no workload: it takes a subclass of plumbline.workloads.Workload"),
+        (None, "file {file} not found"),
+        ("x = 1\n", "has no workload: define a subclass of plumbline.workloads.Workload"),
         ("import no_such_library\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("def f(:\n", "cannot be imported: SyntaxError"),
         ("import sys\nsys.exit(3)\n", "cannot be imported: SystemExit: 3"),
         (
             "from plumbline.workloads import Workload\n\n\nclass Mlp(Workload):\n    name = 'mlp'\n",
-            "'mlp': there is a built-in workload of that name already; give this one another name",
+            "'mlp' is already the name of a built-in workload; choose another name",
         ),
         (
             "from plumbline.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a/b'\n",
-            "A.name is 'a/b': use letters, digits and . _ + -",
+            "A.name is 'a/b': use only letters, digits and . _ + -",
         ),
         (
             "from plumbline.workloads import Workload\n\n\nclass A(Workload):\n    name = 'a'\n\n"
@@ -93,7 +93,7 @@ def test_the_models_of_a_file_in_the_path_are_unpickled_by_its_name(written, mon
         ),
         (
             "from plumbline.workloads import PerformanceWorkload\n\n\nclass A(PerformanceWorkload):\n    name = 'a'\n",
-            "A is a PerformanceWorkload: what is timed cannot be given by --workload",
+            "A is a PerformanceWorkload: --workload does not support timed workloads",
         ),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_name_that_the_file_does_not_have_and_one_that_two_files_have(written)
     with pytest.raises(WorkloadError, match=r"has no workload 'yours'; it has mine"):
         use_workloads([f"{file}::yours"])
     other = written("other.py")
-    with pytest.raises(WorkloadError, match=rf"{file} has one of that name already"):
+    with pytest.raises(WorkloadError, match=rf"{file}; choose another name"):
         use_workloads([str(file), str(other)])
 
 
@@ -124,4 +124,4 @@ def test_new_workload_writes_one_that_is_fit(tmp_path, capsys):
     assert own.name == "our-problem"
     refuse_unfit(WORKLOADS[own.name], (1, 2, 3, 4, 8))
     assert main(["new-workload", str(file)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists; choose another name" in capsys.readouterr().err

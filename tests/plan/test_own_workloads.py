@@ -25,5 +25,5 @@ def test_those_of_files_are_trained_and_built_in_ones_where_they_are_named(own, 
 
 
 def test_a_name_that_could_mean_it_alone_or_nothing_is_refused():
-    with pytest.raises(PlanError, match=r"to train it alone, take --workload mine\.py::second"):
+    with pytest.raises(PlanError, match=r"to select one of your own, use --workload mine\.py::second"):
         selected_workloads(OWN, ("second",))

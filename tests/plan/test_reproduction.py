@@ -1,4 +1,4 @@
-"""The command that repeats a cell plans that cell, and has no word that it could do without."""
+"""The command that repeats a cell plans that cell."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def planned_in(matrix, measured):
 
 
 def words_of(options, planned, suite="conformance"):
-    return words_by(Reproduction(options, matrix_of(options), DEFAULT_GPUS), planned, suite)
+    return words_by(Reproduction(options, matrix_of(options)), planned, suite)
 
 
 def words_by(reproduction, planned, suite):
-    words = shlex.split(reproduction.command(planned, DECLARED, suites() / suite))
+    words = shlex.split(reproduction.command(planned, LOCATOR, suites() / suite))
     return words[words.index("--cell") :]
 
 
@@ -65,18 +65,15 @@ def words_by(reproduction, planned, suite):
     ],
 )
 @pytest.mark.parametrize("among", [WORKLOADS, PERFORMANCE], ids=["conformance", "performance"])
-def test_every_cell_is_planned_by_its_command_and_by_no_shorter_one(asked, among):
+def test_every_cell_is_planned_by_its_command(asked, among):
     asked = options_of(*asked.split())
-    reproduction = Reproduction(asked, matrix_of(asked), DEFAULT_GPUS)
+    reproduction = Reproduction(asked, matrix_of(asked))
     for planned in planned_with(asked, among):
         words = words_by(reproduction, planned, "performance" if among is PERFORMANCE else "conformance")
         options = options_of(*words)
         assert options["cell"] == [planned.cell.id]
         assert options["subject"] == [LOCATOR]
         assert planned in planned_with(options, among)
-        for name, unset in (("gpus", {"gpus": None, "nodes": None}), ("backends", {"backends": None})):
-            if options[name] is not None:
-                assert planned not in planned_with({**options, **unset}, among)
         assert options["precisions"] is options["workloads"] is None
 
 
@@ -91,7 +88,7 @@ def test_every_cell_is_planned_by_its_command_and_by_no_shorter_one(asked, among
         ("--accelerator auto", ""),
         ("--expectations elsewhere", "--expectations elsewhere"),
         ("--store-above 10", "--store-above 10"),
-        ("--launches 9 --keep-traces --report-dir there --resume --precisions 32 --workloads mlp --gpus 2", ""),
+        ("--launches 9 --keep-traces --report-dir there --resume --precisions 32 --workloads mlp --gpus 2", "--gpus 2"),
         ("--subject another.py --cell another", ""),
         ("--oversubscribe", ""),
         ("--launcher torchrun --rendezvous n:1 --gpus 2", "--gpus 2 --rendezvous n:1 --launcher torchrun"),
@@ -111,10 +108,10 @@ def test_launches_are_kept_where_they_are_measured():
 def test_the_suite_is_named_as_it_is_reached_from_here(tmp_path, monkeypatch):
     asked = options_of()
     planned = next(iter(planned_with(asked)))
-    reproduction = Reproduction(asked, matrix_of(asked), DEFAULT_GPUS)
+    reproduction = Reproduction(asked, matrix_of(asked))
 
     def said(suite):
-        return reproduction.command(planned, DECLARED, Path(suite)).partition(" --cell ")[0].rpartition("/bin/")[2]
+        return reproduction.command(planned, LOCATOR, Path(suite)).partition(" --cell ")[0].rpartition("/bin/")[2]
 
     monkeypatch.chdir(suites().parent)
     assert said(suites() / "conformance") == "pytest suites/conformance"

@@ -68,8 +68,8 @@ def test_an_unexpected_pass_is_loud_and_so_is_what_nobody_expected(doubled):
     result.stdout.fnmatch_lines(
         [
             "*doubled-mlp-none-1x1-32 unexpected pass",
-            "gradients: passed, and failed was expected: its loss is the sum over ranks",
-            "*measured with doubled 1.0*take the cell out of doubled.toml, entry 1*",
+            "gradients: passed, but failed was expected: its loss is the sum over ranks",
+            "*seen with doubled 1.0*remove this cell, or the entry, from doubled.toml, entry 1*",
             "reproduce: *pytest *--expectations mine*",
             "*doubled-mlp-ddp-1x2-32 failed*",
         ]
@@ -81,8 +81,8 @@ def test_an_unexpected_pass_is_loud_and_so_is_what_nobody_expected(doubled):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "*doubled.toml, entry 1, cell: there is no backend 'dpp'*"),
-        (("--expectations", "nowhere"), "*--expectations nowhere: there is no such folder*"),
+        ((), "*doubled.toml, entry 1, cell: unknown backend 'dpp'*"),
+        (("--expectations", "nowhere"), "*--expectations nowhere: folder not found*"),
     ],
     ids=["misspelt", "nowhere"],
 )

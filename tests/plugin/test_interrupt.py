@@ -38,13 +38,13 @@ def test_a_run_that_was_interrupted_before_its_first_cell_can_be_resumed_or_begu
     interrupted = project.pytest("-p", "interrupting", *few, fresh=True)
     assert interrupted.ret == 2
     interrupted.stdout.fnmatch_lines(
-        ["interrupted before the first cell; begin the run again with:", "*-p interrupting*--gpus 1*--precisions 32"]
+        ["interrupted before the first cell; start again with:", "*-p interrupting*--gpus 1*--precisions 32"]
     )
     assert not (project.root / "reports").exists()
 
     resumed = project.pytest("--resume", *few)
     assert resumed.ret == 0
-    resumed.stderr.fnmatch_lines(["*there is no run in *reports to resume: a new one begins"])
+    resumed.stderr.fnmatch_lines(["*reports has no run to resume; beginning a new one"])
     assert len({result["cell"] for result in project.run.results}) == 1
     assert project.run.footer is not None
 

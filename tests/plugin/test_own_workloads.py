@@ -121,9 +121,9 @@ def test_it_reaches_every_process(project, monkeypatch, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--workload", "none.py"), "*--workload none.py: there is no file none.py*"),
-        (("--workload", "mine.py", "--workloads", "mine"), "*take --workload mine.py::mine and leave it out*"),
-        (("--workload", "mine.py", "--workloads", "mlpp"), "*there is no workload 'mlpp': did you mean 'mlp'?*"),
+        (("--workload", "none.py"), "*--workload none.py: file none.py not found*"),
+        (("--workload", "mine.py", "--workloads", "mine"), "*use --workload mine.py::mine*"),
+        (("--workload", "mine.py", "--workloads", "mlpp"), "*unknown workload 'mlpp': did you mean 'mlp'?*"),
     ],
 )
 def test_bad_input_is_a_sentence_before_anything_starts(project, monkeypatch, words, said):

@@ -118,5 +118,5 @@ def test_a_trainer_that_raises_is_red_with_its_words(project, measured):
 def test_too_few_launches_are_refused_before_anything_runs(project):
     result = project.pytest("--gpus", "1", "--launches", "2", suites=SUITE)
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["*--launches 2: fewer than 3 *"])
+    result.stderr.fnmatch_lines(["*--launches 2: at least 3 launches are needed*"])
     assert not list(project.root.glob("reports/*"))

@@ -67,4 +67,4 @@ def test_a_whole_run_is_not_gone_on_with(project):
     assert project.pytest(*asked).ret == 0
     result = project.pytest(*asked, "--resume")
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["*nothing to resume*"])
+    result.stderr.fnmatch_lines(["*is already complete*"])

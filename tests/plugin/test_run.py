@@ -55,7 +55,9 @@ def test_a_wrong_trainer_is_red_and_can_be_run_again_alone(project):
     failed = next(result for result in project.run.results if result["outcome"] == "failed" and result["gpus"] == 2)
     program, *arguments = shlex.split(failed["reproduce"])
     assert Path(program).name == "pytest"
-    assert arguments == ["suites/conformance", "--cell", "doubled-mlp-ddp-1x2-32", "--subject", "doubled.py"]
+    assert arguments == [
+        "suites/conformance", "--cell", "doubled-mlp-ddp-1x2-32", "--subject", "doubled.py", "--gpus", "2",
+    ]  # fmt: skip
     again = project.pytest(suites=arguments)
     assert again.ret == 1
     assert outcomes_of(again) == {"failed": 1}
@@ -68,7 +70,7 @@ def test_two_workers_find_what_one_process_finds(project):
     )
     assert result.ret == 1
     assert outcomes_of(result) == {"passed": 1, "failed": 2}
-    result.stdout.fnmatch_lines(["1 cell is not declared by doubled (backend dp: 1): *"])
+    result.stdout.fnmatch_lines(["1 cell skipped: doubled does not claim to support it (backend dp: 1); *"])
     assert ends_by_backend(project.run) == DOUBLED
     assert project.run.traces == ["doubled-mlp-ddp-1x2-32", "doubled-mlp-ddp-2x1-32"]
     assert project.run.footer is not None
@@ -83,7 +85,7 @@ def test_subjects_stand_side_by_side_and_what_they_do_not_declare_is_unsupported
     assert result.ret == 0
     assert outcomes_of(result) == {"passed": 6, "deselected": 10}
     result.stdout.fnmatch_lines(
-        ["10 cells are not declared by their subjects (left 5, right 5): --show-unsupported lists them"]
+        ["10 cells skipped: their subjects do not claim to support them (left 5, right 5); --show-unsupported *"]
     )
     by_subject = {"left": {}, "right": {}}
     for (subject, workload, backend, nodes, gpus, precision, check), outcome in project.run.outcomes.items():
@@ -137,8 +139,8 @@ def test_a_run_that_stops_at_the_first_failure_is_shown_as_incomplete(project, m
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--backends", "dpp"), "*there is no backend 'dpp': did you mean*'ddp'*"),
-        (("--subject", "nowhere.py"), "*--subject nowhere.py: there is no file nowhere.py*"),
+        (("--backends", "dpp"), "*unknown backend 'dpp': did you mean*'ddp'*"),
+        (("--subject", "nowhere.py"), "*--subject nowhere.py: file nowhere.py not found*"),
         (
             ("--report-dir", "pytest.ini/there"),
             "*report directory pytest.ini/there cannot be made*pytest.ini is no folder*",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 ASKED = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32,bf16")
-LINE = "*1 cell is not declared by mine (backend dp: 1): --show-unsupported lists them*"
+LINE = "*1 cell skipped: mine does not claim to support it (backend dp: 1); --show-unsupported lists them*"
 
 
 def outcomes_of(result):
@@ -21,7 +21,7 @@ def test_it_is_counted_in_one_line_and_recorded_with_what_it_lacks(project):
     assert result.ret == 0
     assert outcomes_of(result) == {"passed": 2, "deselected": 6}
     result.stdout.fnmatch_lines(
-        ["6 cells are not declared by mine (backends none, dp: 4; precision bf16: 2): --show-unsupported lists them"]
+        ["6 cells skipped: mine does not claim to support them (backends none, dp: 4; precision bf16: 2); --show-*"]
     )
     assert "mine: dp" not in result.stdout.str()
     run = project.run
@@ -68,7 +68,7 @@ def test_where_nothing_is_left_it_is_said_why(project, xdist):
     result = project.pytest(*asked, *xdist, fresh=bool(xdist))
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
     result.stdout.fnmatch_lines(
-        ["*Nothing to run: 1 cell is not declared by mine (backend dp: 1): --show-unsupported lists them*"]
+        ["*Nothing to run: 1 cell skipped: mine does not claim to support it (backend dp: 1); --show-*"]
     )
     assert not list(project.root.glob("reports/*"))
 
@@ -79,7 +79,7 @@ def test_where_no_cell_is_planned_it_is_said(project, more):
     asked = ("--gpus", "2", "--workloads", "mlp", "--backends", "ep", "--precisions", "32", "--subject", "mine.py")
     result = project.pytest(*asked, *more, suites=("suites/conformance",), fresh="-n" in more)
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
-    result.stdout.fnmatch_lines(["Nothing to run: no cell has these options. Choose other --backends, *"])
+    result.stdout.fnmatch_lines(["Nothing to run: no cell matches these options. Change --backends, *"])
     assert "INTERNALERROR" not in result.stdout.str()
     assert not list(project.root.glob("reports/*"))
 

@@ -138,7 +138,7 @@ def test_a_run_that_loses_a_node_names_it_and_goes_on(cluster, waiting_folder, t
     assert not found.incomplete
     messages = [result.message for result in found.results if result.check == "launch"]
     assert len(messages) == 1
-    assert "tried again, because the fork server of" in messages[0]
+    assert "the first attempt failed: the fork server of" in messages[0]
     assert "on node1: it is gone" in messages[0]
 
 

@@ -51,7 +51,7 @@ def test_what_is_not_declared_is_one_line_in_the_terminal(build_run: Callable[..
     run = build_run(ends)
     shown = support_for_terminal(run)
     assert "mine: dp" not in shown
-    assert "\n3 cells are not declared by mine." in shown
+    assert "\n3 cells skipped: mine does not claim to support them." in shown
     every = support_for_terminal(run, every=True, counted=False)
     assert "mine: dp, 2 gpus, 32" in every
     assert "not declared" not in every

@@ -84,7 +84,7 @@ def test_what_nobody_declares_is_no_row(build_run: BuildRun) -> None:
     every = side_by_side(run, every=True)
     assert every is not None
     assert len(every) == 4
-    assert "7 cells are not declared by their subjects (a 3, b 4)." in support_for_terminal(run)
+    assert "7 cells skipped: their subjects do not claim to support them (a 3, b 4)." in support_for_terminal(run)
 
 
 def test_nine_trainers_fit_a_terminal(build_run: BuildRun) -> None:

@@ -80,7 +80,7 @@ def test_a_run_that_was_stopped_after_some_cells_goes_on_though_it_has_a_footer(
 def test_a_run_that_came_to_its_end_is_not_touched(tmp_path: Path) -> None:
     path = run_broken_off_at(tmp_path, LENGTH + 10_000)
     before = (path / RESULTS).read_bytes()
-    with pytest.raises(NothingToResume, match="nothing to resume"):
+    with pytest.raises(NothingToResume, match="is already complete"):
         RunWriter.resume(path)
     assert (path / RESULTS).read_bytes() == before
 

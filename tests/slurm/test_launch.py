@@ -70,7 +70,7 @@ def test_a_node_whose_server_is_gone_is_named(slurm_pool, cell_of, tmp_path):
 
 
 def test_a_subject_that_is_not_there_is_refused_with_the_node(slurm_pool):
-    with pytest.raises(SubjectError, match=r"--subject nowhere.py: on node\d: there is no file nowhere.py"):
+    with pytest.raises(SubjectError, match=r"--subject nowhere.py: on node\d: file nowhere.py not found"):
         _ = slurm_pool("nowhere.py").subjects
 
 

@@ -28,7 +28,7 @@ BROKEN = {
         "from plumbline import subject\n\n@subject(name='x', backends=['dpp'])\ndef train(job): pass\n",
         3,
         "@subject(name='x', backends=['dpp'])",
-        "there is no backend 'dpp'",
+        "unknown backend 'dpp'",
     ),
     "argument": (
         "from plumbline import subject\n\n@subject(name='x', backend=['ddp'])\ndef train(job): pass\n",

@@ -1,4 +1,4 @@
-"""The values that every other package exchanges: cells, backends, precisions, findings, outcomes and errors.
+"""The values that all packages exchange: cells, backends, precisions, findings, outcomes and errors.
 
-Frozen dataclasses and enums, and nothing outside the standard library. Nothing here starts a process or reads a run.
+Standard library only. Nothing here starts a process or reads a run.
 """

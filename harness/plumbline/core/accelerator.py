@@ -1,4 +1,4 @@
-"""The accelerators: CUDA devices, or the cpu, which simulates every device."""
+"""The accelerators: CUDA devices, or the CPU, which simulates devices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ ACCELERATORS = ("cpu", "cuda")
 
 
 def resolve_accelerator(requested: str, cuda_devices: int) -> str:
-    """Return the accelerator for ``--accelerator``, which may be ``auto``, on a machine with so many CUDA devices.
+    """Return the accelerator for ``--accelerator``, which may be ``auto``.
 
     Raises:
-        PlanError: CUDA is requested, and there is no CUDA device.
+        PlanError: CUDA is requested, but there is no CUDA device.
     """
     if requested == "auto":
         return "cuda" if cuda_devices else "cpu"
     if requested == "cuda" and not cuda_devices:
-        raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
+        raise PlanError("--accelerator cuda: this machine has no CUDA device; use --accelerator cpu")
     return requested

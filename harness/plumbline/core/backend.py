@@ -1,7 +1,7 @@
-"""The backends a trainer may offer: how each of them arranges devices, and what it promises about who computes what.
+"""The backends of trainers: how each arranges devices, and which device computes what.
 
-A backend is one object. Planning, launching, the judge and the reports ask it everything that differs by backend; a new
-one is an entry of ``BACKENDS``, here or by ``BACKENDS.register`` elsewhere.
+A new backend is an entry of ``BACKENDS``, here or with ``BACKENDS.register`` elsewhere. Planning, launching, the judge
+and the reports take everything that differs between backends from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plumbline.core.topology import Topology
 
 
 class Held(Enum):
-    """What devices hold of a training: all of it, or a part each."""
+    """What devices may hold in whole or in parts."""
 
     SAMPLES = "samples"
     SEQUENCE = "sequence"
@@ -29,7 +29,7 @@ class Held(Enum):
 
 
 MODEL = frozenset({Held.PARAMETERS, Held.GRADIENTS, Held.OPTIMIZER_STATE})
-"""What is split where a device has a part of the model: shards of tensors, or whole layers."""
+"""What is split if each device has a part of the model: shards of tensors, or whole layers."""
 
 
 def nodes(topology: Topology) -> int:
@@ -45,17 +45,17 @@ def devices(topology: Topology) -> int:
 
 
 def innermost(topology: Topology) -> int:
-    """Return the size of the inner of several dimensions: a node's devices; on one node the smallest prime factor."""
+    """Return the size of the innermost dimension: the devices of a node; on one node, their smallest prime factor."""
     return topology.gpus if topology.num_nodes > 1 else _factor(topology.gpus)
 
 
 def outermost(topology: Topology) -> int:
-    """Return the size of the outer of two dimensions: how many groups of the inner one there are."""
+    """Return the size of the outer of two dimensions: the number of groups of the inner one."""
     return topology.devices // innermost(topology)
 
 
 def middle(topology: Topology) -> int:
-    """Return the size of the middle one of three dimensions: the smallest prime factor of the inner groups' number."""
+    """Return the size of the middle one of three dimensions: the smallest prime factor of the outermost size."""
     return _factor(outermost(topology))
 
 
@@ -64,17 +64,17 @@ def above_middle(topology: Topology) -> int:
 
 
 def _factor(count: int) -> int:
-    """Return the smallest factor of a number that is neither 1 nor the number itself, 1 where there is none."""
+    """Return the smallest proper factor of a number, 1 if it has none."""
     return next((n for n in range(2, count) if count % n == 0), 1)
 
 
 def stages(topology: Topology) -> int:
-    """Return how many stages a pipeline has: one for each device of a node; where a node has one, for each node."""
+    """Return the number of stages of a pipeline: one per device of a node or, if nodes have one device, per node."""
     return topology.gpus if topology.gpus > 1 else topology.num_nodes
 
 
 def pipelines(topology: Topology) -> int:
-    """Return how many replicas of a pipeline there are: one on each node that holds all stages."""
+    """Return the number of replicas of a pipeline: one per node that holds all stages."""
     return topology.devices // stages(topology)
 
 
@@ -82,9 +82,12 @@ def pipelines(topology: Topology) -> int:
 class Dimension:
     """One dimension of a backend's mesh.
 
-    ``size`` is its number of devices on a topology for which the user chose none. Of what it ``splits`` the devices
-    along it hold a part each; of everything else they hold the same. Where it is ``local``, they are driven by one
-    process, which gathers their outputs and takes one loss of them. Where it is ``optional``, its size may be 1.
+    Args:
+        name: the name of the dimension.
+        size: returns its default number of devices on a topology.
+        splits: what the devices along it hold a part of each. They hold everything else in whole.
+        local: one process drives the devices along it, gathers their outputs and computes one loss.
+        optional: its size may be 1.
     """
 
     name: str
@@ -125,15 +128,11 @@ class Backend:
         return Mesh(tuple((one.name, size) for one, size in self._sized(topology)))
 
     def mesh(self, topology: Topology) -> Mesh:
-        """Return how the ranks are arranged: the devices' mesh without its local dimensions."""
+        """Return how the ranks are arranged: the mesh of the devices without local dimensions."""
         return Mesh(tuple((one.name, size) for one, size in self._sized(topology) if not one.local))
 
     def fits(self, topology: Topology) -> bool:
-        """Say whether the backend does on this topology what no simpler backend does there.
-
-        That is where each dimension that is not optional has several devices, and all devices of the topology are in
-        the mesh.
-        """
+        """Say whether the mesh has all devices of the topology, and several along each required dimension."""
         if topology.mesh and (self.gathers or len(topology.mesh) != len(self.dimensions)):
             return False
         several = all(one.optional or size > 1 for one, size in self._sized(topology))
@@ -141,12 +140,12 @@ class Backend:
 
     @property
     def smallest(self) -> Topology:
-        """The topology with the fewest devices, and nodes, that it fits: where it is tried first."""
+        """The topology with the fewest devices, and the fewest nodes, that it fits."""
         return next(filter(self.fits, _by_size()))
 
     @property
     def smallest_whole(self) -> Topology:
-        """The smallest topology on which each dimension has several devices, optional ones too."""
+        """The smallest topology on which every dimension has several devices, including optional ones."""
         required = replace(self, dimensions=tuple(replace(one, optional=False) for one in self.dimensions))
         return required.smallest
 
@@ -162,59 +161,56 @@ class Backend:
 
     @property
     def divides_layers(self) -> bool:
-        """Whether each layer computes in parts, on several devices that see the same samples."""
+        """Whether several devices that see the same samples compute parts of each layer."""
         together = (one.splits for one in self.dimensions if Held.SAMPLES not in one.splits)
         return self.micro_batches == 1 and any(Held.PARAMETERS in splits for splits in together)
 
     @property
     def has_stages(self) -> bool:
-        """Whether each device has whole layers, which the micro-batches of a batch pass one after the other."""
+        """Whether each device has whole layers, which micro-batches pass one after the other."""
         together = (one.splits for one in self.dimensions if Held.SAMPLES not in one.splits)
         return self.micro_batches > 1 and any(Held.PARAMETERS in splits for splits in together)
 
     @property
     def divides_experts(self) -> bool:
-        """Whether ranks have experts of their own."""
+        """Whether ranks hold different experts."""
         return any(Held.EXPERTS in one.splits for one in self.dimensions)
 
     @property
     def divides_sequences(self) -> bool:
-        """Whether ranks have a part of each sample's sequence."""
+        """Whether each rank has a part of each sequence."""
         return any(Held.SEQUENCE in one.splits for one in self.dimensions)
 
     @property
     def gathers(self) -> bool:
-        """Whether a process drives several devices and gathers their outputs."""
+        """Whether one process drives several devices and gathers their outputs."""
         return any(one.local for one in self.dimensions)
 
     def part(self, rank: int, topology: Topology, of: Held = Held.SAMPLES) -> HeldPart:
-        """Return which part a rank has, of the samples of a step for example; part 0 of 1 where it has all."""
+        """Return which part a rank holds, for example of the samples of a step; part 0 of 1 if it holds all."""
         return self.mesh(topology).part(rank, *self._splitting(of))
 
     def reduction_groups(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks over which a gradient is reduced, each rank's for the part that it holds.
-
-        These ranks differ in what they computed it from: their samples, or their parts of each sequence.
-        """
+        """Return the groups of ranks over which gradients are reduced: they see different samples or sequence parts."""
         return self.mesh(topology).groups(*self._splitting(Held.SAMPLES, Held.SEQUENCE))
 
     def norm_groups(self, topology: Topology, of: Held = Held.GRADIENTS) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks whose squared norms are added for the norm of the whole gradient.
+        """Return the groups of ranks whose squared norms add up to that of the whole gradient.
 
-        A shard counts with its siblings, and a replicated gradient once: each rank alone has its norm.
+        Shards of one gradient are in one group. A rank with a replicated gradient is alone in its group.
         """
         return self.mesh(topology).groups(*self._splitting(of))
 
     def loss_ranks(self, topology: Topology) -> tuple[int, ...]:
-        """Return one rank for each set of samples of which a loss is taken: the first of those that see the same."""
+        """Return the first rank of each group that sees the same samples, and so computes the same loss."""
         return tuple(group[0] for group in self.replicas(topology))
 
     def holders(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that hold one model together, each with samples of its own or not."""
+        """Return the groups of ranks that hold one model together."""
         return self.mesh(topology).groups(*self._splitting(Held.PARAMETERS, Held.EXPERTS))
 
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that see the same samples, and hold one model together."""
+        """Return the groups of ranks that see the same samples and hold one model together."""
         same = [one.name for one in self.dimensions if Held.SAMPLES not in one.splits]
         return self.mesh(topology).groups(*same)
 
@@ -233,13 +229,13 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     "backend",
     (
         Backend("none"),
-        # No backend named, several gpus: the trainer chooses, and promises what dp promises.
+        # The trainer is given several gpus and no backend. It chooses one that does what dp does.
         replace(_DP, name="auto", opt_in=True, chosen_by_trainer=True),
         _DP,
         Backend("ddp", (Dimension("replicate", devices),), "DDP"),
         Backend("ddp2", (Dimension("replicate", nodes), _REPLICAS), "DDP2"),
-        # What ddp promises; ranks shard weights, gradients and the optimizer's state, that state alone, or
-        # that state and the gradients.
+        # As ddp, but ranks shard weights, gradients and the optimizer's state; only that state; or that state and the
+        # gradients.
         Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", opt_in=True),
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", opt_in=True
@@ -250,14 +246,14 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
             "ZeRO-2",
             opt_in=True,
         ),
-        # Shards within a group of devices, replicas over the groups.
+        # Shards within each group of devices, replicas over the groups.
         Backend(
             "hsdp",
             (Dimension("replicate", outermost), Dimension("shard", innermost, MODEL | {Held.SAMPLES})),
             "HSDP",
             opt_in=True,
         ),
-        # Ranks hold a part of each layer, and all of them see the same samples.
+        # Ranks hold a part of each layer and see the same samples.
         Backend("tp", (Dimension("tp", devices, MODEL),), "TP", opt_in=True),
         Backend(
             "ddp+tp", (Dimension("replicate", outermost), Dimension("tp", innermost, MODEL)), "DDP+TP", opt_in=True
@@ -268,7 +264,7 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
             "FSDP+TP",
             opt_in=True,
         ),
-        # Shards within a group of groups that hold a part of each layer, replicas over these.
+        # Tensor parallelism within the innermost groups, shards over these, and replicas over the shards.
         Backend(
             "hsdp+tp",
             (
@@ -279,16 +275,16 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
             "HSDP+TP",
             opt_in=True,
         ),
-        # Ranks have the whole model, and a part of each sample's sequence.
+        # Ranks have the whole model and a part of each sequence.
         Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", opt_in=True),
-        # What sp promises, by an exchange of keys and values in the ranks' attention. Each rank has an early and a late
-        # piece of a sequence: early queries see few keys, and late ones many.
+        # As sp, by exchanging keys and values in attention. Each rank has an early and a late piece of a sequence,
+        # because late queries see more keys.
         Backend("cp", (Dimension("cp", devices, frozenset({Held.SEQUENCE})),), "CP", opt_in=True, sequence_pieces=2),
-        # Ranks have their own experts, and everything else as in ddp.
+        # As ddp, but ranks hold different experts.
         Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", opt_in=True),
-        # Each rank holds some of the layers, and all of them see the same samples.
+        # Each rank holds some of the layers, and all see the same samples.
         Backend("pp", (Dimension("stage", devices, MODEL),), "PP", opt_in=True, micro_batches=4),
-        # What pp promises, and replicas of it; the trainer decides who holds which layers.
+        # As pp, with replicas. The trainer decides which rank holds which layers.
         Backend(
             "balanced",
             (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
@@ -302,10 +298,9 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
 
 
 def smoke_order() -> list[Backend]:
-    """Return all backends, the one that says most about a trainer first.
+    """Return all backends, the most informative first.
 
-    A process for each device comes before replicas in one process, these before the trainer's own choice, and one
-    device comes last.
+    First those with a process per device, then replicas in one process, the trainer's own choice, and one device.
     """
     return sorted(BACKENDS.values(), key=lambda one: (not one.dimensions, one.chosen_by_trainer, one.gathers))
 
@@ -320,11 +315,10 @@ def columns() -> dict[str, bool]:
 
 
 def resized(topology: Topology, backend: Backend) -> Topology:
-    """Return another mesh: fewer gpus on each node, as near as there is, or one node fewer.
+    """Return another topology: with fewer gpus per node, or one node fewer; if the backend fits none, with more gpus.
 
-    Where the backend makes no sense on less, it is more gpus. A mesh of several dimensions has other sizes along the
-    two inner ones, so that what is divided along them is divided otherwise: they are exchanged, or where they are
-    equal the inner one is larger.
+    If the mesh has several dimensions, the sizes of the two inner ones are exchanged or, if they are equal, the inner
+    one grows by one.
     """
     nodes, gpus = topology.num_nodes, topology.gpus
     sizes = backend.mesh(topology).shape
@@ -345,21 +339,21 @@ def _by_size() -> Iterator[Topology]:
 
 
 class Declared(Protocol):
-    """What says of a trainer that it has some backends."""
+    """A declaration of some of a trainer's backends."""
 
     @property
     def name(self) -> str:
-        """What reports call the trainer."""
+        """The trainer's name."""
 
     @property
     def backends(self) -> Sequence[str]:
-        """The names of the backends that are declared here."""
+        """The names of the declared backends."""
 
 
 D = TypeVar("D", bound=Declared)
 
 
 def declared_for(name: str, backend: str, declared: Sequence[D]) -> D:
-    """Return what the trainer called ``name`` declared for a backend; where that is nothing, its first declaration."""
+    """Return a trainer's declaration for a backend, or its first declaration if it has none for it."""
     own = [one for one in declared if one.name == name]
     return next((one for one in own if backend in one.backends), own[0])

@@ -1,4 +1,4 @@
-"""The cell, the unit of planning, launching, judging and reporting."""
+"""The cell: the unit of planning, launching, judging and reporting."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from plumbline.core.topology import Topology
 class Cell:
     """One subject, workload, backend, topology and precision. Its ``id`` is unique in a run and can name a file.
 
-    ``seed`` replaces the workload's own, and with it weights, data and order. It is the same for a whole run.
-    ``workload_locator`` says where the workload is that is the user's own, None of a built-in one.
+    ``seed`` replaces the workload's own and is the same for a whole run. ``workload_locator`` says where the user's own
+    workload is, None for a built-in one.
     """
 
     subject: str
@@ -30,18 +30,18 @@ class Cell:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cell:
-        """Undo ``dataclasses.asdict``, after a way through JSON."""
+        """Undo ``dataclasses.asdict`` after a round trip through JSON."""
         topology = values["topology"]
         return cls(**{**values, "topology": Topology(**{**topology, "mesh": tuple(topology["mesh"])})})
 
     @property
     def id(self) -> str:
-        """Name of the cell, for example ``reference-mlp-ddp-2x4-32``."""
+        """The cell's name, for example ``reference-mlp-ddp-2x4-32``."""
         return f"{self.subject}-{self.workload}-{self.backend}-{self.topology}-{self.precision}"
 
     @property
     def contract(self) -> Backend:
-        """The backend: its mesh, and what it promises."""
+        """The backend."""
         return BACKENDS[self.backend]
 
     @property
@@ -50,10 +50,10 @@ class Cell:
 
     @property
     def resized(self) -> Cell:
-        """The cell on another mesh: where an elastic training was before it was interrupted."""
+        """The cell on another mesh, where an elastic training is until it is interrupted."""
         return replace(self, topology=resized(self.topology, self.contract))
 
     @property
     def processes(self) -> int:
-        """World size: ranks over all nodes."""
+        """The world size."""
         return self.contract.processes(self.topology)

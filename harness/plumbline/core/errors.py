@@ -1,14 +1,14 @@
-"""Errors before or around a cell. The message of each is a sentence that says what to do."""
+"""Errors whose message says what is wrong and what to do."""
 
 from __future__ import annotations
 
 
 class PlumblineError(Exception):
-    """Base of every error whose message is shown to the user without a traceback."""
+    """Base of the errors that are shown to the user without a traceback."""
 
 
 class UsageError(PlumblineError):
-    """What was asked for cannot be done: the command line has to change."""
+    """The command line has to change."""
 
 
 class PlanError(UsageError):
@@ -20,7 +20,7 @@ class SubjectError(UsageError):
 
 
 class WorkloadError(UsageError):
-    """A workload of the user's own cannot be found or imported, or a trainer cannot be judged on it."""
+    """One of the user's own workloads cannot be found or imported, or trainers cannot be judged on it."""
 
 
 class LaunchError(PlumblineError):

@@ -1,4 +1,4 @@
-"""What a check answers, and the order in which the findings of a cell are read."""
+"""The result of a check, and the order in which a cell's findings are shown."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from plumbline.core.outcome import Outcome
 
 @dataclass(frozen=True)
 class ErrorGrid:
-    """Errors in multiples of noise, the largest over ranks: ``errors`` has a row a parameter and a column a step.
+    """Errors in multiples of noise, the largest over ranks, with a row per parameter and a column per step.
 
-    ``parameters`` are parameters, or modules where there are many. None is an error that was not measured.
+    If there are many ``parameters``, they are modules instead. None is an error that was not measured.
     """
 
     parameters: tuple[str, ...]
@@ -23,10 +23,10 @@ class ErrorGrid:
 
 @dataclass(frozen=True)
 class RankShares:
-    """How ranks' own gradients were put together at one step: the weights with which they add up.
+    """The weights with which the ranks' own gradients were combined at one step.
 
     ``received`` has a row for each rank whose optimizer got a gradient, and a column for each rank's own gradient.
-    ``right`` is what a row should be.
+    ``right`` is the correct row.
     """
 
     step: int
@@ -36,15 +36,28 @@ class RankShares:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check in one cell. What does not apply is None, never 0 or -1.
+    """The result of one check in one cell. What does not apply is None.
 
-    ``error_x_noise`` is the error in multiples of the error that rounding alone explains, and ``limit_x_noise`` its
-    limit for a correct trainer. ``step`` counts from 0. ``parameters`` has the error of each parameter at
-    that step on that rank, in the model's order, where the finding is bad. ``consequence_of`` is the check whose
-    finding in the same cell explains this one, None where it stands by itself. ``undeclared`` is what an unsupported
-    cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names.
-    ``hint`` is what to look at, as at the end of the message. ``cause_x_noise`` is how far the evidence is from what
-    the cause predicts; None where it is counted. ``error_grid`` and ``rank_shares`` are drawn in reports.
+    Args:
+        check: the check.
+        outcome: how it ended.
+        message: what was observed, how large it is, and what to look at.
+        cause: the named mistake.
+        family: the family of the cause.
+        error_x_noise: the error in multiples of the error that rounding alone explains.
+        step: the step, counted from 0.
+        parameter: the parameter with the error.
+        rank: the rank with the error.
+        limit_x_noise: the limit of ``error_x_noise`` for a correct trainer.
+        parameters: the error of each parameter at that step on that rank, in the model's order.
+        consequence_of: the check whose finding in the same cell explains this one.
+        undeclared: what an unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16`` or
+            the names of capabilities.
+        hint: what to look at.
+        cause_x_noise: the distance between the evidence and what the cause predicts, in multiples of noise. None if the
+            cause is found by counting.
+        error_grid: errors by parameter and step, for reports.
+        rank_shares: how gradients were combined, for reports.
     """
 
     check: str
@@ -70,7 +83,7 @@ UNEXPLAINED = "unexplained"
 """The cause of a finding that no known mistake explains."""
 
 NOT_FINITE = frozenset({"not-finite", "update-not-finite"})
-"""Causes that leave weights which are no numbers: nothing else that is wrong matters before they are mended."""
+"""Causes that leave weights that are not finite. They must be corrected before anything else matters."""
 
 ORDER = (
     "launch", "initial-weights", "samples", "steps", "rng", "gradients", "learning-rate", "skipped-steps", "update",
@@ -78,16 +91,15 @@ ORDER = (
 )  # fmt: skip
 """Checks in the order in which a mistake spreads: each may be a consequence of those before it.
 
-Samples, gradients, rates and updates are each judged from the subject's own state, so they are origins; ranks that
-diverge and final weights that are wrong are consequences. A check that is not listed is read last.
+Checks that are not listed come last.
 """
 
 WHOLE_TRAININGS = ("checkpoint", "training")
-"""Checks that compare whole trainings: a failure is their own only where every single step is right."""
+"""Checks that compare whole trainings. Their failure stands by itself only if every single step is right."""
 
 
 class AnyFinding(Protocol):
-    """A finding, as the judge makes it or as a run has recorded it."""
+    """A finding of the judge or of a recorded run."""
 
     @property
     def check(self) -> str:
@@ -103,7 +115,7 @@ class AnyFinding(Protocol):
 
     @property
     def consequence_of(self) -> str | None:
-        """The check whose finding explains this one, None where it stands by itself."""
+        """The check whose finding explains this one, None if it stands by itself."""
 
 
 F = TypeVar("F", bound=AnyFinding)
@@ -114,22 +126,21 @@ def is_unexplained(finding: AnyFinding) -> bool:
 
 
 def diagnosis(findings: Iterable[F]) -> F | None:
-    """Return the bad finding that is read first, None if nothing is bad."""
+    """Return the first bad finding in reading order, None if nothing is bad."""
     return next((finding for finding in in_reading_order(findings) if finding.outcome.is_bad), None)
 
 
 def in_reading_order(findings: Iterable[F]) -> list[F]:
-    """Return the findings of one cell in reading order, which everything that shows findings uses.
+    """Return the findings of one cell in the order in which they are shown.
 
-    Bad findings that stand by themselves come first, then their consequences, then what is not bad. Among equals, what
-    leaves weights that are no numbers comes first, a comparison of whole trainings after the checks of single steps, a
-    finding with a named cause before one without, and an earlier check of ``ORDER`` before a later one.
+    Bad findings that stand by themselves come first, then their consequences, then the others. Among these, non-finite
+    weights come first, single steps before whole trainings, named causes before unknown ones, and then by ``ORDER``.
     """
     return sorted(findings, key=_place)
 
 
 def leaves_no_numbers(finding: AnyFinding) -> bool:
-    """Return whether weights are no numbers after what a finding tells, and no other finding explains it."""
+    """Return whether a finding leaves non-finite weights and stands by itself."""
     return finding.cause in NOT_FINITE and finding.consequence_of is None
 
 

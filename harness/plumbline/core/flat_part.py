@@ -1,4 +1,4 @@
-"""A rank's part of a parameter where a trainer keeps many of them in one flat tensor, one after the other."""
+"""A rank's part of a parameter in a flat tensor that holds many parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class FlatPart(NamedTuple):
-    """Entries ``begin`` to ``begin + length`` of a parameter, counted as if it were flattened.
+    """Entries ``begin`` to ``begin + length`` of a flattened parameter.
 
-    They are ``tensor[offset : offset + length]``; ``tensor`` has one dimension, and the part's gradient is in its
-    ``grad``. A ``length`` of 0 says that this rank has nothing of the parameter.
+    They are ``tensor[offset : offset + length]`` of a one-dimensional ``tensor``, whose ``grad`` has their gradient. If
+    ``length`` is 0, this rank has no part of the parameter.
     """
 
     tensor: Any

@@ -1,7 +1,4 @@
-"""Where the suites are, and how commands are written in messages so that they work where they are printed.
-
-Standard library only: a message may come from any part of the project.
-"""
+"""Where the suites are, and commands in messages that work in the current folder. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from plumbline.core.errors import PlanError
 
 PERFORMANCE = "performance"
 SUITES = ("conformance", PERFORMANCE, "detection")
-"""The suites by name; the first is run where none is named."""
+"""The suites by name. The first one is the default."""
 
 MODULES = {"plumbline": "plumbline.cli.main", "pytest": "pytest"}
-"""The programs that messages name, as modules."""
+"""The programs in messages, and their modules."""
 
 
 def suites() -> Path:
-    """Return the folder of the suites: ``suites/`` in a checkout, its copy beside the package in an installed wheel."""
+    """Return the folder of the suites: ``suites/`` in a checkout, or its copy beside an installed package."""
     beside, checkout = Path(__file__).resolve().parents[2:4]
     return checkout / "suites" if (checkout / "pyproject.toml").is_file() else beside / "plumbline_suites"
 
@@ -33,27 +30,27 @@ def suites() -> Path:
 def pytest_arguments(words: Sequence[str]) -> list[str]:
     """Return pytest's arguments for the words of ``plumbline run``: names of suites, then pytest's options.
 
-    pytest then reads the suites' own settings instead of those of the project that it is called in, and looks for
-    ``conftest.py`` nowhere else. Reports and pytest's cache go to the present folder.
+    pytest reads the suites' settings and ``conftest.py``, and not those of the current project. Reports and pytest's
+    cache go to the current folder.
 
     Raises:
-        PlanError: the first words name something that is no suite.
+        PlanError: a word before the options is not the name of a suite.
     """
     names = _leading(words)
     for name in names:
         if name not in SUITES:
             close = difflib.get_close_matches(name, SUITES, 1)
             raise PlanError(
-                f"there is no suite {name!r}: {f'did you mean {close[0]}? ' if close else ''}plumbline run takes "
-                f"{', '.join(SUITES)}, then options of pytest"
+                f"unknown suite {name!r}: {f'did you mean {close[0]}? ' if close else ''}choose from "
+                f"{', '.join(SUITES)}; options of pytest follow"
             )
     folder = suites()
     if not folder.is_dir():
-        raise PlanError(f"the suites are not where they should be, {folder}: install Plumbline again")
-    # An installation of an earlier version has left an entry point of the name that is left out here.
+        raise PlanError(f"the suites are missing from {folder}: install Plumbline again")
+    # An earlier version may have left an entry point of the name that is disabled here.
     settings = ["-c", str(folder / "plumbline.ini"), "-p", "no:plumbline", "-p", "plumbline.pytest_plugin.plugin"]
     if PERFORMANCE not in names:
-        settings += ["-p", "no:benchmark"]  # it leaves a folder where it is called
+        settings += ["-p", "no:benchmark"]  # it would create a folder here
     here = ["-o", f"cache_dir={Path.cwd() / '.pytest_cache'}", "--report-dir", "reports"]
     paths = [str(folder / name) for name in names or SUITES[:1]]
     return [*settings, *here, *paths, *words[len(names) :]]
@@ -65,15 +62,15 @@ def _leading(words: Sequence[str]) -> Sequence[str]:
 
 
 def command(*words: str) -> str:
-    """Return a command for a shell in the present folder, by a program of this interpreter's environment."""
+    """Return a shell command for the current folder that uses this interpreter's environment."""
     return shlex.join([*program(words[0]), *words[1:]]) if words else ""
 
 
 def program(name: str) -> list[str]:
-    """Return the words that start a program of this interpreter's environment from the present folder.
+    """Return the words that start a program of this interpreter's environment from the current folder.
 
-    That is its name where ``PATH`` leads to it, otherwise its path; without a script it is run as a module. What is no
-    program of ours is left as it is.
+    That is its name if ``PATH`` finds it, or else its path. A program without a script is run as a module. Other
+    programs are returned unchanged.
     """
     if name not in MODULES:
         return [name]
@@ -95,9 +92,9 @@ def _called(file: Path) -> str:
 
 
 def suite_command(*words: str, suite: Path | None = None) -> list[str]:
-    """Return the words of a command that runs a suite with further ``words``, in the present folder.
+    """Return the words of a command that runs a suite in the current folder.
 
-    ``suite`` is the suite's folder, by default the conformance suite's.
+    ``suite`` is the suite's folder, by default that of the conformance suite.
     """
     folder = suite or suites() / SUITES[0]
     if folder.parent != suites():

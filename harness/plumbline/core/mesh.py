@@ -1,4 +1,4 @@
-"""Devices, or ranks, arranged along named dimensions: their coordinates, and the groups along a dimension."""
+"""Devices or ranks arranged along named dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import product
 
 @dataclass(frozen=True)
 class HeldPart:
-    """Part number ``index``, counted from 0, of ``count`` equal parts; all of a thing is part 0 of 1."""
+    """Part ``index``, counted from 0, of ``count`` equal parts. The whole is part 0 of 1."""
 
     index: int = 0
     count: int = 1
@@ -18,19 +18,19 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The size of each dimension by its name, outermost first: neighbors differ in the last coordinate.
+    """The size of each dimension by its name, outermost first, as in ``torch.distributed.device_mesh``.
 
-    That is the order of ``torch.distributed.device_mesh``. Without a dimension it has one member.
+    Without dimensions, it has one member.
 
     Raises:
-        ValueError: two dimensions share a name, or one has no member.
+        ValueError: two dimensions have the same name, or one has no member.
     """
 
     dimensions: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.names) or any(size < 1 for _, size in self.dimensions):
-            raise ValueError(f"each dimension of a mesh has its own name and at least one member, not {self}")
+            raise ValueError(f"the dimensions of a mesh need different names and at least one member: {self}")
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
@@ -50,7 +50,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinates(self, member: int) -> dict[str, int]:
-        """Return where a member is, by dimension.
+        """Return a member's coordinate along each dimension.
 
         Raises:
             ValueError: there is no such member.
@@ -63,16 +63,16 @@ class Mesh:
         return {name: found[name] for name in self.names}
 
     def member(self, **coordinates: int) -> int:
-        """Return who is at these coordinates; a dimension that is left out means its first member."""
+        """Return the member at these coordinates. The default coordinate is 0."""
         number = 0
         for name, size in self.dimensions:
             number = number * size + coordinates.get(name, 0)
         return number
 
     def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of members that differ in nothing but their coordinates along these dimensions.
+        """Return the groups of members that differ only in their coordinates along these dimensions.
 
-        Each member is in one group; along no dimension it is alone in it.
+        Each member is in one group. Without dimensions, each group has one member.
         """
         return tuple(
             tuple(self.member(**fixed, **free) for free in self._points(tuple(n for n in self.names if n in along)))
@@ -80,7 +80,7 @@ class Mesh:
         )
 
     def part(self, member: int, *along: str) -> HeldPart:
-        """Return which part a member has of what is split along these dimensions."""
+        """Return which part a member holds of what is split along these dimensions."""
         at = self.coordinates(member)
         cut = Mesh(tuple((name, size) for name, size in self.dimensions if name in along))
         return HeldPart(cut.member(**{name: at[name] for name in cut.names}), cut.size)

@@ -1,4 +1,4 @@
-"""The registry of backends and of precisions: values by name, in the order in which they were registered."""
+"""Registries of values by name, in the order of their registration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """A value that knows its name."""
+    """A value with a name."""
 
     @property
     def name(self) -> str:
-        """What the command line, records and reports call it."""
+        """Its name on the command line, in records and in reports."""
 
 
 N = TypeVar("N", bound=Named)
 
 
 class NamedRegistry(dict[str, N]):
-    """Values by their own names. ``kind`` is what one of them is called in errors, for example ``backend``."""
+    """Values by their names. ``kind`` is what errors call a value, for example ``backend``."""
 
     def __init__(self, kind: str, values: Iterable[N] = ()) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class NamedRegistry(dict[str, N]):
             self.register(value)
 
     def register(self, value: N) -> N:
-        """Add ``value`` under its own name, and return it.
+        """Add ``value`` under its name and return it.
 
         Raises:
-            ValueError: the name is taken by something else.
+            ValueError: the name is taken.
         """
         if self.setdefault(value.name, value) != value:
-            raise ValueError(f"there is already a {self.kind} {value.name!r}: give this one another name")
+            raise ValueError(f"{self.kind} {value.name!r} already exists; choose another name")
         return value

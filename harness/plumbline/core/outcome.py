@@ -1,4 +1,4 @@
-"""How a check, and with it a cell, may end."""
+"""The outcomes of checks and cells."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum
 
 
 class Outcome(str, Enum):
-    """The eight outcomes, mildest first; a cell is as bad as the worst of its findings.
+    """The outcomes, mildest first. A cell has the worst outcome of its findings.
 
     ``DEVIATES``: not what one device computes, but exactly what the backend's contract says.
-    ``UNSUPPORTED``: the subject said beforehand that it does not do this.
-    ``ERRORED``: no verdict, because something raised or the check could not have failed (vacuous).
+    ``UNSUPPORTED``: the subject does not declare that it supports this.
+    ``ERRORED``: no verdict, because something raised, or the check could not have failed (vacuous).
     """
 
     SKIPPED = "skipped"
@@ -35,6 +35,6 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
     """Return the most severe of ``outcomes``.
 
     Raises:
-        ValueError: there is none; a cell without a finding has no outcome.
+        ValueError: there are none.
     """
     return max(outcomes, key=_SEVERITY.__getitem__)

@@ -1,4 +1,4 @@
-"""The precisions a cell may be trained in."""
+"""The precisions of training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from plumbline.core.named_registry import NamedRegistry
 
 @dataclass(frozen=True)
 class Precision:
-    """One way to compute.
+    """A precision. Dtypes are given by their names in torch.
 
-    ``storage`` is the dtype of weights and gradients; ``autocast`` the dtype of the matrix work where the
-    forward runs under ``torch.autocast``; ``scaled`` says that a GradScaler scales the loss.
-    Dtypes are torch's names, so that this file needs no torch.
+    Args:
+        name: its name on the command line.
+        storage: the dtype of weights and gradients.
+        autocast: the dtype of ``torch.autocast``, None without autocast.
+        scaled: whether a GradScaler scales the loss.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The versions that a subject runs on: its library, torch, and the interpreter."""
+"""The versions of a subject's library, torch and Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Software:
-    """``library`` is the package whose trainer is under test and ``version`` its version. None: unknown."""
+    """``library`` is the package under test and ``version`` its version. None: unknown."""
 
     library: str | None = None
     version: str | None = None

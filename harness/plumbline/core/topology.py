@@ -1,4 +1,4 @@
-"""Topologies: how many nodes a cell has, how many devices each of them, and how the user arranged these in a mesh."""
+"""Topologies: the number of nodes, of devices per node, and the sizes of a mesh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from math import prod
 class Topology:
     """``num_nodes`` nodes with ``gpus`` devices each, written ``2x4``.
 
-    ``mesh`` has the sizes of the backend's mesh, outermost dimension first, where the user chose them (``2x4@4x2``);
-    without it the backend derives them from the topology.
+    ``mesh`` has the sizes of the backend's mesh, outermost dimension first, if the user chose them: ``2x4@4x2``.
+    Otherwise the backend derives them from the topology.
     """
 
     num_nodes: int
@@ -20,9 +20,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.gpus < 1:
-            raise ValueError(f"a topology has at least one node and one device, not {self}")
+            raise ValueError(f"a topology needs at least one node and one device: {self}")
         if self.mesh and prod(self.mesh) != self.devices:
-            raise ValueError(f"a mesh of {prod(self.mesh)} devices does not cover the {self.devices} of {self}")
+            raise ValueError(f"the mesh of {self} has {prod(self.mesh)} devices, not {self.devices}")
 
     @property
     def devices(self) -> int:
@@ -33,15 +33,15 @@ class Topology:
 
     @property
     def mesh_sizes(self) -> str:
-        """The sizes of the mesh that the user chose, as ``4x2``; empty where the backend derives them."""
+        """The sizes of the mesh that the user chose, for example ``4x2``, or an empty string."""
         return "x".join(map(str, self.mesh))
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Return the topology that is written like this.
+        """Undo ``str``.
 
         Raises:
-            ValueError: there is no such topology.
+            ValueError: the text is not a topology.
         """
         place, _, mesh = text.partition("@")
         num_nodes, gpus = map(int, place.split("x"))

@@ -1,4 +1,4 @@
-"""One cell, from launch to findings: what the pytest plugin calls."""
+"""One cell, from launch to findings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from plumbline.own_workloads.find import workload_of
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings of one cell, and the wall time of its launch in seconds (None if it could not be launched)."""
+    """The findings of one cell, and the wall time of its launch in seconds, None if the launch failed."""
 
     findings: tuple[Finding, ...]
     seconds: float | None
 
 
 def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
-    """Train ``cell`` with ranks from ``pool``, write the traces to ``folder``, and judge them.
+    """Train ``cell`` with ranks from ``pool``, write the trace to ``folder``, and judge it.
 
-    Where a cell is being measured on this machine, or its devices are in use, that comes first.
+    If the machine or the cell's devices are in use, wait for them.
     """
     try:
         with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
@@ -40,12 +40,12 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
 
 
 def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
-    """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
+    """Wait for a launch of ``cell`` and judge it. ``meanwhile`` is called when the ranks have ended.
 
-    Where the workload has an interruption, two more launches follow.
+    A workload with an interruption needs two more launches.
 
     Raises:
-        LaunchError: the harness could not go through with it.
+        LaunchError: the harness could not launch the ranks, or lost them.
     """
     workload = workload_of(cell)
     try:

@@ -1,4 +1,4 @@
-"""Two trainers measured in turns on one machine: every launch of one beside a launch of the other, round by round."""
+"""Measures two trainers alternately on one machine, round by round."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from plumbline.workloads import PERFORMANCE
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two trainers: where it is found, and what it declares."""
+    """One of the two trainers."""
 
     locator: str
     python: str | None
@@ -51,17 +51,17 @@ class Side:
 
     @classmethod
     def of(cls, text: str) -> Side:
-        """Look at a trainer, given as ``--subject`` has it.
+        """Load what a trainer declares.
 
         Raises:
-            PlumblineError: there is none, or more than one, or it cannot be loaded.
+            PlumblineError: there is no trainer, or more than one, or it cannot be loaded.
         """
         locator, python = parse_subject(text)
         with closing(Pool(locator, python)) as pool:
             declared = tuple(Declaration.of(text, values) for values in pool.subjects)
         names = list(dict.fromkeys(one.name for one in declared))
         if len(names) > 1:
-            raise PlanError(f"{text} holds several trainers: name one of them, as {locator}::{names[0]}")
+            raise PlanError(f"{text} has several trainers: choose one, for example {locator}::{names[0]}")
         return cls(locator, python, declared)
 
     def pool(self) -> Pool:
@@ -74,7 +74,9 @@ def matrix_of(options: Any) -> Matrix:
     present = torch.cuda.device_count()
     accelerator = resolve_accelerator(options.accelerator, present)
     if options.launches < FEWEST_LAUNCHES:
-        raise PlanError(f"--launches {options.launches}: fewer than {FEWEST_LAUNCHES} say nothing of their spread")
+        raise PlanError(
+            f"--launches {options.launches}: at least {FEWEST_LAUNCHES} launches are needed to show their spread"
+        )
     matrix = Matrix(
         gpus=options.gpus or (present if accelerator == "cuda" else DEFAULT_GPUS),
         backends=options.backends,
@@ -87,7 +89,7 @@ def matrix_of(options: Any) -> Matrix:
 
 
 def cells_of_both(matrix: Matrix, sides: Sequence[Side]) -> list[tuple[Cell, Cell]]:
-    """Return the cells that are trained for their speed and that both trainers do, in pairs.
+    """Return the measured cells that both trainers support, in pairs.
 
     Raises:
         PlanError: there is none.
@@ -97,8 +99,10 @@ def cells_of_both(matrix: Matrix, sides: Sequence[Side]) -> list[tuple[Cell, Cel
         (one.cell, b[place].cell) for place, one in a.items() if place in b and not (one.refusal or b[place].refusal)
     ]
     if not both:
-        refusal = next((one.refusal for one in (*a.values(), *b.values()) if one.refusal), "there are no such cells")
-        raise PlanError(f"nothing is measured that both trainers do: {refusal}")
+        refusal = next(
+            (one.refusal for one in (*a.values(), *b.values()) if one.refusal), "no cell matches these options"
+        )
+        raise PlanError(f"the trainers have no measured cell in common: {refusal}")
     return both
 
 
@@ -107,17 +111,17 @@ def _place(cell: Cell) -> tuple[object, ...]:
 
 
 def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
-    """Measure both trainers of ``options`` in turns; return the two runs, which say that they belong together.
+    """Measure both trainers of ``options`` and return their runs, which have a common id.
 
     Raises:
-        PlumblineError: it cannot be planned, a trainer cannot be loaded, or nothing can be written.
+        PlumblineError: the cells cannot be planned, a trainer cannot be loaded, or the runs cannot be written.
     """
     matrix = matrix_of(options)
-    plan(matrix, [])  # a misspelt name is answered before anything is loaded
+    plan(matrix, [])  # reports a misspelt name before anything is loaded
     sides = [Side.of(text) for text in (options.a, options.b)]
     pairs = cells_of_both(matrix, sides)
     report_dir = Path(options.report_dir or "reports")
-    header = partial(  # of either run: the same machine, and one word that nobody else has
+    header = partial(
         Header.of,
         (),
         command=sys.argv,
@@ -148,7 +152,7 @@ def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
 
 
 class SideError(Exception):
-    """The launch of one side did not come to its end."""
+    """The launch of one side failed."""
 
     def __init__(self, place: int, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -157,16 +161,16 @@ class SideError(Exception):
 
 
 def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[list[Measurement | Result]]:
-    """Return the records of both cells. Where one goes wrong, it says how, and the other is not measured either."""
+    """Return the records of both cells. If one fails, the other is skipped."""
     launches: list[list[LaunchSample]] = [[], []]
     try:
         for done in range(number):
-            # What differs between two interpreters, such as where memory lies, is drawn anew for each launch.
+            # New interpreters for each launch: they differ, for example in their memory layout.
             with _folder() as folder, closing(sides[0].pool()) as a, closing(sides[1].pool()) as b, exclusive_lease():
                 for place, launch in _launched((a, b), cells, folder, backwards=done % 2 == 1):
                     launches[place].append(launch)
     except SideError as failed:
-        findings = [Finding(CHECK, Outcome.SKIPPED, "the other trainer went wrong here") for _ in cells]
+        findings = [Finding(CHECK, Outcome.SKIPPED, "the other trainer failed in this cell") for _ in cells]
         findings[failed.place] = failed.finding
         return [[Result.of(cell, finding, _reproduce(), None)] for cell, finding in zip(cells, findings, strict=True)]
     return [_records(cell, done) for cell, done in zip(cells, launches, strict=True)]
@@ -207,7 +211,7 @@ def _launched(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A group that says whose it is where it goes wrong."""
+    """A launch whose errors name its side."""
 
     place: int
     group: TimedLaunch

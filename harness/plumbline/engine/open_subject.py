@@ -1,4 +1,4 @@
-"""A subject, given as for ``--subject``, with a warm pool: for a session that trains and judges cells of its own."""
+"""A subject with a warm pool, for commands that train and judge their own cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from plumbline.subjects.locator import parse_subject
 
 @contextmanager
 def open_subject(subject: str) -> Iterator[tuple[Pool, list[Declaration]]]:
-    """Yield the pool of a subject, and all that it declares. The pool is closed afterwards.
+    """Yield the pool of a subject and its declarations. The pool is closed afterwards.
 
     Raises:
         SubjectError: there is no such subject.
     """
-    torch.set_num_threads(1)  # as the session that judges for pytest
+    torch.set_num_threads(1)  # as in the pytest plugin
     locator, python = parse_subject(subject)
     with closing(Pool(locator, python)) as pool:
         yield pool, [Declaration.of(locator, values) for values in pool.subjects]

@@ -1,4 +1,4 @@
-"""The workloads of the user's own that a recorded run was judged by: are they there, and what they were?"""
+"""The user's own workloads of a recorded run: are they there, and are they unchanged?"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from plumbline.results.header_footer import WorkloadSource
 
 
 def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequence[str] = ()) -> dict[str, str]:
-    """Load the workloads of a run from where the user says that they are.
+    """Load the workloads of a run from the places that the user gives.
 
-    Not from where the run says that they were: it may come from anywhere, and they are programs.
+    The places in the record are not used: the run may come from anywhere, and workloads are programs.
 
     Returns:
-        For each that was not given, is missing or has changed, by its name, why it cannot be judged by.
+        Why a workload cannot be used, by its name: it was not given, is missing, or has changed.
 
     Raises:
         WorkloadError: one of ``given`` cannot be loaded.
@@ -28,16 +28,15 @@ def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequen
 def _difference(name: str, source: WorkloadSource, found: Mapping[str, OwnWorkload]) -> str | None:
     if not found:
         return (
-            f"{name!r} is a workload of the user's own, a program, which is not run because a record names it: if you "
-            f"trust it, add --workload {shlex.quote(source.locator)}, or where the file is now"
+            f"{name!r} is not a built-in workload, and programs named in a record are not run. If you trust it, add "
+            f"--workload {shlex.quote(source.locator)}, or the place of the file now"
         )
     if name not in found:
-        return f"{', '.join({one.locator for one in found.values()})} has no workload {name!r} any more"
+        return f"{', '.join({one.locator for one in found.values()})} no longer has a workload {name!r}"
     now = found[name]
     if now.sha256 == source.sha256:
         return None
     return (
-        f"{now.locator} has changed since the run was recorded (its source, with what it imports from beside it, was "
-        f"{source.sha256[:12]} and is {now.sha256[:12]}): the traces cannot be judged by another problem than was "
-        "trained. Put that version back, or run again"
+        f"{now.locator} has changed since the run was recorded (the hash of its source and local imports was "
+        f"{source.sha256[:12]}, and is {now.sha256[:12]}): restore that version, or run again"
     )

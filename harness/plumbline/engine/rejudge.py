@@ -1,4 +1,4 @@
-"""Judges a recorded run again with the present judge, from the traces that the run kept, without any training."""
+"""Judges a recorded run again from its traces, without training."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from plumbline.workloads import WORKLOADS, find
 
 @dataclass(frozen=True)
 class Rejudged:
-    """One cell of a run: the recorded findings, and the present judge's findings on the same trace.
+    """One cell of a run: its recorded findings, and this judge's findings on the same trace.
 
-    ``obstacle`` is a sentence why the trace cannot be judged, None where it can.
+    ``obstacle`` says why the trace cannot be judged, None if it can.
     """
 
     cell: str
@@ -42,15 +42,16 @@ class Rejudged:
 def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
     """Judge every cell whose trace the run kept, in the order of the plan.
 
-    A rank that crashed or timed out left no trace, and no other rank's can replace it. ``workloads`` say where those of
-    the user's own are: they are programs, and a run cannot say which are run.
+    Args:
+        run: the recorded run.
+        workloads: the user's own workloads, as given to ``--workload``.
 
     Raises:
         WorkloadError: one of ``workloads`` cannot be loaded.
     """
     import torch
 
-    # As in the session that recorded the findings: another number of threads could round in another order.
+    # As in the recorded session: the number of threads can change rounding.
     torch.set_num_threads(1)
     seed = run.header.options.get("seed")
     missing = use_recorded_workloads(run.header.workloads, workloads)
@@ -70,7 +71,7 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
     if missing is not None:
         return Rejudged(cell.id, recorded, obstacle=missing)
     if cell.workload not in WORKLOADS:
-        return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
+        return Rejudged(cell.id, recorded, obstacle=f"this version has no workload {cell.workload!r}")
     try:
         trace = read_trace(evidence)
     except TraceError as error:
@@ -79,15 +80,12 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
     try:
         behavior = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
-        return Rejudged(
-            cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
-        )
+        return Rejudged(cell.id, recorded, obstacle=f"this version does not know what the subject declared: {error}")
     findings = judge(trace, find(cell.workload, seed), cell, behavior)
-    # Expectations are no part of the judge: those of the recorded run are kept.
+    # Expectations and notes about the launch are those of the recorded run.
     expected = {result.check: result.expected for result in recorded}
-    # Nor are notes about the launch.
     notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
-    older = not any(result.findings for result in recorded)  # runs that do not say how many there are
+    older = not any(result.findings for result in recorded)  # older runs do not have the number of findings
     counted = None if older else len(findings) + len(notes)
     now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
     return Rejudged(cell.id, recorded, tuple(in_reading_order([*notes, *now])))

@@ -1,4 +1,4 @@
-"""Smoke test of a subject: is the adapter wrong, or the trainer? Tiny cells decide, in a few seconds."""
+"""Smoke test of a subject: trains tiny cells to tell whether the adapter or the trainer is wrong."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,38 +31,40 @@ if TYPE_CHECKING:
     from plumbline.evidence.trace import Trace
 
 TIME_LIMIT = 30.0
-"""Time limit of one cell in seconds, without the extension for a slow machine."""
+"""Time limit of one cell in seconds, before it is extended for a slow machine."""
 
 STARTS = 4
-"""The time limit is extended by this multiple of the time that the start of the fork server took."""
+"""The time limit is extended by this multiple of the fork server's start-up time."""
 
 EXCERPT_LINES = 12
 
 
 def smoke(subject: str, accelerator: str) -> int:
-    """Train tiny cells of a subject, print what is wrong, and return the exit code: is it the adapter or the trainer.
+    """Train tiny cells of a subject, print what is wrong, and return the exit code.
 
-    ``subject`` is a locator as ``--subject`` takes it, ``accelerator`` is ``auto``, ``cuda`` or ``cpu``.
+    Args:
+        subject: the trainer, as for ``--subject``.
+        accelerator: ``auto``, ``cuda`` or ``cpu``.
 
     Raises:
-        PlanError: there is no such file, or there are too few devices.
-        SubjectError: there is no such subject. A file that cannot be imported is a wrong adapter instead.
+        PlanError: the file does not exist, or there are too few devices.
+        SubjectError: there is no such subject. A file that cannot be imported counts as a wrong adapter instead.
     """
     begun = time.monotonic()
     locator, python = _located(subject)
     try:
         with closing(Pool(locator, python)) as pool:
-            import torch  # here, so that the pool imports it at the same time
+            import torch  # while the pool imports it too
 
-            torch.set_num_threads(1)  # as the session that judges for pytest
+            torch.set_num_threads(1)  # as in the pytest plugin
             present = torch.cuda.device_count()
             accelerator = resolve_accelerator(accelerator, present)
-            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
             limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
+            cells: dict[str, list[Cell]] = defaultdict(list)
             for declared in pool.subjects:
                 cells[declared["name"]] += cells_of(declared, accelerator, present)
             _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
-            untried: dict[str, list[str]] = {name: [] for name in cells}
+            untried: dict[str, list[str]] = defaultdict(list)
             for declared in pool.subjects:
                 untried[declared["name"]] += untried_of(declared, accelerator, cells[declared["name"]])
             return max(try_in_turn(pool, own, limit, untried[name]) for name, own in cells.items())
@@ -74,23 +76,19 @@ def smoke(subject: str, accelerator: str) -> int:
         return ADAPTER_WRONG
 
 
-def _located(what: str) -> tuple[str, str | None]:
-    locator, python = what, None
-    if ";" in what:
-        locator, python = parse_subject(what)
+def _located(subject: str) -> tuple[str, str | None]:
+    locator, python = parse_subject(subject)
     place = locator.partition("::")[0]
     if place.endswith(".py") and not Path(place).is_file():
-        raise PlanError(
-            f"there is no file {place}; `{command('plumbline', 'new-subject', place)}` writes one to begin with"
-        )
+        raise PlanError(f"file {place} not found; `{command('plumbline', 'new-subject', place)}` writes an example")
     return locator, python
 
 
 def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
-    """Return a cell for each backend and for each precision that is declared, the simplest first.
+    """Return a cell for each declared backend and for each declared precision, the simplest first.
 
-    Ranks may share one of the ``present`` CUDA devices, but the replicas of one rank may not: a backend that needs
-    more of these is left out.
+    Ranks may share the ``present`` CUDA devices, but the replicas of one rank may not. A backend that needs more
+    devices for one rank is left out.
     """
     behavior = TrainingBehavior.of(declared.get("conduct", {}))
     asked = [one for one in smoke_order() if one.name in declared["backends"]]
@@ -116,7 +114,7 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
 
 
 def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Cell]) -> list[str]:
-    """Return what a subject declares and the cells do not try: capabilities, and backends in some precisions."""
+    """Return the declared capabilities, and backends in some precisions, that no cell tries."""
     needed = frozenset[str]().union(*(WORKLOADS[cell.workload].needs for cell in cells))
     tried = {(cell.backend, cell.precision) for cell in cells}
     missing: dict[str, list[str]] = {}
@@ -140,20 +138,20 @@ def _refuse_too_few_devices(
     for declared in subjects:
         if not cells[declared["name"]] and cells_of(declared, accelerator):
             raise PlanError(
-                f"the replicas of {declared['name']} need a CUDA device each, and {present} are here: "
-                "take --accelerator cpu, which simulates them"
+                f"the replicas of {declared['name']} need a CUDA device each, but this machine has {present}: "
+                "simulate devices with --accelerator cpu"
             )
 
 
 def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untried: Sequence[str] = ()) -> int:
     """Test the cells until one is wrong, print the diagnosis, and return the exit code.
 
-    ``limit`` is in seconds, for one cell; ``untried`` is what is declared and not in any cell.
+    ``limit`` is the time limit of one cell in seconds; ``untried`` is what is declared and not tried.
     """
     from plumbline.engine.adapter_diagnosis import diagnose, refused
 
     if not cells:
-        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
+        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes.")
         return ADAPTER_WRONG
     tried: list[Cell] = []
     for cell in cells:
@@ -171,9 +169,9 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untrie
         tried.append(cell)
     if len(tried) > 1:
         others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision}" for cell in tried[1:])
-        print(f"  Right as well: {others}.")
+        print(f"  Also right: {others}.")
     if untried:
-        print(f"  Declared, but not tried here: {'; '.join(untried)}.")
+        print(f"  Declared, but not tried: {'; '.join(untried)}.")
     return 0
 
 
@@ -186,10 +184,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEviden
     workload = find(cell.workload, cell.seed)
     trace = _trained(pool, cell, folder, limit)
     initial = dict(workload.model().state_dict())
-    calls = None
-    if trace.is_whole and not any(rank.steps for rank in trace.ranks):
-        calls = _calls(pool, cell, folder, limit)
-    return SmokeEvidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial, calls)
+    return SmokeEvidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial)
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
@@ -200,13 +195,6 @@ def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
 
     oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
     return launch(pool, cell, folder, Settings(limit, oversubscribe))
-
-
-def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
-    counting = replace(cell, workload="cnn-batchnorm")
-    trace = _trained(pool, counting, folder / counting.workload, limit)
-    counts = [rank.final_buffers.get("features.1.num_batches_tracked") for rank in trace.ranks]
-    return sum(int(count) for count in counts if count is not None)
 
 
 def _print_verdict(cell: Cell, verdict: AdapterVerdict) -> None:
@@ -229,7 +217,7 @@ def _print_log(evidence: SmokeEvidence, folder: Path) -> None:
 def excerpt(log: str) -> list[str]:
     """Return the first lines of the first traceback in a rank's log, without the harness's own frame.
 
-    Without a traceback it is the first lines: of a rank that hung, the stack, most recent call first.
+    Without a traceback, return the first lines of the log: the stack of a rank that hung.
     """
     lines = log.partition("Traceback (most recent call last):\n")[2].splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]

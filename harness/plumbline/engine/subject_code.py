@@ -1,4 +1,4 @@
-"""What is recorded of a subject's own code: the hash of its source, and the commit of its repository."""
+"""The hash of a subject's source, and the commit of its repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def subject_code(declarations: Iterable[Declaration]) -> dict[str, SubjectCode]:
-    """Return it for each subject by its name; for a name that was declared several times, of the first."""
+    """Return the code of each subject, by name. Of several declarations with one name, the first counts."""
     found: dict[str, SubjectCode] = {}
     for one in declarations:
         if one.name not in found:

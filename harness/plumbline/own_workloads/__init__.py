@@ -1,7 +1,6 @@
-"""Workloads of the user's own: loaded from a file or a module, checked before anything is trained, found by a cell.
+"""The user's own workloads: loaded from a file or a module, and checked before anything is trained.
 
-Whatever a trainer must not be accused of, because the problem itself is wrong, belongs here; verdicts do not. Every
-process loads them by itself: the one that plans and judges, a fork server, and a process that a subject has started.
+Every process loads them itself: the one that plans and judges, a fork server, and a process that a subject starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Is a workload fit to judge trainers by? Each reason why it is not is a sentence, before anything is trained.
+"""Checks that trainers can be judged on a workload, before anything is trained.
 
-A trainer can be held only against a problem whose weights, data, outputs and loss are the same functions in every
-process: whatever else a forward depends on would be found as the trainer's mistake.
+Weights, data, outputs and loss must be the same functions in every process. Otherwise the differences would look like
+the trainer's mistake.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import WorkloadError
 from plumbline.core.precision import PRECISIONS
-from plumbline.own_workloads.attempt import attempt
+from plumbline.own_workloads.calling import calling
 from plumbline.own_workloads.content import check_data, check_model
 from plumbline.own_workloads.training_pass import NoNarrowing, TrainingPass, forward_of, loss_of, pass_of
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import Batch, Columns, Workload
 
 _ACCURACY = (torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps) ** 0.5
-"""The oracle's error over that of float32: nearer to 1 than this, it is not the error of float64 any more."""
+"""The largest allowed ratio of the oracle's error to that of float32: beyond it, the oracle is not float64."""
 
 
 def refuse_unfit(workload: Workload, devices: Sequence[int]) -> None:
-    """Refuse a workload by which no trainer can be judged, on so many ``devices`` as a run has.
+    """Check that trainers can be judged on a workload.
 
     Args:
         workload: one of the user's own, with the seed of the run.
-        devices: numbers of devices of the run's cells, over all nodes.
+        devices: the numbers of devices of the run's cells, over all nodes.
 
     Raises:
-        WorkloadError: the reason, and the way out.
+        WorkloadError: they cannot; the message says what to change.
     """
     check_numbers(workload)
     model = check_model(workload)
@@ -58,16 +58,16 @@ def check_numbers(workload: Workload) -> None:
     for name in ("batch_size", "steps_per_epoch", "epochs", "accumulate"):
         value = getattr(workload, name)
         if not isinstance(value, int) or value < 1:
-            raise WorkloadError(f"{name} is {value!r}: it must be a whole number, 1 or more")
+            raise WorkloadError(f"{name} must be an integer of 1 or more, not {value!r}")
     for what, given, known in (
         ("capability", workload.needs, CAPABILITIES),
         ("precision", workload.precisions, PRECISIONS),
     ):
         for name in given:
             if name not in known:
-                raise WorkloadError(f"there is no {what} {name!r}: there are {', '.join(sorted(known))}")
+                raise WorkloadError(f"unknown {what} {name!r}: choose from {', '.join(sorted(known))}")
     if workload.clip_norm is not None and not workload.clip_norm > 0:
-        raise WorkloadError(f"clip_norm is {workload.clip_norm!r}: it must be larger than 0, or None")
+        raise WorkloadError(f"clip_norm must be larger than 0, or None, not {workload.clip_norm!r}")
 
 
 def _batches(data: Columns, size: int) -> Iterator[Batch]:
@@ -82,14 +82,14 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if not tensors or len(tensors) < len(tree_leaves(outputs)):
         raise WorkloadError(
-            f"forward(batch) returns {type(outputs).__name__}: it must return a tensor with the batch in dim 0, or a "
-            "dict, list or tuple of such"
+            f"forward(batch) returned {type(outputs).__name__}: return a tensor with the batch in dim 0, or a dict, "
+            "list or tuple of such tensors"
         )
     for tensor in tensors:
         if tensor.dim() and len(tensor) != count:
             raise WorkloadError(
-                f"forward(batch) returns a tensor of shape {list(tensor.shape)} for {count} samples: dim 0 must be "
-                "the batch, because dp gathers the outputs of devices along it"
+                f"forward(batch) returned a tensor of shape {list(tensor.shape)} for {count} samples: dim 0 must be "
+                "the batch, because dp concatenates the devices' outputs along it"
             )
     _check_loss(workload, outputs, batch)
     if not _draws(model):
@@ -102,12 +102,12 @@ def _check_shares(workload: Workload, data: Columns, devices: int) -> None:
         pass_of(workload, workload.model().train(), data.batch(range(size)))
     except WorkloadError as error:
         raise WorkloadError(
-            f"each of {devices} devices has {size} samples of a batch, and with so few {error}"
+            f"with {devices} devices, each gets {size} of the samples of a batch, and then {error}"
         ) from error
 
 
 def _draws(model: nn.Module) -> bool:
-    """Return whether layers draw random numbers in the way that is recorded: a forward repeats only with those."""
+    # Only recorded random numbers can be repeated.
     return any(hasattr(layer, "draws") for layer in model.modules())
 
 
@@ -115,16 +115,16 @@ def _refuse_other_outputs(first: Any, second: Any) -> None:
     for one, other in zip(tree_leaves(first), tree_leaves(second), strict=True):
         if not torch.equal(one, other):
             raise WorkloadError(
-                "forward(batch) returns something else in a second call with the same weights and batch, so nobody can "
-                "say what is right. Does it draw random numbers, as Dropout does, count its calls, or change the "
-                "batch? Set p=0, or use plumbline.workloads.randomness.KeyedDropout: its masks follow from the samples"
+                "forward(batch) returned different outputs in two calls with the same weights and batch. It must not "
+                "draw random numbers, count its calls or change the batch. Replace Dropout with "
+                "plumbline.workloads.randomness.KeyedDropout, whose masks depend only on the samples, or set p=0"
             )
 
 
 def _check_loss(workload: Workload, outputs: Any, batch: Batch) -> None:
     loss = loss_of(workload, outputs, batch)
     if not torch.equal(loss, loss_of(workload, outputs, batch)):
-        raise WorkloadError("loss(outputs, batch) returns another number in a second call with the same arguments")
+        raise WorkloadError("loss(outputs, batch) returned different values in two calls with the same arguments")
     leaves = [leaf.detach() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]
     given = iter([leaf.requires_grad_() for leaf in leaves])
     alone = torch.utils._pytree.tree_map(lambda leaf: next(given) if leaf.is_floating_point() else leaf, outputs)
@@ -133,37 +133,39 @@ def _check_loss(workload: Workload, outputs: Any, batch: Batch) -> None:
         gradient is not None for gradient in torch.autograd.grad(loss, leaves, allow_unused=True)
     ):
         raise WorkloadError(
-            "loss(outputs, batch) is no differentiable function of the outputs: does it use them, without detach(), "
-            "item(), argmax() or no_grad()?"
+            "loss(outputs, batch) is not differentiable with respect to the outputs: compute it from them without "
+            "detach(), item(), argmax() or no_grad()"
         )
 
 
 def _check_every_parameter(model: nn.Module, gradients: Sequence[dict[str, Tensor]]) -> None:
-    """Refuse a parameter that a batch does not use: DistributedDataParallel waits for its gradient, or raises."""
+    # DistributedDataParallel waits for the gradient of an unused parameter, or raises.
     for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
         times = sum(name in gradient for gradient in gradients)
         if times < len(gradients):
             often = f"gets a gradient in {times} of {len(gradients)} batches" if times else "never gets a gradient"
             raise WorkloadError(
-                f"parameter {name} {often}: use it in forward, freeze it (requires_grad_(False)), or leave it out; if "
-                'it is meant to be unused, set unused_parameters = True and name "unused-parameters" in needs'
+                f"parameter {name} {often}: use it in forward, freeze it with requires_grad_(False), or remove it. If "
+                'it is unused on purpose, set unused_parameters = True and add "unused-parameters" to needs'
             )
 
 
 def _check_optimizers(workload: Workload, model: nn.Module) -> None:
-    with attempt("optimizer(params)"):
+    with calling("optimizer(params)"):
         optimizers = workload.optimizers(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise WorkloadError(f"optimizer(params) returns {type(optimizer).__name__}: it must be a torch.optim one")
-        with attempt("scheduler(optimizer)"):
+            raise WorkloadError(
+                f"optimizer(params) returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        with calling("scheduler(optimizer)"):
             workload.scheduler(optimizer)
     stepped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and stepped.count(id(parameter)) != 1:
             times = stepped.count(id(parameter))
             raise WorkloadError(
-                f"parameter {name} is in {times} optimizers: each that is trained must be in exactly one"
+                f"parameter {name} is in {times} optimizers: put every trained parameter into exactly one"
             )
 
 
@@ -197,20 +199,20 @@ def _check_needs(workload: Workload, needed: dict[str, str]) -> None:
     for capability, why in needed.items():
         if capability not in workload.needs:
             raise WorkloadError(
-                f'{why}, and needs does not name "{capability}": a trainer that never said it could do this would be '
-                f'called wrong. Set needs = frozenset({{"{capability}", …}})'
+                f'{why}: add "{capability}" to needs, as in needs = frozenset({{"{capability}", …}}). Otherwise '
+                "trainers that do not support it would fail"
             )
 
 
 def _check_oracle(workload: Workload, devices: int) -> None:
-    """Refuse a gradient that is not computed in float64 where model and data are, or depends on the samples' order."""
+    """Check that float64 gradients are computed in float64, and do not depend on the order of the samples."""
     batch = workload.dataset(devices, torch.float64).batch(range(workload.global_batch_size(devices)))
     exact = TrainingPass(workload, torch.float64)
     try:
         with NoNarrowing():
             right = exact.gradient(batch)
     except WorkloadError as error:
-        raise WorkloadError(f"in float64, in which the oracle computes, {error}") from error
+        raise WorkloadError(f"in float64, the precision of the oracle, {error}") from error
     if _draws(exact.model):
         return
     turned = exact.gradient({name: column.flip(0) for name, column in batch.items()})
@@ -218,9 +220,9 @@ def _check_oracle(workload: Workload, devices: int) -> None:
     moved, noise = _distance(turned, right), _distance(TrainingPass(workload, torch.float32).gradient(narrow), right)
     if moved > _ACCURACY * noise:
         raise WorkloadError(
-            f"the oracle is not stable: in float64 the gradient moves by {moved:.1e} when the samples of a batch are "
-            f"turned round, and float32 is {noise:.1e} away. Does the loss depend on the order of the samples, or does "
-            "an operation compute in less than float64?"
+            f"the float64 gradient changes by {moved:.1e} if the samples of a batch are reversed; the float32 gradient "
+            f"is {noise:.1e} away. The loss must not depend on the order of the samples, and all operations must "
+            "compute in the dtype of their inputs"
         )
 
 
@@ -229,8 +231,8 @@ def _check_exact(workload: Workload, devices: int) -> None:
     for name, value in single.items():
         if not torch.equal(value.double(), double[name]):
             raise WorkloadError(
-                f"exact is True, and after training in float32 {name} is not what it is in float64: use small dyadic "
-                "weights, data and learning rates, and batches of a power of two, or set exact = False"
+                f"exact is True, but training in float32 and float64 gives different values of {name}: use small "
+                "dyadic weights, data and learning rates and batch sizes that are powers of two, or set exact = False"
             )
 
 

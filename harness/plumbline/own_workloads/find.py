@@ -1,4 +1,4 @@
-"""The workload of a cell, in whichever process: a built-in one, or one of the user's own, loaded if need be."""
+"""The workload of a cell, loaded in this process if it is the user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def workload_of(cell: Cell) -> Workload:
     """Return the workload of ``cell``, with the cell's seed.
 
     Raises:
-        WorkloadError: it is the user's own, and cannot be loaded in this process.
+        WorkloadError: the user's own workload cannot be loaded.
     """
     known = EVERY.get(cell.workload)
     if cell.workload_locator is not None and (known is None or known.locator != cell.workload_locator):

@@ -1,4 +1,4 @@
-"""From what the user typed after ``--workload`` to workloads: a file or a module, with ``::`` and one of its names."""
+"""Loads the workloads behind ``--workload``: a file or a module, optionally followed by ``::`` and a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from plumbline.core.errors import SubjectError, WorkloadError
-from plumbline.own_workloads.attempt import attempt
+from plumbline.own_workloads.calling import calling
 from plumbline.user_code.source_hash import sha256_of
 from plumbline.user_code.user_module import import_file, import_module, imported_file
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True)
 class OwnWorkload:
-    """A workload of the user's own: its name, what was typed to find it, and the hash of its source."""
+    """One of the user's own workloads: its name, what the user typed, and the hash of its source."""
 
     name: str
     locator: str
@@ -27,10 +27,10 @@ class OwnWorkload:
 
 
 def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
-    """Load the workloads behind ``locators`` and register them, in the place of those that were used before.
+    """Load the workloads behind ``locators`` and register them instead of those that were loaded before.
 
     Raises:
-        WorkloadError: there is none, it cannot be imported, or its name is taken.
+        WorkloadError: one is not found, cannot be imported, or has a name that is taken.
     """
     for name in [name for name, workload in WORKLOADS.items() if workload.locator is not None]:
         del WORKLOADS[name]
@@ -44,10 +44,10 @@ def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
 
 
 def load_workload(locator: str) -> Workload:
-    """Return the workload behind a locator that names one, as a workload's ``locator`` does.
+    """Return the workload behind a locator that names exactly one.
 
     Raises:
-        WorkloadError: there is none, or it cannot be imported.
+        WorkloadError: it is not found or cannot be imported.
     """
     ((workload, _),) = _load(locator)
     return workload
@@ -55,11 +55,13 @@ def load_workload(locator: str) -> Workload:
 
 def _refuse_namesake(workload: Workload, locator: str, found: list[OwnWorkload]) -> None:
     taken = EVERY.get(workload.name)
-    if taken is None or type(taken) is type(workload):  # the file registers it by itself
+    if taken is None or type(taken) is type(workload):  # the file registers it itself
         return
     owner = next((own.locator for own in found if own.name == workload.name), None)
-    has_it = "there is a built-in workload of that name" if owner is None else f"{owner} has one of that name"
-    raise WorkloadError(f"--workload {locator}: {workload.name!r}: {has_it} already; give this one another name")
+    taken_by = "a built-in workload" if owner is None else f"a workload of {owner}"
+    raise WorkloadError(
+        f"--workload {locator}: {workload.name!r} is already the name of {taken_by}; choose another name"
+    )
 
 
 def _load(locator: str) -> list[tuple[Workload, ModuleType]]:
@@ -69,8 +71,8 @@ def _load(locator: str) -> list[tuple[Workload, ModuleType]]:
         found = [_made(kind, module, place) for kind in _classes(module)]
         if not found:
             raise WorkloadError(
-                f"{place} has no workload: it takes a subclass of plumbline.workloads.Workload with a name "
-                "(`plumbline new-workload FILE.py` writes one to begin with)"
+                f"{place} has no workload: define a subclass of plumbline.workloads.Workload with a name "
+                "(`plumbline new-workload FILE.py` writes an example)"
             )
         chosen = [workload for workload in found if wanted in ("", workload.name)]
         if not chosen:
@@ -83,7 +85,7 @@ def _load(locator: str) -> list[tuple[Workload, ModuleType]]:
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return import_module(place)
-    # A file may hold trainers as well, and has been imported for them: what it registers can be registered once.
+    # A file with trainers may be imported already. Importing it twice would register its contents twice.
     return imported_file(Path(place).resolve()) or import_file(Path(place), "workload")
 
 
@@ -93,19 +95,19 @@ def _classes(module: ModuleType) -> list[type[Workload]]:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Workload) and not value.__module__.startswith("plumbline.")
     ]
-    # What a file imports to build upon is not what it puts up; a file of nothing but imports is a collection.
+    # Imported classes are base classes, unless the file contains nothing but imports.
     own = [kind for kind in every if kind.__module__ == module.__name__] or every
     return [kind for kind in dict.fromkeys(own) if hasattr(kind, "name")]
 
 
 def _made(kind: type[Workload], module: ModuleType, place: str) -> Workload:
     if issubclass(kind, PerformanceWorkload):
-        raise WorkloadError(f"{kind.__name__} is a PerformanceWorkload: what is timed cannot be given by --workload")
-    with attempt(f"{kind.__name__}()"):
+        raise WorkloadError(f"{kind.__name__} is a PerformanceWorkload: --workload does not support timed workloads")
+    with calling(f"{kind.__name__}()"):
         workload = kind()
     if not isinstance(workload.name, str) or not _NAME.fullmatch(workload.name):
         raise WorkloadError(
-            f"{kind.__name__}.name is {workload.name!r}: use letters, digits and . _ + - so that it can name files"
+            f"{kind.__name__}.name is {workload.name!r}: use only letters, digits and . _ + -, because it names files"
         )
     absolute = str(Path(place).resolve()) if place.endswith(".py") else place
     workload.locator = f"{absolute}::{workload.name}"

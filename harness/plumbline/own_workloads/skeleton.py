@@ -1,8 +1,8 @@
-"""A training problem of your own: a small classifier, to be replaced by yours piece by piece.
+"""Your own training problem: a small classifier, to be replaced piece by piece with yours.
 
-It runs as it is. ``plumbline run --workload skeleton.py`` trains it on one device and on several with the reference
-trainer, ``--subject my_trainer.py`` with yours; what cannot be judged is said in a sentence before anything starts.
-The page docs/define-a-workload.md of Plumbline's documentation has a section for each piece.
+It runs as it is. ``plumbline run --workload skeleton.py`` trains it with the reference trainer on one device and on
+several; add ``--subject my_trainer.py`` to use your trainer. Problems that cannot be judged are reported before
+anything is trained. docs/define-a-workload.md explains each piece.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from plumbline.workloads import Workload
 
 
 class Model(nn.Module):
-    """1. The model. It is called with a whole batch, a dict of tensors, and returns a tensor with the batch in dim 0.
+    """1. The model. It takes a whole batch, a dict of tensors, and returns a tensor with the batch in dim 0.
 
-    What it returns must follow from its weights and the batch alone: set the p of Dropout to 0.
+    Its outputs must depend only on its weights and the batch: set p=0 in Dropout.
     """
 
     def __init__(self):
@@ -29,36 +29,36 @@ class Model(nn.Module):
 
 
 class Problem(Workload):
-    """What is trained: of the members that are not here each has a default, ``Workload`` lists them."""
+    """The problem. ``Workload`` lists further members, which have defaults."""
 
-    name = "my-problem"  # as reports call it
-    exposes = "what goes wrong in my training, and nowhere else"
-    needs = frozenset()  # what a trainer must be able to do for this: "accumulation", "clipping", "scheduler", …
+    name = "my-problem"  # its name in reports
+    exposes = "mistakes that only my training shows"
+    needs = frozenset()  # what a trainer must support: "accumulation", "clipping", "scheduler", …
 
-    # 2. Sizes. Small ones show the same mistakes as large ones: each cell of the matrix trains this once.
-    batch_size = 24  # samples of one batch over all devices
-    steps_per_epoch = 3  # batches of one epoch
+    # 2. Sizes. Small ones show the same mistakes as large ones, and every cell of the matrix trains the problem.
+    batch_size = 24  # samples per batch, over all devices
+    steps_per_epoch = 3  # batches per epoch
     epochs = 2
-    # accumulate = 2, clip_norm = 1.0: as you train; name them in needs.
+    # Set accumulate = 2 or clip_norm = 1.0 if you train so, and add "accumulation" or "clipping" to needs.
 
     def build(self):
-        """Return a new model. torch's generator is seeded: the weights are the same in every process."""
+        """Return a new model. torch's generator is seeded, so the weights are the same in every process."""
         return Model()
 
-    # 3. Data. `count` samples, a tensor a column with a row a sample; real ones can be read from a file here.
+    # 3. Data. Each column is a tensor with a row for each of `count` samples. You can also read them from a file.
     def columns(self, count, generator):
-        """Return the samples, drawn with ``generator``; their "index" is added."""
+        """Return the samples, drawn with ``generator``. The column "index" is added."""
         return {
             "x": torch.randn(count, 10, generator=generator),
             "y": torch.randint(4, (count,), generator=generator),
         }
 
-    # 4. The loss of any set of samples: a scalar.
+    # 4. The loss of a set of samples, a scalar.
     def loss(self, outputs, batch):
         """Return the mean cross entropy."""
         return nn.functional.cross_entropy(outputs, batch["y"])
 
-    # 5. The optimizer, and with `def scheduler(self, optimizer)` a schedule that steps once after each step.
+    # 5. The optimizer. `def scheduler(self, optimizer)` can return a schedule that steps after each optimizer step.
     def optimizer(self, params):
-        """Return SGD: it hides no gradient of a wrong scale, as Adam does."""
+        """Return SGD, which shows gradients of a wrong scale. Adam hides them."""
         return torch.optim.SGD(params, lr=0.1)

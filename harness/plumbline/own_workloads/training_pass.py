@@ -1,4 +1,4 @@
-"""One forward, loss and backward of a workload on one device, in the user's code, whose errors become sentences."""
+"""Forward, loss and backward of a workload on one device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import WorkloadError
-from plumbline.own_workloads.attempt import attempt
+from plumbline.own_workloads.calling import calling
 from plumbline.workloads import Batch, Workload
 
 
 def forward_of(model: nn.Module, batch: Batch) -> Any:
-    with attempt("forward(batch)"):
+    with calling("forward(batch)"):
         return model(batch)
 
 
@@ -24,13 +24,13 @@ def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
     """Return the loss.
 
     Raises:
-        WorkloadError: it is no finite scalar tensor.
+        WorkloadError: it is not a finite scalar tensor.
     """
-    with attempt("loss(outputs, batch)"):
+    with calling("loss(outputs, batch)"):
         loss: Any = workload.loss(outputs, batch)
     if not isinstance(loss, Tensor) or loss.dim():
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise WorkloadError(f"loss(outputs, batch) returns {what}: it must be a scalar tensor, as .mean() makes it")
+        raise WorkloadError(f"loss(outputs, batch) returned {what}: return a scalar tensor, for example with .mean()")
     if not bool(loss.isfinite()):
         raise WorkloadError(f"loss(outputs, batch) is {float(loss.detach())} at the initial weights")
     return loss
@@ -51,15 +51,15 @@ class TrainingPass:
         """Return the gradient of each parameter that the loss of ``batch`` depends on."""
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         loss = pass_of(self._workload, self.model, batch)
-        with attempt("backward"):
+        with calling("backward"):
             gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         return {name: value for name, value in zip(trained, gradients, strict=True) if value is not None}
 
 
 class NoNarrowing(TorchFunctionMode):
-    """Refuses operations that make float32 or less of float64 that depends on a parameter, in the user's code.
+    """Refuses operations that turn float64 that depends on a parameter into a narrower type.
 
-    Such a gradient has float32's rounding: an oracle that computes it is no better than the trainer it judges.
+    Its gradient would be rounded as in float32, and the oracle would be no better than the trainer.
     """
 
     def __torch_function__(
@@ -77,7 +77,7 @@ class NoNarrowing(TorchFunctionMode):
         ):
             name = getattr(operation, "__name__", str(operation))
             raise WorkloadError(
-                f"{name}() makes {str(result.dtype).removeprefix('torch.')} of float64: where a layer or the loss must "
-                "not compute in 16 bits, cast with x.to(torch.promote_types(x.dtype, torch.float32))"
+                f"{name}() converts float64 to {str(result.dtype).removeprefix('torch.')}: to avoid computing in 16 "
+                "bits, cast with x.to(torch.promote_types(x.dtype, torch.float32))"
             )
         return result

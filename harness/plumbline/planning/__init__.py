@@ -1,4 +1,1 @@
-"""From what the user asked for to the list of cells: options, the matrix, and what is expected of a subject.
-
-Pure apart from reading expectation files. Nothing is launched here.
-"""
+"""From the user's options to a list of cells, and what is expected of a subject. Nothing is launched here."""

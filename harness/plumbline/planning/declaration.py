@@ -1,4 +1,4 @@
-"""What a subject declares about itself, and which cells it therefore does not do."""
+"""What a subject declares, and which cells it therefore does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.workloads import EVERY, PerformanceWorkload, Workload
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a cell is not trained, in a sentence; ``undeclared`` is what it needs and its subject does not declare."""
+    """Why a cell is not trained; ``undeclared`` is what it needs and its subject does not declare."""
 
     sentence: str
     undeclared: tuple[str, ...] = ()
@@ -23,10 +23,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator.
+    """What a subject declares.
 
-    ``source`` is the file and the line where its function begins, ``sha256`` the hash of that file and of what it
-    imports from its folder; None where that is not known.
+    Args:
+        name: its name in reports.
+        locator: what the user typed after ``--subject``.
+        backends: the backends that it supports.
+        precisions: the precisions that it supports, by accelerator.
+        capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
+        software: its library and versions.
+        launch: ``rank`` or ``node``: what the harness starts a process for.
+        behavior: how it trains.
+        source: the file and line of its function, if known.
+        sha256: the hash of that file and of what it imports from its folder, if known.
     """
 
     name: str
@@ -56,14 +65,13 @@ class Declaration:
         )
 
     def refusal(self, cell: Cell) -> Refusal | None:
-        """Return why the subject does not do ``cell``, None if it does."""
+        """Return why ``cell`` is not trained, None if it is."""
         if cell.backend not in self.backends:
             return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
         if not self.precisions[cell.accelerator]:
-            others = " and ".join(name for name, some in self.precisions.items() if some) or "nothing"
+            others = " and ".join(name for name, some in self.precisions.items() if some) or "no accelerator"
             return Refusal(
-                f"{self.name} declares backend {cell.backend!r} for {others} alone, and this cell is on "
-                f"{cell.accelerator}",
+                f"{self.name} declares backend {cell.backend!r} only on {others}, not on {cell.accelerator}",
                 (f"backend {cell.backend} on {cell.accelerator}",),
             )
         if cell.precision not in self.precisions[cell.accelerator]:
@@ -75,22 +83,22 @@ class Declaration:
         limits = dict(self._limits(cell))
         missing = sorted(workload.needs - self.capabilities)
         if limits or missing:
-            needed = f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
+            needed = f"{cell.workload} needs {', '.join(missing)}, and {self.name} does not declare it"
             return Refusal(next(iter(limits.values()), needed), (*missing, *limits))
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
-            return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
+            return Refusal(f"{self.name} starts its own ranks, so its speed cannot be measured")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
-        # An elastic training begins on another mesh, which it has to fit as well.
+        # An elastic training begins on another mesh, which has to fit as well.
         unfit = (self._misfit(one, workload) for one in ((cell, cell.resized) if workload.elastic else (cell,)))
-        misfit = next(filter(None, unfit), None) or _unequal_batches(cell, workload)
+        misfit = next(filter(None, unfit), None) or _why_batches_differ(cell, workload)
         return None if misfit is None else Refusal(misfit)
 
     def _misfit(self, cell: Cell, workload: Workload) -> str | None:
         if cell.contract.divides_experts and workload.experts < cell.processes:
-            return f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks"
+            return f"{cell.workload} has only {workload.experts} experts for {cell.processes} ranks"
         stages = self._stages(cell)
-        return _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
+        return _why_no_stages(cell, workload, stages) if stages else _why_no_parts(cell, workload)
 
     def _stages(self, cell: Cell) -> int:
         if cell.contract.micro_batches == 1:
@@ -100,45 +108,46 @@ class Declaration:
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
         nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
         if most is not None and nodes > most:
-            yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}, and this cell has {nodes} nodes"
+            yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}; this cell has {nodes} nodes"
         stages, most = self._stages(cell), self.behavior.max_stages
         if most is not None and stages > most:
-            yield f"{stages} stages", f"{self.name} declares max_stages={most}, and this cell has {stages} stages"
+            yield f"{stages} stages", f"{self.name} declares max_stages={most}; this cell has {stages} stages"
         needs_epochs = EVERY[cell.workload].needs_epochs
         if self.behavior.by_iterations and needs_epochs:
-            yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
+            yield "epochs", f"{self.name} declares data='iterations', but {cell.workload} {needs_epochs}"
         if self.behavior.own_loss and not EVERY[cell.workload].mean_over_labels:
-            yield "another loss", f"{self.name} declares loss='labels', and {cell.workload} has another loss"
+            yield "another loss", f"{self.name} declares loss='labels', but {cell.workload} has another loss"
 
 
-def _unequal_batches(cell: Cell, workload: Workload) -> str | None:
+def _why_batches_differ(cell: Cell, workload: Workload) -> str | None:
     if not workload.elastic:
         return None
     now, before = cell.topology.devices, cell.resized.topology.devices
     sizes = {devices: workload.global_batch_size(devices) for devices in (now, before)}
     if sizes[now] == sizes[before]:
         return None
-    return f"{cell.workload} has batches of {sizes[now]} samples on {now} devices, and of {sizes[before]} on {before}"
+    return f"{cell.workload} has batches of {sizes[now]} samples on {now} devices, but {sizes[before]} on {before}"
 
 
-def _undivided(cell: Cell, workload: Workload) -> str | None:
+def _why_no_parts(cell: Cell, workload: Workload) -> str | None:
     if cell.contract.divides_layers and workload.whole_layers is not None:
-        return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
+        return f"{cell.workload} has layers that cannot be divided: {workload.whole_layers}"
     parts, tokens = cell.contract.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
     if parts > max(tokens, 1):
-        return f"the samples of {cell.workload} have {tokens or 'no'} tokens in a sequence, for {parts} ranks"
+        short = f"sequences of {tokens} tokens, too few for {parts} ranks" if tokens else "no sequences to divide"
+        return f"{cell.workload} has {short}"
     pieces = cell.contract.sequence_pieces
     if pieces is not None and tokens % (parts * pieces):
-        return f"{cell.workload} has a sequence of {tokens} tokens, which does not divide into {parts * pieces} pieces"
+        return f"{cell.workload} has sequences of {tokens} tokens, not divisible by {parts * pieces}"
     return None
 
 
-def _unstaged(cell: Cell, workload: Workload, stages: int) -> str | None:
+def _why_no_stages(cell: Cell, workload: Workload, stages: int) -> str | None:
     parts = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
-        return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
+        return f"{cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
     batch = workload.global_batch_size(cell.topology.devices)
     for size in (batch, workload.samples(cell.topology.devices) % batch):
         if size % parts:
-            return f"{cell.workload} has a batch of {size} samples, which does not divide into {parts} micro-batches"
+            return f"{cell.workload} has a batch of {size} samples, not divisible into {parts} micro-batches"
     return None

@@ -1,7 +1,6 @@
-"""Files of expectations: the failures that a trainer's released version is known to show, and why.
+"""Files of expectations: known failures of a trainer's released versions, and their reasons.
 
-One TOML file a subject, called like the subject. An entry names cells, the check that ends badly in them, and the
-reason. Reading a file starts nothing.
+Each subject has one TOML file with its name.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from plumbline.results.records import Expected, SourceLine
 from plumbline.workloads import WORKLOADS
 
 FOLDER = "expectations"
-"""Where the files lie, beside the folder of the suite that is run."""
+"""The folder of the files, beside the folder of the suite."""
 
 REPRODUCTIONS = "reproductions"
 
@@ -54,14 +53,14 @@ def _listed(value: object) -> object:
 def _is_bad(outcome: Outcome) -> Outcome:
     if not outcome.is_bad:
         words = ", ".join(one.value for one in Outcome if one.is_bad)
-        raise ValueError(f"{outcome.value!r} needs no expectation; the outcome may be {words}")
+        raise ValueError(f"{outcome.value!r} is not a failure; the outcome must be one of {words}")
     return outcome
 
 
 def _is_check(name: str) -> str:
-    known = (*CHECKS, "launch")  # looked up at each use: a check may be registered later, from outside
+    known = (*CHECKS, "launch")
     if name not in known:
-        raise ValueError(f"there is no check {name!r}; there are {', '.join(known)}")
+        raise ValueError(f"unknown check {name!r}; choose from {', '.join(known)}")
     return name
 
 
@@ -69,7 +68,7 @@ def _is_specifier(text: str) -> str:
     try:
         SpecifierSet(text)
     except InvalidSpecifier:
-        raise ValueError(f"{text!r} specifies no versions, as ==2.6.* and >=2.5,<2.7 do") from None
+        raise ValueError(f"{text!r} is not a version specifier such as ==2.6.* or >=2.5,<2.7") from None
     return text
 
 
@@ -87,9 +86,9 @@ class _Strict(BaseModel):
 
 
 class CellPattern(_Strict):
-    """Which cells: for each coordinate a name, or several, ``*`` and ``?`` included; what is left out is any.
+    """Which cells: for each coordinate one or several names, which may contain ``*`` and ``?``. None matches any.
 
-    ``topology`` is nodes × gpus of each, as in a cell's id: ``1x3``.
+    ``topology`` is written as in a cell's id: ``1x3``.
     """
 
     workload: Names | None = None
@@ -102,7 +101,7 @@ class CellPattern(_Strict):
         for coordinate, known in _COORDINATES.items():
             for pattern in getattr(self, coordinate) or ():
                 if not any(fnmatchcase(name, pattern) for name in known):
-                    raise ValueError(f"there is no {coordinate} {pattern!r}; there are {', '.join(known)}")
+                    raise ValueError(f"unknown {coordinate} {pattern!r}; choose from {', '.join(known)}")
 
     def covers(self, cell: Cell) -> bool:
         values = {name: getattr(cell, name) for name in type(self).model_fields}
@@ -115,11 +114,18 @@ class CellPattern(_Strict):
 class Entry(_Strict):
     """One expected failure.
 
-    Each ``check`` that is run ends with ``outcome`` in each of the cells; ``consequences`` are checks that may end so
-    because of it. With a ``cause``, or several, a finding of another cause is not expected. The entry applies to the
-    ``versions`` of the library under test that match any of these specifiers (PEP 440), without them to all.
-    ``holds_for``: this file's ``subject`` alone, or every subject that uses the ``library``, where the library's own
-    code causes the failure and the subject's file cannot avoid it.
+    Args:
+        cell: the cells in which it happens.
+        check: the checks that end with ``outcome`` in each of these cells.
+        outcome: how they end.
+        cause: the causes that are expected. None: any.
+        consequences: the checks that may fail because of it.
+        versions: version specifiers (PEP 440) of the library; one of them must match. None: all versions.
+        reason: why the failure is expected.
+        link: a page about it.
+        reproduction: a program that shows it.
+        holds_for: only this file's ``subject``, or every subject that uses the ``library``, because the library's own
+            code causes the failure and a subject cannot avoid it.
     """
 
     cell: CellPattern = CellPattern()
@@ -135,7 +141,7 @@ class Entry(_Strict):
 
     def model_post_init(self, context: Any) -> None:
         if self.holds_for == "library" and (self.cause is None or self.versions is None):
-            raise ValueError("what holds for the library must name its cause and versions")
+            raise ValueError("an entry that holds for the library must name cause and versions")
 
     def matches(self, finding: Finding) -> bool:
         return (
@@ -151,7 +157,7 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
-    """``measured`` is the library and version with which the failures were seen; ``library`` is its name for pip."""
+    """``measured`` is the library and version that failed; ``library`` is its name for pip."""
 
     measured: Line | None = None
     library: Line | None = None
@@ -159,12 +165,12 @@ class _File(_Strict):
 
     def model_post_init(self, context: Any) -> None:
         if self.library is None and any(entry.holds_for == "library" for entry in self.expected):
-            raise ValueError('an entry holds for the library, and the file does not name it: library = "…"')
+            raise ValueError('an entry holds for the library, but the file does not name it: add library = "…"')
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """An entry, and the record that goes with the findings that it expects; ``library`` is its file's."""
+    """An entry, the record for the findings that it expects, and its file's library."""
 
     entry: Entry
     record: Expected
@@ -172,7 +178,7 @@ class Expectation:
 
     @property
     def of_library(self) -> bool:
-        """Whether it applies to a subject because of its library, and not because of its name."""
+        """Whether it applies to a subject because of its library, not its name."""
         return self.record.library is not None
 
     def for_library(self, software: Software) -> Expectation:
@@ -180,10 +186,10 @@ class Expectation:
 
 
 def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
-    """Return what the files in ``folder`` expect, by subject; nothing where there is no folder.
+    """Return the expectations in ``folder``, by subject.
 
     Raises:
-        ExpectationsError: a file cannot be read, or an entry is invalid; the message names both.
+        ExpectationsError: a file cannot be read, or an entry is invalid.
     """
     return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
 
@@ -202,7 +208,7 @@ def _read(file: Path) -> Iterator[Expectation]:
     for number, entry in enumerate(read.expected, start=1):
         program = entry.reproduction
         if program is not None and not (file.parent / REPRODUCTIONS / program).is_file():
-            raise ExpectationsError(f"{file}, entry {number}: there is no {REPRODUCTIONS}/{program} beside it")
+            raise ExpectationsError(f"{file}, entry {number}: {REPRODUCTIONS}/{program} does not exist beside it")
         record = Expected(
             outcome=entry.outcome,
             reason=entry.reason,
@@ -222,5 +228,5 @@ def _complaint(error: ValidationError) -> str:
         where[:2] = [f"entry {where[1]}"]
     message = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else first["msg"]
     if first["type"] == "extra_forbidden":
-        message = "there is no such key"
+        message = "unknown key"
     return f"{', '.join(map(str, where))}: {message}"

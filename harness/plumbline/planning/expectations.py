@@ -1,15 +1,9 @@
-"""Which expectations apply to a subject, and what they say about its findings. Pure.
+"""Which expectations apply to a subject, and what they say about its findings.
 
-A subject without a file of its own that names a library (``@subject(library=…)``) gets the entries that hold for that
-library at the installed version. They excuse less than a subject's own: only exactly the finding that was measured
-(check, cell and cause), and its consequences. Such a cell ends as *known*, with the reason and the link: the finding
-stands, but the library has to change; a failure would ask for a correction that no user can make.
-
-An entry holds for the library only where it says so (``holds_for = "library"``), and then it must name versions and
-cause. It may say so where a subject that uses what the library offers for the purpose cannot avoid the finding, and not
-where the code of the subject decides it. A subject that makes the same mistake by hand is excused as well; the reason
-tells its author what was taken for the cause. No subject is expected to fail because of its library: where the finding
-does not appear, that is no unexpected pass.
+A subject without its own file gets the entries that hold for its library (``@subject(library=…)``) at the installed
+version. Such an entry covers only the exact finding (check, cell and cause) and its consequences. The cell ends as
+*known*: the finding stands, but only the library can correct it. A subject that makes the same mistake itself is
+covered too. If the finding does not appear, that is not an unexpected pass.
 """
 
 from __future__ import annotations
@@ -30,10 +24,10 @@ from plumbline.results.records import Expected
 def known_of_subject(
     name: str, software: Software, known: Mapping[str, Sequence[Expectation]]
 ) -> tuple[Expectation, ...]:
-    """Return the expectations for a subject: those of its own file, else those for its library at that version.
+    """Return the expectations for a subject: those of its own file, or else those for its library.
 
     Raises:
-        ExpectationsError: as in :func:`known_of`, of its own file.
+        ExpectationsError: its file names versions, and the installed version is unknown.
     """
     if name in known:
         return known_of(software, known[name])
@@ -55,7 +49,7 @@ def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[E
     """Return the expectations that apply to the installed version.
 
     Raises:
-        ExpectationsError: an entry names versions, and the installed one is unknown.
+        ExpectationsError: an entry names versions, and the installed version is unknown.
     """
     naming = next((one for one in expectations if one.entry.versions is not None), None)
     if naming is None:
@@ -64,8 +58,8 @@ def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[E
         version = Version(software.version or "unknown")
     except InvalidVersion:
         raise ExpectationsError(
-            f"{naming.record.entry} names versions, and the installed one is unknown: does @subject(library=…) name "
-            f"the package under test, as pip does, and is it installed? It says {software.library!r}"
+            f"{naming.record.entry} names versions, but the installed version of {software.library!r} is unknown: set "
+            "@subject(library=…) to pip's name of an installed package"
         ) from None
     return tuple(one for one in expectations if one.entry.applies_to(version))
 
@@ -73,11 +67,10 @@ def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[E
 def expected(
     cell: Cell, findings: Sequence[Finding], expectations: Iterable[Expectation]
 ) -> tuple[Expected | None, ...]:
-    """Return for each finding of ``cell`` what was expected of it, None where nothing was.
+    """Return the expectation for each finding of ``cell``, None if there is none.
 
-    Something was expected of a finding that ended as an entry says, of its consequences, and of one that should have
-    failed by the subject's own file and did not. What holds for a library need not fail in every subject. A finding
-    that is bad in another way was not expected.
+    There is one for a finding that an entry predicts, for its consequences, and for a finding that passed although the
+    subject's own file predicts a failure. There is none for any other failure.
     """
     about = [expectation for expectation in expectations if expectation.entry.cell.covers(cell)]
     met = [one for one in about if any(map(one.entry.matches, findings))]

@@ -1,4 +1,4 @@
-"""Meshes of the user's own: ``--mesh replicate=2,tp=4`` to a backend and the sizes of its dimensions."""
+"""``--mesh replicate=2,tp=4``: from dimensions and sizes to a backend."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
 
 DATA = "dp"
-"""Names the one dimension along which samples are divided, whatever the backend calls it; of two the one not named."""
+"""Stands for the dimension that divides samples. If two do, it is the one that is not named."""
 
 SHARDS = {"fsdp": "shard"}
-"""What a dimension is also called."""
+"""Other names of dimensions."""
 
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """The sizes of a backend's mesh, outermost dimension first; ``text`` is what the user wrote."""
+    """The sizes of a backend's mesh, outermost dimension first; ``text`` is what the user typed."""
 
     text: str
     backend: str
@@ -29,28 +29,30 @@ class MeshChoice:
         return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
 
     def topology(self, num_nodes: int = 1) -> Topology:
-        """Return these devices, divided among nodes.
+        """Return the topology of these devices on ``num_nodes`` nodes.
 
         Raises:
-            PlanError: they do not divide.
+            PlanError: the devices do not divide evenly.
         """
         devices = math.prod(self.sizes)
         if devices % num_nodes:
-            raise PlanError(f"--mesh {self.text}: {devices} devices do not divide into {num_nodes} nodes")
+            raise PlanError(f"--mesh {self.text}: {devices} devices do not divide evenly among {num_nodes} nodes")
         return Topology(num_nodes, devices // num_nodes, self.sizes)
 
 
 def parse_mesh(text: str) -> MeshChoice:
-    """Return what ``name=size,name=size`` chooses; dimensions may come in any order.
+    """Parse ``name=size,name=size``. Dimensions may come in any order.
 
     Raises:
-        PlanError: it is no mesh, or no backend has these dimensions.
+        PlanError: the text is invalid, or no backend has these dimensions.
     """
     sizes: dict[str, int] = {}
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))
         if not (name and size.isascii() and size.isdecimal() and int(size) > 1) or name in sizes:
-            raise PlanError(f"--mesh {text}: write each dimension once, with a size of at least 2, as in dp=2,tp=2")
+            raise PlanError(
+                f"--mesh {text}: give each dimension once, with a size of at least 2, for example dp=2,tp=2"
+            )
         sizes[name] = int(size)
     for backend in BACKENDS.values():
         ordered = _sizes_for(backend, sizes)
@@ -58,8 +60,8 @@ def parse_mesh(text: str) -> MeshChoice:
             return MeshChoice(text, backend.name, ordered)
     known = "; ".join(f"{names} ({backend.name})" for backend in BACKENDS.values() if (names := _names(backend)))
     raise PlanError(
-        f"--mesh {text}: no backend has these dimensions. There are {known}; {DATA} is any that has samples, "
-        "and fsdp is shard"
+        f"--mesh {text}: no backend has these dimensions. Available: {known}. {DATA} stands for the dimension that "
+        "divides samples, and fsdp for shard"
     )
 
 

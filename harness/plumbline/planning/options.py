@@ -1,4 +1,4 @@
-"""The options of a run: parsed by pytest, checked here, and turned into the values that planning takes."""
+"""The options of a run, checked and converted for planning."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from plumbline.subjects.locator import parse_subject
 
 
 class Options:
-    """The options of a run: ``given`` are all of pytest's, ``root`` is its root directory.
+    """The options of a run.
+
+    Args:
+        given: pytest's options.
+        root: pytest's root directory.
+        notify: shows the user a message at once.
 
     Raises:
-        PlanError: they ask for something that cannot be planned here.
-        ReportDirUnusable: the report directory cannot be made.
+        PlanError: the options cannot be planned here.
+        ReportDirUnusable: the report directory cannot be created.
     """
 
-    def __init__(self, given: Mapping[str, Any], root: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, given: Mapping[str, Any], root: Path, notify: Callable[[str], None]) -> None:
         import torch
 
         self._given = given
@@ -47,10 +52,9 @@ class Options:
         self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
         present = torch.cuda.device_count()
         accelerator = resolve_accelerator(given["accelerator"], present)
-        self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
         self.own_workloads = use_workloads(given["workload"] or ())
         self.matrix = Matrix(
-            gpus=given["gpus"] or self.default_gpus,
+            gpus=given["gpus"] or (present if accelerator == "cuda" else DEFAULT_GPUS),
             nodes=given["nodes"],
             backends=_names(given["backends"]),
             precisions=_names(given["precisions"]),
@@ -61,19 +65,19 @@ class Options:
             meshes=tuple(map(parse_mesh, given["mesh"] or ())),
         )
         if given["gpus"] is not None and given["gpus"] < 1:
-            raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")
+            raise PlanError(f"--gpus {given['gpus']}: must be 1 or more")
         if given["mesh"] and given["gpus"] is not None:
-            raise PlanError("--mesh says how many devices there are: leave out --gpus")
+            raise PlanError("--mesh already sets the number of devices: remove --gpus")
         if given["mesh"] and given["backends"]:
-            raise PlanError("--mesh chooses the backend by its dimensions: leave out --backends")
-        self.launcher: Launcher = find_launcher(given["launcher"], self._asked_of_launcher(say))
+            raise PlanError("--mesh already selects the backend: remove --backends")
+        self.launcher: Launcher = find_launcher(given["launcher"], self._launcher_options(notify))
         check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
-        # A misspelt name is answered at once, not when every subject's library has been imported.
+        # Report a misspelt name before importing every subject's library.
         plan(self.matrix, [])
         refuse_unfit_workloads(self.own_workloads, self.matrix)
 
-    def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
-        # xdist's controller reads what subjects declare, and launches nothing: its workers do.
+    def _launcher_options(self, notify: Callable[[str], None]) -> LauncherOptions:
+        # xdist's controller launches nothing: its workers do.
         launches = "PYTEST_XDIST_WORKER" in os.environ or not self._given.get("numprocesses")
         gpus = max(topology.gpus for topology in self.matrix.topologies) if launches else 0
         cuda_devices = min(gpus, 1) if self.settings.oversubscribe else gpus
@@ -85,30 +89,30 @@ class Options:
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],
             listen=self._given["listen"],
-            notify=say,
+            notify=notify,
         )
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The options that decide what is examined and how, for the run's header."""
+        """The options that decide which cells are tested and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
         further = ("mesh", "oversubscribe", "store_above", "launches", "workload")
         return {name: self._given[name] for name in (*names, *further)}
 
     @property
     def workload_sources(self) -> dict[str, WorkloadSource]:
-        """Where the workloads of the user's own are, by name, for the run's header."""
+        """The user's own workloads by name, for the run's header."""
         return {one.name: WorkloadSource(locator=one.locator, sha256=one.sha256) for one in self.own_workloads}
 
     def expectations(self, suite: Path) -> Path:
-        """Return the folder of expectation files; by default it lies beside the folder of the file ``suite``.
+        """Return the folder of expectation files. By default it lies beside the folder of the file ``suite``.
 
         Raises:
-            ExpectationsError: the folder that was given does not exist.
+            ExpectationsError: the folder does not exist.
         """
         given = self._given["expectations"]
         if given and not os.path.isdir(given):
-            raise ExpectationsError(f"--expectations {given}: there is no such folder")
+            raise ExpectationsError(f"--expectations {given}: folder not found")
         return Path(given) if given else suite.parent.parent / FOLDER
 
 

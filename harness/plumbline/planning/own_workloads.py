@@ -1,4 +1,4 @@
-"""Workloads of the user's own in a plan: how they combine with built-in ones, and whether they fit the matrix."""
+"""The user's own workloads in a plan: how they combine with built-in ones, and whether they fit the matrix."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plumbline.workloads import find
 
 
 def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return the names of the workloads to train: those of the user's own, and built-in ones that are ``named``.
+    """Return the names of the workloads to train: the user's own, and the built-in ones that are ``named``.
 
     Raises:
-        PlanError: one of the user's own is selected by its name, which could mean it alone or nothing.
+        PlanError: ``named`` contains one of the user's own.
     """
     if not own:
         return named
@@ -24,17 +24,17 @@ def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None
         if one.name in (named or ()):
             place = one.locator.partition("::")[0]
             raise PlanError(
-                f"--workloads {one.name}: it adds built-in workloads to those of --workload, and this is one of these; "
-                f"to train it alone, take --workload {place}::{one.name} and leave it out of --workloads"
+                f"--workloads {one.name}: --workloads is for built-in workloads; to select one of your own, use "
+                f"--workload {place}::{one.name}"
             )
     return (*(one.name for one in own), *(named or ()))
 
 
 def refuse_unfit_workloads(own: Sequence[OwnWorkload], matrix: Matrix) -> None:
-    """Refuse workloads by which no trainer can be judged on the devices of ``matrix``.
+    """Check that trainers can be judged on these workloads with the devices of ``matrix``.
 
     Raises:
-        WorkloadError: what is wrong with one of them, and the way out.
+        WorkloadError: they cannot.
     """
     if not own:
         return

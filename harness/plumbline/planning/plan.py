@@ -1,4 +1,4 @@
-"""From the options of a run to its cells. Pure: nothing is started here."""
+"""From the options of a run to its cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMOKE_WORKLOADS = ("mlp", "adamw", "cnn-batchnorm")
 
 
 def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
-    """Return the workload with which a backend is tried first: the simplest that has a block for each stage."""
+    """Return the workload to try first on a backend: the simplest with a block for each stage."""
     if backend.divides_experts or backend.divides_sequences:
         return "experts" if backend.divides_experts else "transformer"
     stages = len(backend.replicas(backend.smallest)[0]) * stages_per_rank
@@ -36,10 +36,10 @@ def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The selection that the user made. None: everything there is.
+    """The user's selection. None selects everything.
 
-    Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node. ``shared`` is how
-    many CUDA devices there are where ranks share them, else None. With ``meshes`` these are planned alone.
+    Without ``nodes``, ``gpus`` counts devices over all nodes; otherwise, per node. ``shared`` is the number of CUDA
+    devices if ranks share them. If there are ``meshes``, only they are planned.
     """
 
     gpus: int
@@ -69,28 +69,31 @@ class Matrix:
     def refusal(self, cell: Cell) -> Refusal | None:
         """Return why ``cell`` cannot be trained on shared devices, None if it can.
 
-        Replicas of one process cannot share a device: torch's DataParallel then gives some of them the same buffers,
-        and a right trainer would be found wrong.
+        The replicas of one process cannot share a device: torch's DataParallel would give some of them the same
+        buffers, and a correct trainer would fail.
         """
         replicas = cell.contract.devices_per_process(cell.topology)
         if self.shared is None or cell.accelerator != "cuda" or replicas <= self.shared:
             return None
         return Refusal(
-            f"--oversubscribe lets ranks share a CUDA device, and {cell.backend} on {cell.topology} has {replicas} "
-            f"replicas in one rank: {self.shared} CUDA devices are here"
+            f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need a CUDA device each "
+            f"even with --oversubscribe; this machine has {self.shared}"
         )
 
     def includes(self, backend: Backend, declared: Declaration) -> bool:
-        """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
+        """Say whether a backend is planned for a subject. An opt-in backend must be declared or named."""
         return not backend.opt_in or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
+    """A cell of the plan.
 
-    ``behavior`` is what its subject declares of its way of training, by which it is judged. ``undeclared`` is what the
-    cell needs and the subject does not declare.
+    Args:
+        cell: the cell.
+        refusal: why it is not trained, None if it is.
+        behavior: the behavior that its subject declares.
+        undeclared: what the cell needs and the subject does not declare.
     """
 
     cell: Cell
@@ -100,14 +103,14 @@ class Planned:
 
     @property
     def declined(self) -> Finding:
-        """The finding about a cell that is refused: nothing is trained."""
+        """The finding about a cell that is not trained."""
         assert self.refusal is not None
         check = PERFORMANCE if isinstance(EVERY[self.cell.workload], PerformanceWorkload) else "declared"
         return Finding(check, Outcome.UNSUPPORTED, self.refusal, undeclared=self.undeclared)
 
     @property
     def is_smoke(self) -> bool:
-        """Whether the cell is in the small selection that touches every backend in a few seconds."""
+        """Whether the cell has the marker ``smoke``."""
         own = self.cell.contract
         return (
             self.refusal is None
@@ -118,9 +121,9 @@ class Planned:
 
 
 def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Workload] = WORKLOADS) -> list[Planned]:
-    """Return every cell of the matrix, small topologies first; what a subject does not do is in it, refused.
+    """Return every cell of the matrix, small topologies first, including those that are refused.
 
-    ``among`` are the workloads that the suite is about, by name.
+    ``among`` has the workloads of the suite, by name.
 
     Raises:
         PlanError: a name is unknown, or two subjects share one.
@@ -162,12 +165,12 @@ def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
 
 
 def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
-    """Refuse one name for two trainers. One trainer's declarations come from one place, each for other backends."""
+    # One trainer may have several declarations in one place, each for other backends.
     for place, one in enumerate(subjects):
         for other in subjects[:place]:
             both = set(one.backends) & set(other.backends)
             if one.name == other.name and (both or one.locator != other.locator):
-                raise PlanError(f"two subjects are called {one.name!r}: a report could not tell them apart, rename one")
+                raise PlanError(f"two subjects are named {one.name!r}: rename one")
 
 
 def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> list[str]:
@@ -177,22 +180,22 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
     for name in wanted:
         if name not in known:
             close = " or ".join(map(repr, difflib.get_close_matches(name, known, 4)))
-            hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
-            raise PlanError(f"there is no {what} {name!r}: {hint}")
+            hint = f"did you mean {close}?" if close else f"choose from {', '.join(known)}"
+            raise PlanError(f"unknown {what} {name!r}: {hint}")
     return list(dict.fromkeys(wanted))
 
 
 def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
-    """Refuse a matrix that needs more CUDA devices than there are.
+    """Check that there are enough CUDA devices for a matrix.
 
     Raises:
-        PlanError: with the ways out.
+        PlanError: there are not.
     """
     wanted = max((topology.devices for topology in matrix.topologies), default=0)
     if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
         nodes = min(matrix.nodes or 1, max(present, 1))
         fewer = f"--gpus {max(present // nodes, 1)}" + (f" --nodes {nodes}" if matrix.nodes else "")
         raise PlanError(
-            f"{wanted} devices were asked for and {present} CUDA devices are here: take {fewer}, "
-            f"simulate them with --accelerator cpu, or let ranks share devices with --oversubscribe"
+            f"{wanted} devices are needed, but this machine has {present}: use {fewer}, simulate devices with "
+            "--accelerator cpu, or share them with --oversubscribe"
         )

@@ -1,4 +1,4 @@
-"""Which squares of the matrix are worth a cell: those that ask something which no smaller one asks."""
+"""Which combinations of the matrix become cells: those that can show something that a smaller one cannot."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def is_worth_a_cell(
     planned: Sequence[Topology],
     stages_per_rank: int = 1,
 ) -> bool:
-    """Say whether a cell of the matrix asks something that no smaller one of the ``planned`` topologies does.
+    """Say whether a combination can show something that a smaller one of the ``planned`` topologies cannot.
 
-    Where the trainer chooses its backend by itself, the question is which: one topology answers. An elastic workload
-    needs another number of devices to have come from.
+    If the trainer chooses its backend itself, one topology is enough. An elastic workload also needs another topology,
+    where its training begins.
     """
     if isinstance(workload, PerformanceWorkload):
         return _is_worth_timing(workload, backend, topology, precision, planned)
@@ -41,10 +41,10 @@ def _suits_experts(workload: Workload, backend: Backend) -> bool:
 
 
 def is_sampled(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
-    """Say whether a cell is one of the few that are planned of a narrow backend, unless the user names it.
+    """Say whether a cell is one of the few that are planned for a sampled backend.
 
-    These are in float32, on the smallest topology and on the smallest where each dimension has several devices. Of
-    narrow workloads they are those that couple stages.
+    They are in float32, on the smallest topology and on the smallest one where each dimension has several devices. Of
+    the narrow workloads, those that couple stages are included.
     """
     if isinstance(workload, PerformanceWorkload) or (workload.narrow and not workload.couples_stages):
         return False
@@ -52,10 +52,10 @@ def is_sampled(workload: Workload, backend: Backend, topology: Topology, precisi
 
 
 def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
-    """Return the topologies of narrow workloads: one device, and three or as many as there are.
+    """Return the topologies of narrow workloads: one device, and up to three on one node.
 
-    It is also the smallest topology that a backend fits, where it fits none of these, or few workloads suit it: many
-    stages, for example, need more blocks than most models have. For a narrow backend it is that alone.
+    The backend's smallest topology is added if it fits neither, or if few workloads suit the backend: many stages, for
+    example, need more blocks than most models have. A sampled backend has only its smallest topology.
     """
     if backend.sampled:
         return {backend.smallest}
@@ -67,10 +67,10 @@ def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -
 def _is_worth_timing(
     workload: PerformanceWorkload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
 ) -> bool:
-    """Say whether a cell is to be measured: powers of two on one node, and the most devices on several.
+    """Say whether a cell is measured: on powers of two devices of one node, and on the largest topology of several.
 
-    Precisions after a workload's first are measured on the smallest topology of each backend: what they cost or gain
-    is a matter of the device. A backend that the trainer chooses is another name for one that is measured already.
+    A workload's first precision is measured on all of them, the others only on the smallest topology of each backend.
+    A backend that the trainer chooses itself is another name for one that is already measured.
     """
     if backend.chosen_by_trainer or precision not in workload.precisions:
         return False

@@ -1,4 +1,4 @@
-"""Which topologies a budget of devices is tried on."""
+"""The topologies for a number of devices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
 
 COUNTS = (1, 2, 3, 4, 8)
-"""Device counts that are tried within a budget: 3 because mistakes hide behind powers of two."""
+"""Numbers of devices to try. 3 shows mistakes that powers of two hide."""
 
 DEFAULT_GPUS = 4
 
 
 def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
-    """Return the topologies of a budget: device counts up to ``gpus`` and their splits into nodes.
+    """Return the topologies of up to ``gpus`` devices, split into nodes in every way.
 
     With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
 
@@ -20,19 +20,16 @@ def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
         PlanError: a number is not positive.
     """
     if gpus < 1:
-        raise PlanError(f"--gpus {gpus}: at least one device is needed")
+        raise PlanError(f"--gpus {gpus}: must be 1 or more")
     if nodes is not None and nodes < 1:
-        raise PlanError(f"--nodes {nodes}: at least one node is needed")
+        raise PlanError(f"--nodes {nodes}: must be 1 or more")
     found = {Topology(1, count) for count in _counts(gpus)}
     found |= _splits(gpus) if nodes is None else _up_to(nodes, gpus)
     return sorted(found, key=lambda topology: (topology.devices, topology.num_nodes))
 
 
 def _splits(gpus: int) -> set[Topology]:
-    """Return the ways in which the devices of a budget are split into nodes of several; two nodes of one are one way.
-
-    More nodes of one gpu each say nothing that two do not.
-    """
+    # More than two nodes with one device each would show nothing new.
     found = {Topology(2, 1)} if gpus >= 2 else set()
     for count in _counts(gpus):
         found |= {Topology(n, count // n) for n in range(2, count) if count % n == 0 and count // n > 1}

@@ -1,4 +1,4 @@
-"""The test of one measured cell: it times the cell's launches through pytest-benchmark."""
+"""The test of a measured cell, timed by pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from plumbline.subjects.locator import parse_subject
 from plumbline.workloads import PERFORMANCE
 
 YARDSTICKS = "yardsticks.py"
-"""The file with the hand-written loops, beside the suite's."""
+"""The file of the hand-written loops, in the suite's folder."""
 
 
 class BenchmarkCase(ConformanceCase):
-    """One planned cell of a session that is measured, as the test ``item``."""
+    """A planned cell that is measured, as the test ``item``."""
 
     def measure(self, benchmark: Any) -> None:
         recorded = self._session.recording.known(self._planned.cell)
@@ -83,7 +83,7 @@ class BenchmarkCase(ConformanceCase):
         return profile
 
     def _yardstick(self, locator: str) -> str:
-        """Return the locator of the hand-written loops, in the subject's interpreter so that torch is the same."""
+        # In the subject's interpreter, so that both use the same torch.
         _, python = parse_subject(locator)
         return str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
 

@@ -1,4 +1,4 @@
-"""The test of one examined cell: it trains and judges the cell, or repeats how it ended in a resumed run."""
+"""The test of a cell that is trained and judged, or taken from the run that is resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plumbline.results.records import KNOWN, Measurement, Result, ending
 
 
 class ConformanceCase:
-    """One planned cell of a session, as the test ``item``."""
+    """A planned cell, as the test ``item``."""
 
     def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
         self._session = session
@@ -36,7 +36,7 @@ class ConformanceCase:
         cell = self._planned.cell
         recorded = self._session.recording.known(cell)
         if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
-            pytest.skip(reason)  # without a record: the run is incomplete, and can be resumed
+            pytest.skip(reason)  # without a record, so that the run can be resumed
         self._end(recorded or self._examine(), recorded=recorded is not None)
 
     def _examine(self) -> Sequence[Result]:
@@ -45,12 +45,12 @@ class ConformanceCase:
         try:
             examined = self._train_and_judge()
         except LaunchError as error:
-            # A failed launch says nothing about the subject, so the cell gets a second one, with another pool.
+            # A failed launch says nothing about the subject. Try once more, with another pool.
             examined = self._try_again(error)
         return self._results(examined.findings, examined.seconds)
 
     def declined(self) -> Sequence[Result]:
-        """Return the record of a cell that its subject does not declare; nothing is trained."""
+        """Return the record of a cell that its subject does not declare, without training."""
         return self._results((self._planned.declined,), None)
 
     def _reproduce(self) -> str:
@@ -83,9 +83,9 @@ class ConformanceCase:
         try:
             examined = self._train_and_judge()
         except LaunchError as error:
-            both = f"tried twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
+            both = f"failed twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
             return Examined((Finding("launch", Outcome.ERRORED, both, cause="launcher-lost", family="launch"),), None)
-        note = f"this cell was tried again, because {first}"
+        note = f"the first attempt failed: {first}"
         others = tuple(finding for finding in examined.findings if finding.check != "launch")
         launch = next((finding for finding in examined.findings if finding.check == "launch"), None)
         if launch is None:
@@ -101,7 +101,7 @@ class ConformanceCase:
         attach_outcome(self._item, word)
         attach_properties(self._item, results)
         if not recorded:
-            # Figures come first: a cell is whole once the last of its results is written.
+            # Measurements come first: a cell is complete when its last result has been written.
             attach_payload(self._item, (*self._measurements, *results), self._evidence, self._profile)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(printable_lines(results[0].message))
@@ -109,9 +109,9 @@ class ConformanceCase:
         if end == KNOWN:
             pytest.skip(printable_lines("\n".join(paragraphs)))
         if paragraphs:
-            # pytest's short summary shows the first line alone.
+            # pytest's short summary shows only the first line.
             head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_cause(results)}"
-            # What a subject says acts neither on a terminal nor in JUnit's XML.
+            # A subject's text may contain control characters.
             text = printable_lines("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]))
             pytest.fail(text, pytrace=False)
 
@@ -127,12 +127,12 @@ def describe(result: Result) -> str:
             return as_consequence(result)
         table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
         return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
-    measured = f" with {entry.measured}" if entry.measured else ""
+    seen = f"The failure was seen with {entry.measured}. " if entry.measured else ""
     if result.is_known:
-        known = f"is known of {entry.library}" if entry.library else "is known"
+        known = f"known failure of {entry.library}" if entry.library else "known failure"
         place = f"{entry.entry}; {entry.link}" if entry.link else entry.entry
-        return f"{result.check}: {result.outcome.value}, which {known}: {entry.reason} ({place})"
+        return f"{result.check}: {result.outcome.value}, {known}: {entry.reason} ({place})"
     return (
-        f"{result.check}: {result.outcome.value}, and {entry.outcome.value} was expected: {entry.reason}\n"
-        f"  that was measured{measured}; if it has been fixed, take the cell out of {entry.entry}, or the entry"
+        f"{result.check}: {result.outcome.value}, but {entry.outcome.value} was expected: {entry.reason}\n"
+        f"  {seen}If it has been fixed, remove this cell, or the entry, from {entry.entry}"
     )

@@ -1,4 +1,4 @@
-"""The pytest hooks of a session: which cell is next, how a test's status is shown, and the end of the session."""
+"""The pytest hooks of a session."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STATUS = {
     KNOWN: ("known", "k", "KNOWN"),
     UNEXPECTED_PASS: ("failed", "X", "UNEXPECTED PASS"),
 }
-"""Category, letter and word of pytest's status, by a cell's outcome."""
+"""pytest's category, letter and word for each outcome of a cell."""
 
 
 class SessionHooks:
-    """A pytest plugin for one session."""
+    """The hooks of one session, as a pytest plugin."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

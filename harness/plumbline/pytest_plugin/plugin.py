@@ -1,10 +1,10 @@
-"""The pytest plugin: options, cells as tests, the run on disk, the table at the end.
+"""The pytest plugin: its options, and the hooks that turn cells into tests.
 
-``suites/conftest.py`` loads it, and ``plumbline run`` by ``-p``; no other pytest of the environment has its options.
-Nothing heavy is imported before a cell is collected.
+``suites/conftest.py`` and ``plumbline run`` load it; other pytest runs do not get its options. Heavy modules are
+imported when the first cell is collected.
 
-The process that the user started writes the run; under xdist the workers train and judge, and send it their records
-with the test reports.
+Under xdist, the workers train and judge. They send their records with the test reports to the process that the user
+started, which writes the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 PLANNING: pytest.StashKey[bool] = pytest.StashKey()
 """Set once there is a cell to plan."""
 COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
-"""The user's command, where it was not pytest's."""
+"""The user's command, if it was not pytest."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,88 +44,84 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         add_options(group.addoption)
     except ValueError as error:
         raise pytest.UsageError(
-            f"a conftest.py or another plugin has an option of Plumbline's: {error}. "
-            f"`{command('plumbline', 'run')}` runs the suites and reads no conftest.py but theirs; "
-            "-p no:NAME disables a plugin"
+            f"a conftest.py or another plugin defines one of Plumbline's options: {error}. "
+            f"Use `{command('plumbline', 'run')}`, which reads only the suites' own conftest.py, "
+            "or disable the plugin with -p no:NAME"
         ) from error
 
 
 def add_options(add: Callable[..., object]) -> None:
-    """Add Plumbline's options by ``add``, which takes what argparse's ``add_argument`` takes."""
+    """Add Plumbline's options by calling ``add`` like argparse's ``add_argument``."""
     add(
         "--gpus",
         type=int,
         metavar="N",
-        help="number of devices, with --nodes of each node (default: those of this machine, or 4 simulated ones)",
+        help="maximum number of devices; with --nodes, per node (default: all of this machine, or 4 simulated ones)",
     )
-    add("--nodes", type=int, metavar="N", help="largest number of nodes (default: the splits of --gpus into nodes)")
+    add("--nodes", type=int, metavar="N", help="maximum number of nodes (default: split --gpus)")
     add(
         "--mesh",
         action="append",
         metavar="A=N,B=M",
-        help="plan only the backend with these dimensions, of these sizes, as in dp=2,tp=2 (repeatable; default: none)",
+        help="plan only the backend with these dimensions and sizes, for example dp=2,tp=2 (repeatable)",
     )
     sampled = ", ".join(backend.name for backend in BACKENDS.values() if backend.sampled)
     add(
         "--backends",
         metavar="A,B",
-        help=f"backends, of {', '.join(BACKENDS)} (default: all, but a few cells of {sampled})",
+        help=f"backends: {', '.join(BACKENDS)} (default: all, but only a few cells of {sampled})",
     )
-    add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
-    add(
-        "--workloads",
-        metavar="A,B",
-        help="built-in workloads by name (default: all; none beside --workload)",
-    )
+    add("--precisions", metavar="A,B", help="precisions: 64, 32, 16, bf16 (default: all)")
+    add("--workloads", metavar="A,B", help="built-in workloads (default: all; with --workload, none)")
     add(
         "--workload",
         action="append",
         metavar="WHAT",
-        help="workload of your own: file.py, file.py::name or module (repeatable; default: none)",
+        help="your own workload: file.py, file.py::name or module (repeatable)",
     )
     add(
         "--subject",
         action="append",
         metavar="WHAT",
-        help="trainer under test: short name, file.py, file.py::name or module, followed by ';python=/path/to/python' "
-        "if it needs another interpreter (repeatable; default: reference)",
+        help="trainer under test: short name, file.py, file.py::name or module; append ';python=/path/to/python' "
+        "to use another interpreter (repeatable; default: reference)",
     )
-    add("--cell", action="append", metavar="ID", help="run only this planned cell (repeatable; default: all)")
-    add("--seed", type=int, metavar="N", help="seed of weights, data and their order (default: each workload's own)")
+    add("--cell", action="append", metavar="ID", help="run only the cell with this id (repeatable; default: all)")
+    add("--seed", type=int, metavar="N", help="seed of weights, data and order (default: each workload's own)")
     add(
         "--accelerator",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="device type; cpu simulates devices, auto is cuda where there is any (default: %(default)s)",
+        help="device type; cpu simulates devices, auto uses cuda if available (default: %(default)s)",
     )
     add(
         "--launcher",
         default="local",
         metavar="NAME",
-        help="what starts ranks: local, torchrun, slurm (in this job), hosts, ray (default: %(default)s)",
+        help="how ranks are started: local, torchrun, slurm (within this job), hosts, ray (default: %(default)s)",
     )
     add(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="with --launcher torchrun: wait here for nodes and print the command for each (default: start them)",
+        help="for --launcher torchrun: wait here for the nodes and print a command for each (default: start them)",
     )
     add(
         "--node-command",
         metavar="COMMAND",
-        help="for --launcher hosts: what runs a command on node {node}, as in 'ip netns exec node{node}'",
+        help="for --launcher hosts: prefix that runs a command on node {node}, for example 'ip netns exec node{node}'",
     )
     add(
         "--listen",
         metavar="ADDRESS",
-        help="for --launcher hosts, slurm, ray: this machine's address at which nodes reach it (default: the only one)",
+        help="for --launcher hosts, slurm, ray: address where nodes reach this machine (default: its only address)",
     )
-    add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo (default: no)")
+    add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo")
     add(
         "--store-above",
         type=int,
         default=STORE_ABOVE,
         metavar="N",
-        help="write tensors with more than N entries once for all ranks that hold equal ones (default: %(default)s)",
+        help="store tensors of more than N entries once for all ranks with the same values (default: %(default)s)",
     )
     add("--expectations", metavar="DIR", help="folder of expected failures (default: expectations/ beside the suite)")
     add(
@@ -133,15 +129,15 @@ def add_options(add: Callable[..., object]) -> None:
         nargs="?",
         const="latest",
         metavar="RUN",
-        help="continue an interrupted run, without RUN the latest (default: begin a new run)",
+        help="continue the interrupted run RUN, or the latest one (default: begin a new run)",
     )
-    add("--report-dir", metavar="DIR", help="folder that runs are written to (default: reports/)")
+    add("--report-dir", metavar="DIR", help="folder for runs (default: reports/)")
     add(
         "--show-unsupported",
         action="store_true",
-        help="make a test of each cell that its subject does not declare (default: count them in one line)",
+        help="list every cell that the subject does not claim to support (default: print how many)",
     )
-    add("--keep-traces", action="store_true", help="keep the trace of every cell (default: of failures only)")
+    add("--keep-traces", action="store_true", help="keep the traces of all cells (default: only of failures)")
     add(
         "--time-limit",
         type=float,
@@ -154,13 +150,13 @@ def add_options(add: Callable[..., object]) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="launches of each measured cell; more of them narrow the intervals (default: %(default)s)",
+        help="launches per measured cell; more launches narrow the intervals (default: %(default)s)",
     )
     add(
         "--profile",
         action="store_true",
-        help="launch each measured cell once more and keep a trace of torch's profiler for Perfetto, and on CUDA a "
-        "memory snapshot (default: no)",
+        help="launch each measured cell once more and keep a torch.profiler trace for Perfetto; on CUDA also a "
+        "memory snapshot",
     )
 
 
@@ -177,7 +173,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             session = _session(metafunc.config, metafunc.definition.path)
             planned = session.selected(session.planned if fixture == "plumbline_cell" else session.to_measure)
     except pytest.UsageError as error:
-        # Raised here, it would look like a broken test file: pytest_collection_finish raises it.
+        # Raised here, it would look like a broken test file. pytest_collection_finish raises it.
         metafunc.config.stash[REFUSED] = error
         if hasattr(metafunc.config, "workeroutput"):
             metafunc.config.workeroutput[REFUSAL] = str(error)
@@ -227,17 +223,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Begin the run in xdist's controller, which collects nothing itself."""
+    # xdist's controller does not collect tests itself.
     cells = [nodeid.rpartition("::test_cell[") for nodeid in ids if "::test_cell[" in nodeid]
     if cells:
         session = _session(node.config, node.config.rootpath / cells[0][0])
         _begin(node.config, session, {parameter[:-1] for _, _, parameter in cells})
-        session.close()  # the plan needed its pools; the workers train in their own
+        session.close()  # only the plan needed its pools
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take from an xdist worker why it had nothing to run, and the records of undeclared cells."""
     output = getattr(node, "workeroutput", {})
     if refusal := output.get(REFUSAL):
         raise pytest.UsageError(refusal)
@@ -248,10 +243,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Where planning was interrupted, show the command that begins the run: there is none yet to resume."""
     begun = SESSION in config.stash and config.stash[SESSION].recording.path is not None
     if exitstatus == pytest.ExitCode.INTERRUPTED and PLANNING in config.stash and not begun:
-        terminalreporter.write_line("interrupted before the first cell; begin the run again with:")
+        terminalreporter.write_line("interrupted before the first cell; start again with:")
         terminalreporter.write_line(f"  {command(*_command(config))}")
 
 

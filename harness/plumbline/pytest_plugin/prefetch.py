@@ -1,4 +1,4 @@
-"""Launches the cells of a session, the next one while this process still judges the last."""
+"""Launches the next cell while this process judges the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.pytest_plugin.subject_pools import SubjectPools
 
 @dataclass(frozen=True)
 class LeasedLaunch:
-    """A launch of a cell that has begun, the folder that its trace is written to, and the lease it holds."""
+    """A launch in progress, the folder of its trace, and the lease that it holds."""
 
     planned: Planned
     folder: Path
@@ -32,10 +32,10 @@ class LeasedLaunch:
 
 
 class Prefetch:
-    """Launches cells from ``pools``; at most one is in progress besides the cell that is being judged.
+    """Launches cells from ``pools``, at most one ahead of the cell that is being judged.
 
-    ``new_folder`` makes a folder for a trace, ``notify`` shows the user a message. With ``leases_devices`` a launch
-    holds the CUDA devices of its cell: those of other machines belong to the job already.
+    With ``leases_devices``, a launch leases the CUDA devices of its cell. Devices of other machines need no lease: they
+    belong to the job.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Prefetch:
         self._begun: LeasedLaunch | None = None
 
     def launch(self, planned: Planned) -> LeasedLaunch:
-        """Return the launch of a cell: the prefetched one, or a new one, which may have to wait for the machine.
+        """Return the prefetched launch of a cell, or a new one. A new one may have to wait for its lease.
 
         Raises:
             LaunchError: the pool's server has died.
@@ -71,14 +71,14 @@ class Prefetch:
         )
 
     def begin(self, planned: Planned) -> None:
-        """Launch a cell that will be asked for next, unless the machine or its devices are in use."""
+        """Launch the cell of the next test, unless the machine or its devices are in use."""
         lease = try_shared_lease(self._devices_of(planned), share_devices=self._settings.oversubscribe)
         if lease is None:
             return
         try:
             self._begun = self._start(planned, lease)
         except LaunchError:
-            self._begun = None  # the cell's own test launches it again, and reports what is wrong
+            self._begun = None  # the cell's own test launches it again and reports the error
 
     def discard(self) -> None:
         if self._begun is not None:

@@ -1,7 +1,6 @@
-"""A progress line below pytest's own output, on a terminal: cells done, cells failing, time left.
+"""A progress line below pytest's output on a terminal: cells done, cells failing, time left.
 
-pytest writes where it always does; the line below is erased before each of its writes and drawn again afterwards, by
-escape sequences that every terminal since the VT100 has. A crash leaves no changed terminal behind.
+The line is erased before pytest writes and drawn again afterwards, with escape sequences of the VT100.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _MAKE_ROOM = "\x1bD\x1bM"
 
 
 def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
-    """Show the progress of ``cells``: their ids, and how many ranks each has. Without a terminal, nothing is shown.
+    """Show the progress of ``cells``, which maps ids to numbers of ranks, if pytest writes to a terminal.
 
-    Nor is it with ``-s`` or ``--pdb``, which use the terminal themselves.
+    ``-s`` and ``--pdb`` use the terminal themselves, so they turn it off.
     """
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if (
@@ -41,12 +40,12 @@ def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
 
 
 class ProgressLine:
-    """The line, a pytest plugin. ``write`` writes raw text to the terminal; ``cells`` has the ranks of each by id."""
+    """The line, as a pytest plugin. ``write`` writes raw text to the terminal."""
 
     def __init__(
         self, write: Callable[..., None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # A cell's launch and judging take about as long as the training of one rank, and ranks share the cores.
+        # Launching and judging take about as long as training one rank, and ranks share the cores.
         self._left = {cell: 1 + ranks for cell, ranks in cells.items()}
         self._cells = len(self._left)
         self._work = sum(self._left.values())

@@ -1,4 +1,4 @@
-"""The run that ``--resume`` continues, and whether this session would examine the same things in the same way."""
+"""The run that ``--resume`` continues, and whether this session matches it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from plumbline.results.run import LATEST, Run, read_run
 
 
 def find_resumed_run(options: Options) -> Run | None:
-    """Return the run that the options resume; None if they resume none, or the latest where there is none yet.
-
-    A run that was interrupted before its first cell was known has left nothing: then a new one begins.
+    """Return the run to resume. None: no run is to be resumed, or ``--resume`` means the latest and there is none.
 
     Raises:
-        ResultsError: it cannot be read.
-        NothingToResume: it was begun with other options, or on another machine.
+        ResultsError: the run cannot be read.
+        NothingToResume: it was begun with other options or on another machine.
     """
     if options.resume is None:
         return None
@@ -36,17 +34,16 @@ def find_resumed_run(options: Options) -> Run | None:
     differing = [name for name, value in recorded.items() if run.header.options.get(name, value) != value]
     if differing:
         raise NothingToResume(
-            f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its command: "
+            f"--resume: {run.path} was begun with other options ({', '.join(differing)}). Repeat its command: "
             f"{command_line(*run.header.command)}"
         )
     for name, source in options.workload_sources.items():
         if run.header.workloads.get(name, source).sha256 != source.sha256:
-            raise NothingToResume(
-                f"--resume: {source.locator} has changed since {run.path} was begun, and its cells would be judged by "
-                "two versions of it: begin a new run"
-            )
+            raise NothingToResume(f"--resume: {source.locator} has changed since {run.path} was begun: begin a new run")
     if run.header.fingerprint.key != take_fingerprint(options.matrix.accelerator).key:
-        raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")
+        raise NothingToResume(
+            f"--resume: {run.path} was begun on another machine or with other software: begin a new run"
+        )
     return run
 
 
@@ -57,33 +54,37 @@ def check_unchanged(
     code: Mapping[str, SubjectCode],
     behaviors: Mapping[Cell, TrainingBehavior],
 ) -> None:
-    """Refuse to continue ``run`` with cells it has not planned, or with subjects that are not what they were.
+    """Check that this session can continue ``run``.
 
-    ``chosen`` are ids of cells. ``behaviors`` has what each cell's subject declares of its way of training.
+    Args:
+        run: the run to resume.
+        chosen: the ids of this session's cells.
+        subjects: the software of each subject.
+        code: the source of each subject.
+        behaviors: the behavior that each cell's subject declares.
 
     Raises:
-        PlanError: a cell is not planned in the run.
-        NothingToResume: a subject or its library has another version now, or its declarations differ.
+        PlanError: the run does not plan one of the cells.
+        NothingToResume: a subject, its library or its declarations have changed.
     """
     unknown = chosen - {planned.cell for planned in run.header.planned}
     if unknown:
         raise PlanError(
-            f"--resume: {run.path} has not planned {min(unknown)}: select what it was begun with: "
+            f"--resume: {run.path} does not plan {min(unknown)}. Repeat its command: "
             f"{command_line(*run.header.command)}"
         )
     for name, software in subjects.items():
         if (before := run.header.subjects.get(name, software)) != software:
-            raise NothingToResume(f"--resume: {run.path} examined {name} with {before}, and now it is {software}.")
+            raise NothingToResume(f"--resume: {run.path} tested {name} with {before}, and {software} is installed now")
     for name, present in code.items():
         if run.header.code.get(name, present).sha256 != present.sha256:
             raise NothingToResume(
-                f"--resume: the source of {name} has changed since {run.path} was begun, whose cells would then be of "
-                "two trainers: begin a new run"
+                f"--resume: the source of {name} has changed since {run.path} was begun: begin a new run"
             )
     declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
     for planned in run.header.planned:
         if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
             raise NothingToResume(
-                f"--resume: in {run.path} {planned.subject} declares {planned.conduct or 'nothing'}, "
-                f"and now it declares {now or 'nothing'}: its cells would be judged by other rules."
+                f"--resume: {planned.subject} declared {planned.conduct or 'nothing'} in {run.path}, "
+                f"and declares {now or 'nothing'} now: begin a new run"
             )

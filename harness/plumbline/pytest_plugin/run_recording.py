@@ -1,4 +1,4 @@
-"""The run on disk during a session: begun or resumed, written as test reports arrive, and closed."""
+"""The run on disk during a session."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from plumbline.results.run_writer import RunWriter
 
 
 class RunRecording:
-    """What a session writes, and the folders that traces lie in until then. It is a pytest plugin.
+    """Writes a session's run, as a pytest plugin.
 
-    Under xdist only the controller begins a run. A worker writes none: its traces lie in its own workspace until the
-    controller has moved them.
+    Under xdist, only the controller writes. A worker keeps its traces in its own workspace until the controller has
+    moved them.
 
     Raises:
         ResultsError: the run to resume cannot be read, or was begun with other options or on another machine.
@@ -51,7 +51,7 @@ class RunRecording:
 
     @property
     def path(self) -> Path | None:
-        """The run's folder, None where no run was begun."""
+        """The run's folder, None before it is begun."""
         return None if self._writer is None else self._writer.path
 
     @property
@@ -65,11 +65,11 @@ class RunRecording:
 
     @property
     def undeclared(self) -> Sequence[Result]:
-        """The records of the cells that their subjects do not declare and that have no test."""
+        """The records of cells that their subjects do not declare."""
         return tuple(self._undeclared.values())
 
     def known(self, cell: Cell) -> Sequence[Result] | None:
-        """Return what the resumed run has about a cell, None if it is still to be examined."""
+        """Return the resumed run's results of a cell, None if it has none."""
         return self._known.get(PlannedCell.of(cell).coordinates)
 
     def begin(
@@ -82,13 +82,20 @@ class RunRecording:
         code: Mapping[str, SubjectCode],
         behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
-        """Open the run for these cells; ``behaviors`` has what the subject of each declares of its way of training.
+        """Open the run for these cells.
 
-        ``sources`` has where the functions of the subjects begin, ``code`` which version of them this is.
+        Args:
+            examined: the cells that are trained and judged.
+            measured: the cells that are timed.
+            command: the user's command.
+            subjects: the software of each subject.
+            sources: where the function of each subject begins.
+            code: the version of each subject's source.
+            behaviors: the behavior that each cell's subject declares.
 
         Raises:
-            PlanError: the resumed run has not planned one of them.
-            NothingToResume: it was begun with other versions of the subjects or their libraries, or other declarations.
+            PlanError: the resumed run does not plan one of the cells.
+            NothingToResume: a subject, its library or its declarations have changed.
             ResultsError: the run cannot be written.
         """
         self._command = command
@@ -114,13 +121,12 @@ class RunRecording:
         self._writer = RunWriter(self._options.report_dir, header)
 
     def add_undeclared(self, results: Iterable[Result]) -> None:
-        """Take the records of cells that have no test, because their subjects do not declare them."""
         self._undeclared = {result.coordinates: result for result in results}
 
     def new_folder(self) -> Path:
-        """Return an empty folder for the trace of a launch; it is removed with the run."""
+        """Return an empty folder for the trace of a launch."""
         if self._own is None:
-            # The traces of ranks on other machines must be written where this process can read them.
+            # Ranks on other machines must write their traces where this process can read them.
             on_other_machines = self._options.launcher.nodes is not None
             self._own = Workspace.new(self._options.report_dir.resolve() if on_other_machines else None)
             self._workspaces[self._own.path] = self._own
@@ -140,7 +146,7 @@ class RunRecording:
                 self._move(payload.profile, self._writer.path / PROFILES / payload.results[0].cell)
 
     def _keep_trace(self, folder: Path, results: Sequence[Result], run: Path) -> None:
-        # Expected failures are kept too: `plumbline judge` may judge them differently one day.
+        # Expected failures too: a later judge may judge them differently.
         wanted = any(result.outcome.is_bad or result.expected for result in results)
         if wanted or self._options.keep_traces:
             self._move(folder, run / "traces" / results[0].cell)
@@ -155,13 +161,13 @@ class RunRecording:
             shutil.move(folder, kept)
 
     def _take_over(self, folder: Path) -> None:
-        """Keep the workspace of a folder until the run ends: an xdist worker's process may end before this one."""
+        # An xdist worker may end before this process, so this process keeps its workspace.
         if folder.parent not in self._workspaces and folder.is_dir():
             self._workspaces[folder.parent] = Workspace.of(folder.parent)
 
     def finish(self, exitstatus: int) -> None:
         for workspace in self._workspaces.values():
-            # An xdist worker has no writer, and leaves its workspace to the controller.
+            # An xdist worker leaves its workspace to the controller.
             workspace.leave(remove=self._writer is not None)
         self._workspaces.clear()
         if self._writer is None:
@@ -177,9 +183,9 @@ class RunRecording:
 
 @contextmanager
 def _exit_on_write_error() -> Iterator[None]:
-    """End the session as if the user had interrupted it where the run cannot be written."""
+    """End the session as an interruption does if the run cannot be written."""
     try:
         yield
     except (ResultsError, OSError) as error:
-        message = f"{error} Continue what has been written with --resume."
+        message = f"{error} Use --resume to continue."
         pytest.exit(message, returncode=int(pytest.ExitCode.INTERRUPTED))

@@ -1,7 +1,6 @@
-"""What one pytest process knows of a run: its options, its plan, its pools and its records.
+"""The options, plan, pools and records of one pytest process.
 
-It is made at the first cell. Under xdist each worker has one that trains and judges; the controller's, which alone has
-begun a run, writes the records that arrive with the test reports.
+Under xdist, each worker has a session that trains and judges, and the controller has one that writes the run.
 """
 
 from __future__ import annotations
@@ -30,10 +29,13 @@ from plumbline.workloads import PERFORMANCE
 
 
 class Session:
-    """The options, plan, pools and records of this process.
+    """The session of this process.
 
-    ``given`` are pytest's options and ``root`` is its root directory. ``suite`` is a file whose cells are run; the
-    folder of expectations lies beside its folder. ``notify`` shows the user a message at once.
+    Args:
+        given: pytest's options.
+        root: pytest's root directory.
+        suite: the file whose cells are run. The expectations lie beside its folder.
+        notify: shows the user a message at once.
 
     Raises:
         PlumblineError: the options cannot be planned, an expectation is invalid, or a subject cannot be loaded.
@@ -44,7 +46,7 @@ class Session:
     ) -> None:
         import torch
 
-        # The judge's tensors are small: more threads would only wait for each other, and compete with the ranks.
+        # The judge's tensors are small, and more threads would compete with the ranks.
         torch.set_num_threads(1)
         self.notify = notify
         self.upcoming: Planned | None = None  # the cell of the next test
@@ -52,10 +54,10 @@ class Session:
         self.recording = RunRecording(self.options)
         self.timeouts = Timeouts(self.options.settings.time_limit)
         own = self.options.own_workloads
-        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus, own)
+        self._reproduction = Reproduction(given, self.options.matrix, own)
         known = read_expectations(self.options.expectations(suite))
         settings, launcher = self.options.settings, self.options.launcher
-        with shared_lease():  # importing a subject's library is work too
+        with shared_lease():  # importing a subject's library loads the machine
             self.pools = SubjectPools(launcher, self.options.interpreters, own)
             try:
                 self._declarations = self.pools.declarations
@@ -81,44 +83,42 @@ class Session:
         for name in self.options.cells or ():
             if name in missing and name not in measured:
                 close = difflib.get_close_matches(name, [*(one.cell.id for one in self.planned), *measured], 1)
-                raise PlanError(
-                    f"--cell {name}: these options plan no such cell{f'; did you mean {close[0]}?' if close else ''}"
-                )
+                raise PlanError(f"--cell {name}: unknown cell{f'; did you mean {close[0]}?' if close else ''}")
 
     def selected(self, planned: Sequence[Planned]) -> list[Planned]:
         wanted = self.options.cells
         return [one for one in planned if wanted is None or one.cell.id in wanted]
 
     def reproduce(self, planned: Planned, suite: Path) -> str:
-        """Return the command that runs just this cell again; ``suite`` is the folder of the suite it is in."""
-        locator = self.pools.locator_of(planned.cell.subject)
-        declared = [one for one in self._declarations if one.locator == locator]
-        return self._reproduction.command(planned, declared, suite)
+        """Return the command that runs only this cell; ``suite`` is the folder of its suite."""
+        return self._reproduction.command(planned, self.pools.locator_of(planned.cell.subject), suite)
 
     @cached_property
     def to_measure(self) -> list[Planned]:
-        """Every cell of the matrix that is measured.
+        """The cells that are measured.
 
         Raises:
-            PlanError: with these options nothing can be measured.
+            PlanError: the options do not allow measuring.
         """
         launches = self.options.launches
         if self.options.launcher.nodes is not None:
-            raise PlanError("speed is measured on one machine, whose clock all ranks share: leave --launcher out")
+            raise PlanError("speed can be measured on one machine only, where ranks share a clock: remove --launcher")
         if launches < FEWEST_LAUNCHES:
-            raise PlanError(f"--launches {launches}: fewer than {FEWEST_LAUNCHES} launches do not show their spread")
+            raise PlanError(
+                f"--launches {launches}: at least {FEWEST_LAUNCHES} launches are needed to show their spread"
+            )
         planned = plan(self.options.matrix, self._declarations, PERFORMANCE)
         if self.options.own_workloads and not planned:
             raise PlanError(
-                "a workload of --workload is examined, not timed: leave it out, or name some by --workloads"
+                "your own workloads cannot be timed: remove --workload, or add built-in ones with --workloads"
             )
         return planned
 
     def begin(self, chosen: Set[str], command: list[str]) -> None:
-        """Open the run on disk for the cells whose ids were ``chosen``. Further calls do nothing."""
+        """Open the run on disk for the cells with these ids. Further calls do nothing."""
         if not chosen or self.recording.path is not None:
             return
-        if self.recording.resumes:  # the resumed run has no undeclared cells among its planned ones
+        if self.recording.resumes:  # a run does not plan undeclared cells
             chosen = chosen - {one.cell.id for one in self.planned if one.refusal}
         examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
         rest = chosen - {cell.id for cell in examined}
@@ -130,7 +130,7 @@ class Session:
         code = subject_code(self._declarations)
         self.recording.begin(examined, measured, command, subjects, sources, code, behaviors)
         if self.options.resume is not None and not self.recording.resumes:
-            self.notify(f"there is no run in {self.options.report_dir} to resume: a new one begins")
+            self.notify(f"{self.options.report_dir} has no run to resume; beginning a new one")
 
     def begin_upcoming(self) -> None:
         if self.upcoming and not self.upcoming.refusal and not self.timeouts.reason(self.upcoming.cell.subject):

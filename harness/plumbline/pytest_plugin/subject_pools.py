@@ -1,4 +1,4 @@
-"""The warm pools of a session: one for each ``--subject``, and further ones to measure from."""
+"""The warm pools of a session: one per ``--subject``, and more for measuring."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from plumbline.workloads import find
 
 
 class SubjectPools:
-    """Pools by the subject's locator, and what their subjects declare.
+    """The pools, and what their subjects declare.
 
-    ``interpreters`` has for each locator what ``launcher.pool`` takes. ``for_measuring`` starts a process for each
-    launch of a measured cell. ``own`` are the workloads of the user's own.
+    Args:
+        launcher: starts the pools.
+        interpreters: the arguments of ``launcher.pool``, by the subject's locator.
+        own: the user's own workloads.
 
     Raises:
-        PlumblineError: a subject cannot be loaded, or a workload is not the same where a subject's ranks live.
+        PlumblineError: a subject cannot be loaded, or a workload differs between this process and a subject's.
     """
 
     def __init__(
@@ -53,16 +55,15 @@ class SubjectPools:
                 for name in here:
                     if contents.get(name) != here[name]:
                         raise WorkloadError(
-                            f"--workload {name}: its weights or its data in {place} are not those in this process, so "
-                            "a trainer there cannot be judged here. Do they depend on the order of a set, on the time, "
-                            "on files of one machine, or on the version of torch?"
+                            f"--workload {name}: its weights or data in {place} differ from those in this process. "
+                            "They must not depend on the order of a set, the time, local files or the version of torch"
                         )
 
     def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
-        """Refuse a plan that needs more nodes, or more CUDA devices on one of them, than there are.
+        """Check that there are enough nodes and CUDA devices for a plan.
 
         Raises:
-            PlanError: with the way out.
+            PlanError: there are not.
         """
         cells: list[Cell] = [one.cell for one in planned if not one.refusal]
         check_nodes(max((cell.topology.num_nodes for cell in cells), default=1), self._launcher)
@@ -72,10 +73,10 @@ class SubjectPools:
         return self._locators[subject]
 
     def pool_of(self, subject: str) -> Pool:
-        """Return the pool that a subject's examined cells are launched from, restarted if its server has died."""
+        """Return the pool of a subject's examined cells, restarted if its server has died."""
         locator = self._locators[subject]
         if not self._pools[locator].alive:
-            # The cell that was running then reports why; further cells are not affected.
+            # The cell that was running reports the reason.
             self._pools[locator].close()
             self._pools[locator] = self._start(locator)
         return self._pools[locator]

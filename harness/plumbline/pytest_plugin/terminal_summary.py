@@ -1,4 +1,4 @@
-"""What pytest prints at the end of a session: the tables of the run, and where it is."""
+"""The tables that pytest prints at the end of a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline.results.records import Result
 from plumbline.results.run import read_run
 
 NOTHING_PLANNED = (
-    "Nothing to run: no cell has these options. Choose other --backends, --workloads or --precisions, or more --gpus."
+    "Nothing to run: no cell matches these options. Change --backends, --workloads or --precisions, or raise --gpus."
 )
 
 
@@ -25,7 +25,7 @@ def write_summary(terminal: Any, recording: RunRecording, *, interrupted: bool, 
             terminal.write_line(nothing_to_run(undeclared))
         return
     columns = shutil.get_terminal_size((100, 24)).columns
-    width = max(72 if terminal.isatty() else 100, columns)  # in a file, commands need not be wrapped
+    width = max(72 if terminal.isatty() else 100, columns)
     run = read_run(recording.path)
     tables: dict[str, Callable[..., str]] = {"speed": speed_for_terminal}
     if not all(cell.measured for cell in run.header.planned):
@@ -45,9 +45,8 @@ def write_summary(terminal: Any, recording: RunRecording, *, interrupted: bool, 
 
 
 def nothing_to_run(undeclared: Iterable[Result]) -> str:
-    """Return why there is nothing to run, where every selected cell is one of the ``undeclared``."""
     return f"Nothing to run: {_count(undeclared)}"
 
 
 def _count(undeclared: Iterable[Result]) -> str:
-    return f"{undeclared_in_words(undeclared)}: --show-unsupported lists them"
+    return f"{undeclared_in_words(undeclared)}; --show-unsupported lists them"

@@ -1,7 +1,7 @@
-"""Cells without a test: those that a subject does not declare are selected, counted and recorded like any other.
+"""Cells without a test: those that a subject does not declare are recorded and counted, but not run.
 
-Under xdist every worker leaves out the same ones, and tells the controller when it ends. Where the options plan no cell
-at all, pytest makes a test of none: it is left out too, and a line says so.
+Under xdist, every worker leaves out the same cells and reports them to the controller when it ends. If the options plan
+no cell at all, pytest creates a placeholder test, which is left out too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING_PLANNED = "plumbline-nothing-planned"
 
 
 def leave_out_placeholders(config: pytest.Config, items: list[pytest.Item], fixtures: Sequence[str]) -> None:
-    """Leave out the tests that pytest makes of an empty plan, and say that there is no cell if nothing else is left."""
+    """Remove the placeholder tests of empty plans. If no cell is left, the summary says so."""
     cells = [cell_of(item, fixtures) for item in items]
     kept = [item for item, cell in zip(items, cells, strict=True) if cell is None or hasattr(cell, "cell")]
     if len(kept) == len(items):
@@ -39,7 +39,7 @@ def leave_out_placeholders(config: pytest.Config, items: list[pytest.Item], fixt
 
 
 def cell_of(item: pytest.Item, fixtures: Sequence[str]) -> Any:
-    """Return the planned cell of a test, or what pytest puts in its place where none is planned; None without any."""
+    """Return a test's planned cell, or pytest's placeholder for an empty plan. None: it is not the test of a cell."""
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
     return next((parameters[name] for name in fixtures if name in parameters), None)
@@ -48,9 +48,9 @@ def cell_of(item: pytest.Item, fixtures: Sequence[str]) -> Any:
 def deselect_undeclared(
     config: pytest.Config, session: Session, items: list[pytest.Item], fixtures: Sequence[str]
 ) -> None:
-    """Deselect the tests of cells that their subjects do not declare, except those named by their id.
+    """Deselect the tests of cells that their subjects do not declare, unless the user named their ids.
 
-    ``fixtures`` are the names of those that hold a planned cell.
+    ``fixtures`` are the names of the fixtures that hold a planned cell.
     """
     named = {argument.rpartition("[")[2].removesuffix("]") for argument in config.args if "[" in argument}
     kept: list[pytest.Item] = []
@@ -73,7 +73,7 @@ def deselect_undeclared(
 
 
 def receive_undeclared(config: pytest.Config, session: Session | None, output: Mapping[str, Any]) -> None:
-    """Take the records from a worker's ``output`` in the controller, which has no session if there is no test."""
+    """Take the records from a worker's ``output``. Without a test, the controller has no session."""
     if output.get(_NOTHING_PLANNED):
         _say(config, _NOTHING_PLANNED, NOTHING_PLANNED)
     records = [record_of(line.encode()) for line in output.get(_UNDECLARED, ())]
@@ -92,8 +92,6 @@ def _say(config: pytest.Config, name: str, sentence: str) -> None:
 
 
 class _LastWord:
-    """A pytest plugin that prints why there was no cell to run."""
-
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence
 

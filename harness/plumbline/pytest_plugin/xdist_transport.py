@@ -1,4 +1,4 @@
-"""Records and outcome of a cell as part of its test report, which xdist sends from a worker to the controller."""
+"""A cell's records and outcome, attached to its test report, which xdist sends to the controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTCOME = "plumbline-outcome"
 
 @dataclass(frozen=True)
 class ReportPayload:
-    """The records of a cell, and the folders of its trace and of its profile, None where there is none."""
+    """The records of a cell, and the folders of its trace and profile."""
 
     results: tuple[Result, ...]
     measurements: tuple[Measurement, ...]
@@ -32,7 +32,7 @@ def attach_outcome(item: pytest.Item, outcome: str) -> None:
 
 
 def attach_properties(item: pytest.Item, results: Sequence[Result]) -> None:
-    """Attach what JUnit's XML tells of a test as its properties: the cell, and of its first finding what is known."""
+    """Attach the properties of a test in JUnit's XML: the cell and its first finding."""
     first = results[0]
     place = {"step": first.step, "rank": first.rank, "parameter": first.parameter}
     told = {"cell": first.cell, "check": first.check, "cause": first.cause, "family": first.family, **place}
@@ -44,7 +44,7 @@ def attach_properties(item: pytest.Item, results: Sequence[Result]) -> None:
 
 
 def outcome_of(report: pytest.TestReport) -> str | None:
-    """Return the outcome that a report carries; None if it is not that of a test's call."""
+    """Return the outcome in the report of a test's call, None for setup and teardown."""
     return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
 
 

@@ -64,8 +64,8 @@ class RunWriter:
             run = read_run(file)
             if not run.incomplete:
                 raise NothingToResume(
-                    f"The run {file.parent} came to its end: there is nothing to resume. Begin a new one; if a page is "
-                    f"missing, `{command('plumbline', 'report', str(file.parent))}` writes it."
+                    f"{file.parent} is already complete. Begin a new run, or rewrite its pages with "
+                    f"`{command('plumbline', 'report', str(file.parent))}`."
                 )
             content = file.read_bytes()
             end = _end_of_whole_cells(content, run)

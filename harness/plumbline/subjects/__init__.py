@@ -1,4 +1,4 @@
-"""The trainers under test. One file a subject, one line in ``SHORT_NAMES``.
+"""The trainers under test. ``SHORT_NAMES`` lists them.
 
-An adapter uses its library as the library's documentation does; nothing here looks at what is recorded.
+An adapter uses its library as the library's documentation shows. Nothing here looks at what is recorded.
 """

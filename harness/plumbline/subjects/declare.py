@@ -1,11 +1,11 @@
-"""What a subject says of itself: ``@subject(...)`` over its ``train(job)``."""
+"""``@subject(...)``: declares a trainer under test."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,14 +34,14 @@ CAPABILITIES = frozenset(
 )
 
 LAUNCHES = ("rank", "node")
-"""For which of them the harness starts a process that calls ``train``; below a node's, the trainer starts its ranks."""
+"""What the harness starts a process for. With ``node``, the trainer starts its own ranks."""
 
 Train = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer under test: its function and what it says it supports; ``precisions`` by accelerator."""
+    """A trainer under test: its function and its declarations. ``precisions`` are by accelerator."""
 
     name: str
     train: Train
@@ -77,7 +77,7 @@ def _sha256(train: Train) -> str | None:
         return None
     try:
         return sha256_of(module)
-    except Exception:  # what a module holds may raise whatever it likes when it is looked at
+    except Exception:  # looking at a module's contents may raise anything
         return None
 
 
@@ -86,7 +86,7 @@ def subject(
     name: str,
     backends: Sequence[str],
     precisions: Sequence[str] | Mapping[str, Sequence[str]] = ("32",),
-    capabilities: Sequence[str] = (),
+    capabilities: Collection[str] = (),
     library: str | None = None,
     launch: str = "rank",
     data: str = "epochs",
@@ -100,35 +100,35 @@ def subject(
     """Declare a function ``train(job)`` as a trainer under test.
 
     Args:
-        name: what reports call it.
-        backends: which of ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2`` it can do. Where some of
-            them do less than others, declare two functions by one name, each with its backends.
-        precisions: which of ``64``, ``32``, ``16``, ``bf16`` it can do; where that depends on what computes, a dict of
-            them by accelerator, ``cpu`` and ``cuda``.
-        capabilities: what it does beyond forward, backward, step, epochs and shuffling.
-        library: the package that it tests, by the name that pip knows; reports tell its version.
-        launch: ``rank``: the harness starts every process, and each of them calls ``train``. ``node``: it starts one a
-            node, and the trainer starts its ranks below that one, by ``torch.multiprocessing`` or as scripts that call
-            ``plumbline.current_job()``. They are recorded as if the harness had started them.
-        data: ``epochs``: each sample is used once an epoch, on one rank. ``iterations``: each rank draws the samples of
-            its batches by itself, with replacement if it likes, for ``job.steps`` optimizer steps of
-            ``job.accumulate`` batches each. Then epochs are not judged, but that ranks draw independently.
-        shuffle: ``job``: the order of samples is what ``job.shuffle`` asks for. ``always``, ``never``: it is shuffled
-            anew in every epoch, or it is that of the dataset, whatever ``job.shuffle`` asks for.
-        buffers: ``shared``: ranks begin each forward with the buffers of the first, as DistributedDataParallel does by
-            itself. ``per-rank``: each rank keeps those that its own samples made, as with ``broadcast_buffers=False``.
-            That is not what one device computes: such cells deviate.
-        loss: ``job``: it trains on ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the
-            tokens in the column ``labels``, -100 left out; workloads with another loss are unsupported.
-        max_nodes: on more nodes than this it does not train, and such cells are unsupported. None: on any number.
-        stages_per_rank: how many stages each rank of a pipeline has; cells of models with fewer blocks are unsupported.
-        max_stages: a pipeline of more stages than this it does not train. None: any number.
+        name: its name in reports.
+        backends: the backends that it supports: ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2``, …
+            If some of them support less than others, declare two functions with the same name, each for its backends.
+        precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``. If they depend on the
+            accelerator, give a dict with the keys ``cpu`` and ``cuda``.
+        capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
+        library: pip's name of the package under test. Reports show its version.
+        launch: ``rank``: the harness starts a process per rank, which calls ``train``. ``node``: it starts a process
+            per node, and the trainer starts its ranks from there, with ``torch.multiprocessing`` or as scripts that
+            call ``plumbline.current_job()``. They are recorded in the same way.
+        data: ``epochs``: each sample is used once per epoch, on one rank. ``iterations``: each rank draws its own
+            samples, with or without replacement, for ``job.steps`` optimizer steps of ``job.accumulate`` batches each.
+            The judge then checks that ranks draw independently, instead of checking epochs.
+        shuffle: ``job``: as ``job.shuffle`` says. ``always``: every epoch has a new order. ``never``: the order is that
+            of the dataset.
+        buffers: ``shared``: all ranks begin each forward with the first rank's buffers, as DistributedDataParallel
+            does. ``per-rank``: each rank keeps the buffers of its own samples, as with ``broadcast_buffers=False``.
+            Such cells deviate, because one device computes something else.
+        loss: ``job``: it uses ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the tokens
+            in the column ``labels`` without -100. Workloads with another loss are unsupported.
+        max_nodes: the maximum number of nodes. None: any number.
+        stages_per_rank: the number of stages of each rank of a pipeline.
+        max_stages: the maximum number of stages of a pipeline. None: any number.
 
     Raises:
-        SubjectError: a name is not one of those, or cannot stand in a test id and a file name.
+        SubjectError: a value is unknown, or the name cannot be part of a test id and a file name.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
-        raise SubjectError(f"subject name {name!r}: use letters, digits and . _ + - so that it can name files")
+        raise SubjectError(f"subject name {name!r}: use only letters, digits and . _ + -, because it names files")
     by_accelerator = precisions if isinstance(precisions, Mapping) else dict.fromkeys(ACCELERATORS, precisions)
     for what, given, known in (
         ("backend", backends, BACKENDS),
@@ -139,7 +139,7 @@ def subject(
     ):
         for value in given:
             if value not in known:
-                raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
+                raise SubjectError(f"subject {name!r}: unknown {what} {value!r}; choose from {', '.join(known)}")
 
     try:
         behavior = TrainingBehavior(data, shuffle, buffers, loss, max_nodes, stages_per_rank, max_stages)

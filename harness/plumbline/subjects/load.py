@@ -1,4 +1,4 @@
-"""From what the user typed after ``--subject`` to the subjects it names."""
+"""Loads the subjects behind ``--subject``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plumbline.user_code.user_module import import_file, import_module
 def load(locator: str) -> list[Subject]:
     """Return the subjects behind ``path/to/file.py``, ``path/to/file.py::name``, a module or a short name.
 
-    A name may be there several times, declared each time for backends of its own.
+    Several subjects may have the same name, each for its own backends.
 
     Raises:
-        SubjectError: nothing is there, it cannot be imported, or it declares no subject.
+        SubjectError: nothing is found, it cannot be imported, or it declares no subject.
     """
     place, _, wanted = locator.partition("::")
     if place.endswith(".py"):
@@ -27,11 +27,13 @@ def load(locator: str) -> list[Subject]:
     every = [
         value for value in vars(module).values() if isinstance(getattr(value, "__plumbline_subject__", None), Subject)
     ]
-    # What a file imports to build upon is not what it puts up; a file of nothing but imports is a collection.
+    # Imported trainers do not count, unless the file contains nothing but imports.
     own = [value for value in every if value.__module__ == module.__name__] or every
     found = list({id(value): value.__plumbline_subject__ for value in own}.values())
     if not found:
-        raise SubjectError(f"{place} declares no subject: put @subject(...) from plumbline over its train(job)")
+        raise SubjectError(f"{place} declares no subject: decorate its train(job) with plumbline's @subject(...)")
+    if place in SHORT_NAMES and any(declared.name == place for declared in found):
+        wanted = wanted or place  # its module may declare other subjects too
     chosen = [declared for declared in found if wanted in ("", declared.name)]
     if not chosen:
         names = dict.fromkeys(declared.name for declared in found)

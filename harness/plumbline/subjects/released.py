@@ -1,4 +1,4 @@
-"""What the adapters of released trainers share: each says which command installs its library."""
+"""Imports of libraries under test."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from plumbline.core.errors import SubjectError
 
 @contextmanager
 def installed_by(command: str) -> Iterator[None]:
-    """Import a trainer's library inside of this; where it is not installed, ``command`` is the way out.
+    """Import a library in this context. If that fails, the error names the ``command`` that installs it.
 
     Raises:
-        SubjectError: the library, or something that it needs, cannot be imported.
+        SubjectError: the library, or one of its dependencies, cannot be imported.
     """
     try:
         yield
     except ImportError as error:
         raise SubjectError(
-            f"its library cannot be imported in this environment ({error}): run `{command}` here, "
-            'or name an interpreter that has it, as in --subject "…;python=/path/to/python"'
+            f"its library cannot be imported in this environment ({error}): run `{command}`, or choose an interpreter "
+            'that has it with --subject "…;python=/path/to/python"'
         ) from error

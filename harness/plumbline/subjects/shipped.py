@@ -1,4 +1,4 @@
-"""The subjects that ship, and whether their libraries are installed for this interpreter."""
+"""The subjects that ship, and whether their libraries are installed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from plumbline.subjects.virtual_environments import LIBRARIES
 
 @dataclass(frozen=True)
 class Shipped:
-    """A subject that ships. ``library`` is its library with the installed version, None if it is not installed.
+    """A subject that ships.
 
-    ``declared`` has one declaration, or one for each group of backends that differ in it. ``obstacle`` says why the
-    subject cannot be imported.
+    ``library`` is its library with the installed version, None if it is not installed. ``declared`` has a declaration
+    for each group of backends. ``obstacle`` says why the subject cannot be imported.
     """
 
     name: str
@@ -27,7 +27,6 @@ class Shipped:
 
 
 def shipped() -> list[Shipped]:
-    """Return every subject that has a short name, as it is installed for this interpreter."""
     every = []
     for name in SHORT_NAMES:
         distribution = LIBRARIES.get(name, "torch-plumbline").partition("[")[0]

@@ -1,4 +1,4 @@
-"""Virtual environments for exact versions of the libraries under test; an installation that fails leaves none."""
+"""Virtual environments with exact versions of the libraries under test."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from plumbline.core.errors import PlumblineError
 from plumbline.subjects.short_names import SHORT_NAMES
 
 LIBRARIES = {name: adapter.library for name, adapter in SHORT_NAMES.items() if adapter.library is not None}
-"""pip's name of each subject's library, by short name. A subject that is not here comes with Plumbline."""
+"""pip's requirement for each subject's library, by short name. Other subjects come with Plumbline."""
 
 OUTPUT_LINES = 20
-"""Lines of a step's output that are kept for its error."""
+"""Maximum number of lines of output in an error."""
 
 
 class InstallError(PlumblineError):
-    """An environment cannot be made."""
+    """An environment cannot be created."""
 
 
 @dataclass(frozen=True)
 class VirtualEnvironment:
-    """An environment for ``subject``: ``requirement`` is its library, ``torch`` the torch it runs on."""
+    """An environment for ``subject``, with its library ``requirement`` and a version of ``torch``."""
 
     subject: str
     requirement: str
@@ -39,7 +39,7 @@ class VirtualEnvironment:
 
     @property
     def folder(self) -> Path:
-        """Where it lies once it is whole: in the user's cache, subjects of one library in the same."""
+        """Its folder in the user's cache. Subjects of one library share it."""
         parts = dict.fromkeys((re.sub(r"\[.*\]", "", self.requirement), self.torch))
         return cache_folder() / "-".join(parts).replace("==", "-")
 
@@ -49,13 +49,13 @@ class VirtualEnvironment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs with its dependencies. A rank needs NumPy to write its evidence."""
+        """What pip installs with dependencies. Ranks need NumPy to write their evidence."""
         library = SHORT_NAMES[self.subject].dependencies or (self.requirement,)
         return list(dict.fromkeys((self.torch, *library, "numpy")))
 
     @property
     def requirements_alone(self) -> list[str]:
-        """What pip installs after that, without its dependencies."""
+        """What pip installs afterwards, without dependencies."""
         return [self.requirement] if SHORT_NAMES[self.subject].dependencies else []
 
 
@@ -65,21 +65,21 @@ def cache_folder() -> Path:
 
 
 def parse_requirement(what: str) -> VirtualEnvironment:
-    """Return the environment for ``NAME==VERSION``, with this interpreter's version of torch, or that which it needs.
+    """Return the environment for ``NAME==VERSION``, with the required version of torch or that of this interpreter.
 
     Raises:
-        InstallError: there is no such name, nothing to install for it, or no version.
+        InstallError: the name is unknown or needs no library, or the version is missing.
     """
     name, _, version = (part.strip() for part in what.partition("=="))
     if name not in LIBRARIES:
         if name in SHORT_NAMES:
-            raise InstallError(f"{name} comes with Plumbline, in Plumbline's own version: nothing to install")
-        raise InstallError(f"there is no subject {name!r} to install; there are {', '.join(LIBRARIES)}")
+            raise InstallError(f"{name} comes with Plumbline and needs no installation")
+        raise InstallError(f"unknown subject {name!r}; choose from {', '.join(LIBRARIES)}")
     if not re.fullmatch(r"[0-9][A-Za-z0-9.+!]*", version):
         library = re.sub(r"\[.*\]", "", LIBRARIES[name])
-        raise InstallError(f"{what}: say which version, as in {name}==1.2.3; `pip index versions {library}` lists them")
+        raise InstallError(f"{what}: give a version, as in {name}==1.2.3; `pip index versions {library}` lists them")
     requirement = f"{LIBRARIES[name]}=={version}"
-    # A local part (+cpu, +cu130) names a build, which is found in its own index only.
+    # A local part (+cpu, +cu130) names a build that only its own index has.
     torch = SHORT_NAMES[name].torch or f"torch=={metadata.version('torch').partition('+')[0]}"
     return VirtualEnvironment(name, requirement, requirement if name == "torch" else torch)
 
@@ -95,13 +95,13 @@ def environments() -> list[tuple[str, Path]]:
 
 
 def install(environment: VirtualEnvironment, progress: Callable[[str], None] = lambda line: None) -> Path:
-    """Make the environment if it is not there yet, and return its interpreter; ``progress`` gets each line of output.
+    """Create the environment if it does not exist, and return its interpreter. ``progress`` gets each line of output.
 
-    It is built under a temporary name and renamed when it is complete, so its interpreter can be relied on. The scripts
-    beside it name the folder where they were built: use ``python -m`` instead.
+    It is built under a temporary name and renamed when it is complete. The scripts beside the interpreter contain the
+    temporary name: use ``python -m`` instead.
 
     Raises:
-        InstallError: a step failed; the message has the end of its output.
+        InstallError: a step failed.
     """
     folder = environment.folder
     if environment.python.exists():
@@ -116,21 +116,21 @@ def install(environment: VirtualEnvironment, progress: Callable[[str], None] = l
         if environment.requirements_alone:
             _run([*pip, "--no-deps", *environment.requirements_alone], environment, progress)
         if folder.exists() and not environment.python.exists():
-            shutil.rmtree(folder)  # the interpreter that it was made with is gone
+            shutil.rmtree(folder)  # the interpreter that created it is gone
         try:
             building.rename(folder)
         except OSError:
-            if not environment.python.exists():  # else another process was faster
+            if not environment.python.exists():  # otherwise another process was faster
                 raise
     except OSError as error:
-        raise InstallError(f"{folder} cannot be made ({error}): point XDG_CACHE_HOME elsewhere") from error
+        raise InstallError(f"{folder} cannot be created ({error}): set XDG_CACHE_HOME to another folder") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return environment.python
 
 
 def _run(command: Sequence[str], environment: VirtualEnvironment, progress: Callable[[str], None]) -> None:
-    # The paths of this interpreter must not be found in the environment.
+    # The environment must not use this interpreter's paths.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     last: deque[str] = deque(maxlen=OUTPUT_LINES)
     with subprocess.Popen(
@@ -144,13 +144,13 @@ def _run(command: Sequence[str], environment: VirtualEnvironment, progress: Call
         what = " ".join(command[1:4])
         errors = [line for line in last if line.startswith("ERROR")] or last
         raise InstallError(
-            f"{environment.requirement} could not be installed in {environment.folder}: `python {what}` said\n"
+            f"{environment.requirement} could not be installed in {environment.folder}: `python {what}` failed:\n"
             + "\n".join(f"  {_clipped(line)}" for line in errors)
-            + f"\nWhich versions there are, says `pip index versions {environment.requirement.partition('==')[0]}`; "
-            "where pip looks, its own settings say."
+            + f"\n`pip index versions {environment.requirement.partition('==')[0]}` lists the available versions. "
+            "pip's configuration decides where it looks."
         )
 
 
 def _clipped(line: str) -> str:
-    """Return a long line without its middle: pip lists every version that there is, the newest ones last."""
+    # pip lists every version, the newest last.
     return line if len(line) <= 400 else f"{line[:120]} … {line[-270:]}"

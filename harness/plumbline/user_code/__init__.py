@@ -1,6 +1,3 @@
-"""Users' files: importing them, and the traceback of what they raise.
-
-What is in such a file, trainers or workloads, is for the packages above to know.
-"""
+"""Users' files: importing them, and the tracebacks of what they raise."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hash of a module's source, and of what it imports from the folder that it lies in."""
+"""The hash of a module's source and of what it imports from its own folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import ModuleType
 
 
 def sha256_of(module: ModuleType) -> str:
-    """Return the SHA-256 of a module's source and of the modules beside it or below from which it has a name.
+    """Return the SHA-256 of a module's source and of the modules in its folder that it imports names from.
 
-    Installed packages are not part of it, nor is what is imported only when a function runs.
+    Installed packages, and what a function imports when it runs, are not included.
     """
     first = Path(str(module.__file__)).resolve()
     home = first.parents[module.__name__.count(".")]

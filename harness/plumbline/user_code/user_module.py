@@ -1,4 +1,4 @@
-"""Importing a user's code: a file by its path, or a module by its name."""
+"""Imports a user's code: a file by its path, or a module by its name."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from plumbline.core.errors import SubjectError
 from plumbline.user_code.user_traceback import headline, user_traceback
 
 _IMPORTED: dict[Path, tuple[bytes, ModuleType]] = {}
-"""Files that were imported, as ``sys.modules`` has modules: the source, and what was made of it."""
+"""The source and the module of each imported file."""
 
 
 def import_file(path: Path, kind: str = "subject") -> ModuleType:
-    """Import the file at ``path`` as a module of its own; ``kind`` is what it holds.
+    """Import the file at ``path``; ``kind`` is what it contains.
 
     Raises:
-        SubjectError: there is no such file, or it raises.
+        SubjectError: the file does not exist, or it raises.
     """
     if not path.is_file():
-        raise SubjectError(f"there is no file {path}")
-    # A file may be called like a library; it must not take that library's place.
+        raise SubjectError(f"file {path} not found")
+    # A file may have the name of a library, which it must not replace.
     there = importlib.util.find_spec(path.stem.split(".")[0])
-    # By its own name it can be unpickled in processes that a trainer spawns: this file's folder is in their path.
+    # Under its own name, spawned processes can unpickle what it defines: its folder is in their path.
     name = path.stem if there is None or _is(path, there.origin) else f"{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # What lies beside the file can be imported by it, as when it is run as a script.
+    # As for a script, the file can import what is in its folder.
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
@@ -45,11 +45,11 @@ def import_file(path: Path, kind: str = "subject") -> ModuleType:
 
 
 def imported_file(path: Path) -> ModuleType | None:
-    """Return what this process has imported from the file at ``path``, None where that is nothing or has changed."""
+    """Return the module that this process imported from ``path``; None if there is none or the file has changed."""
     if path in _IMPORTED:
         source, module = _IMPORTED[path]
         return module if path.is_file() and path.read_bytes() == source else None
-    other = sys.modules.get(path.stem)  # by an import statement, or by what was unpickled here
+    other = sys.modules.get(path.stem)  # imported by a statement or by unpickling
     return other if _is(path, getattr(other, "__file__", None)) else None
 
 
@@ -58,27 +58,30 @@ def _is(path: Path, file: str | None) -> bool:
 
 
 def import_module(name: str, shipped: Collection[str] = (), short_names: Collection[str] = ()) -> ModuleType:
-    """Import a module by its name, also one that lies in the present folder.
+    """Import a module by its name. It may be in the current folder.
 
-    ``shipped`` are modules whose own errors are sentences already, ``short_names`` what else could have been meant.
+    Args:
+        name: the module.
+        shipped: modules whose own errors need no traceback.
+        short_names: alternatives for the error message.
 
     Raises:
-        SubjectError: there is none, or it raises.
+        SubjectError: the module is not found, or it raises.
     """
     if "/" in name or name.startswith("."):
-        raise SubjectError(f"there is no file {name}: a file's name ends in .py, a module's has no slash")
+        raise SubjectError(f"file {name} not found: give a path that ends in .py, or the name of a module")
     if not {"", os.getcwd()} & {*sys.path}:
-        sys.path.append(os.getcwd())  # a program that is a script, as pytest is, does not look there
+        sys.path.append(os.getcwd())  # missing in programs that are scripts, such as pytest
     try:
         return importlib.import_module(name)
     except SubjectError as error:
         if name in shipped:
-            raise  # the library of a trainer that ships is missing: the message says how to install it
+            raise  # the message says how to install the missing library
         raise _broken(error) from error
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            others = f"a module, or one of {', '.join(short_names)}" if short_names else "or a module"
-            raise SubjectError(f"cannot be imported ({error}); give a file.py, {others}") from error
+            others = f"a module or one of {', '.join(short_names)}" if short_names else "or a module"
+            raise SubjectError(f"cannot be imported ({error}): give a file.py, {others}") from error
         raise _broken(error) from error
 
 

@@ -1,4 +1,4 @@
-"""The traceback of an error in a user's code, without the frames of the import machinery and of the harness."""
+"""Tracebacks of a user's code, without the frames of the import machinery and of the harness."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import traceback
 from itertools import groupby
 
 LONGEST = 8000
-"""Characters; what is longer loses its middle."""
+"""Maximum number of characters. Longer tracebacks lose their middle."""
 
 _LONGEST_LINE = 300
 
 _FEWEST_OF_A_LIBRARY = 2
-"""Of consecutive calls inside of libraries, so many are kept: the innermost ones."""
+"""Number of innermost frames that are kept of consecutive frames in libraries."""
 
 _MACHINERY = tuple(
     os.path.join("plumbline", *parts)
@@ -22,7 +22,7 @@ _MACHINERY = tuple(
         ("subjects", "load.py"),
         ("user_code", "user_module.py"),
         ("own_workloads", "load.py"),
-        ("own_workloads", "attempt.py"),
+        ("own_workloads", "calling.py"),
         ("subjects", "declare.py"),
         ("subjects", "released.py"),
         ("worker", "preload.py"),
@@ -32,7 +32,7 @@ _MACHINERY = tuple(
 
 
 def headline(error: BaseException) -> str:
-    """Return the error's type and the first line of its message; some raise when they are asked for it."""
+    # TracebackException, because str(error) may raise.
     said = str(traceback.TracebackException(type(error), error, None)).strip().partition("\n")[0]
     if len(said) > _LONGEST_LINE:
         said = f"{said[:_LONGEST_LINE]} …"
@@ -40,10 +40,9 @@ def headline(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return Python's traceback of ``error`` with the user's frames, in each exception of its chain.
+    """Return Python's traceback of ``error`` and of the exceptions of its chain.
 
-    The frames of the import machinery and of the harness are left out, and of calls inside of libraries all but the
-    innermost ones. A syntax error comes with its file, line and caret, as Python prints it.
+    It has no frames of the import machinery and the harness, and only the innermost frames in libraries.
     """
     told = traceback.TracebackException.from_exception(error)
     _cut(told, set())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plumbline.core.errors import WorkloadError
-from plumbline.own_workloads.attempt import attempt
+from plumbline.own_workloads.calling import calling
 from plumbline.own_workloads.content import content_of
 from plumbline.own_workloads.load import use_workloads
 from plumbline.trainer.gpus import driver_started
@@ -46,7 +46,7 @@ def _contents_in_a_fork(names: Sequence[str]) -> dict[str, Any]:
     if not pid:
         event = _event(message="building its model or data ended the process")
         try:
-            with attempt("building its model and data"):
+            with calling("building its model and data"):
                 event = _event({name: content_of(find(name)) for name in names})
         except WorkloadError as error:
             event = _event(message=str(error))

@@ -128,18 +128,20 @@ def unsupported(run: Run, cells: pd.DataFrame) -> list[Result]:
 
 
 def undeclared_in_words(results: Iterable[Result]) -> str:
-    """Return for example ``263 cells are not declared by mine (backends dp, none: 188; precision 16: 75)``.
+    """Return for example ``4 cells skipped: mine does not claim to support them (backend dp: 3; precision 16: 1)``.
 
     ``results`` are records of unsupported cells. Of several subjects, each has its count.
     """
     records = list(results)
-    cells = f"{counted(len(records), 'cell')} {'is' if len(records) == 1 else 'are'} not declared by"
+    cells = f"{counted(len(records), 'cell')} skipped:"
+    them = "it" if len(records) == 1 else "them"
     subjects = Counter(result.subject for result in records)
     if len(subjects) > 1:
         each = ", ".join(f"{name} {count}" for name, count in subjects.items())
-        return f"{cells} their subjects ({each})"
+        return f"{cells} their subjects do not claim to support them ({each})"
     reasons = "; ".join(f"{kind}: {count}" for kind, count in _reasons(records))
-    return f"{cells} {next(iter(subjects), 'any subject')}" + (f" ({reasons})" if reasons else "")
+    claim = f"{next(iter(subjects), 'the subject')} does not claim to support {them}"
+    return f"{cells} {claim}" + (f" ({reasons})" if reasons else "")
 
 
 def undeclared_kinds(results: Iterable[Result]) -> str:

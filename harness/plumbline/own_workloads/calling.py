@@ -1,4 +1,4 @@
-"""Calling a user's code: what it raises becomes a sentence, with where it was raised."""
+"""Calls of the user's code, whose exceptions become error messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from plumbline.user_code.user_traceback import headline, user_traceback
 
 
 @contextmanager
-def attempt(what: str) -> Iterator[None]:
-    """Turn an exception in the user's code into a sentence that begins with ``what`` was called.
+def calling(what: str) -> Iterator[None]:
+    """Turn an exception in the user's code into an error that begins with ``what`` is called.
 
     Raises:
         WorkloadError: the code raised.
