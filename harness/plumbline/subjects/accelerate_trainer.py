@@ -1,21 +1,17 @@
-"""Hugging Face Accelerate under test: a loop of one's own around ``prepare`` and ``accumulate``."""
+"""Hugging Face Accelerate: a training loop with ``prepare`` and ``accumulate``."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
+from plumbline.subjects.loop import weighted
 from plumbline.subjects.released import installed_by
 
 with installed_by("pip install accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
-
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
 
 PRECISIONS = {"64": "no", "32": "no", "16": "fp16", "bf16": "bf16"}
 
@@ -37,9 +33,9 @@ def train(job):
             DistributedDataParallelKwargs(find_unused_parameters=job.unused_parameters),
         ],
     )
-    set_seed(job.seed, device_specific=True)  # what must be equal on all ranks is accelerate's to make equal
+    set_seed(job.seed, device_specific=True)  # Accelerate itself must make equal what has to be
     bare = job.model()
-    optimizers = job.optimizers(bare.parameters())  # mostly it is one
+    optimizers = job.optimizers(bare.parameters())
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
     model, loader, val_loader, *stepped = accelerator.prepare(
         bare,
@@ -55,7 +51,7 @@ def train(job):
         accelerator.load_state(job.checkpoint_dir)
     for epoch in range(progress.epoch, job.epochs):
         rest = accelerator.skip_first_batches(loader, progress.batches) if progress.batches else loader
-        sums = torch.zeros(2, device=accelerator.device)  # of the losses, and of the samples
+        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for batch in rest:
             with accelerator.accumulate(model):
                 loss = job.loss(model(batch), batch)
@@ -68,7 +64,7 @@ def train(job):
                     scheduler.step()
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-            sums += _weighed(loss, batch)
+            sums += weighted(loss, batch)
             progress.batches += 1
             progress.steps += accelerator.sync_gradients
             if progress.steps == job.stop_after_step:
@@ -76,7 +72,7 @@ def train(job):
                 return
             if job.validate_every and progress.batches % job.validate_every == 0:
                 job.log("val_loss", evaluate(job, accelerator, model, val_loader))
-        if sums.any():  # nothing is left of an epoch at whose end training was interrupted
+        if sums.any():  # not if training was interrupted at the end of the epoch
             total, count = accelerator.reduce(sums, "sum")
             job.log("loss", total / count)
         progress.epoch, progress.batches = epoch + 1, 0
@@ -84,7 +80,7 @@ def train(job):
 
 
 class _Progress:
-    """How far training is: what Accelerate's checkpoint does not hold by itself."""
+    """The progress of training, which Accelerate's checkpoints do not contain."""
 
     def __init__(self):
         self.epoch = self.batches = self.steps = 0
@@ -101,12 +97,7 @@ def evaluate(job, accelerator, model, loader):
     model.eval()
     sums = 0
     for batch in loader:
-        outputs, everybodys = accelerator.gather_for_metrics((model(batch), batch))  # without what fills up the last
-        sums += _weighed(job.loss(outputs, everybodys), everybodys)
+        outputs, gathered = accelerator.gather_for_metrics((model(batch), batch))  # without padding of the last batch
+        sums += weighted(job.loss(outputs, gathered), gathered)
     model.train()
     return sums[0] / sums[1]
-
-
-def _weighed(loss, batch):
-    count = len(batch["index"])
-    return torch.stack([loss.detach() * count, torch.tensor(count, device=loss.device)])

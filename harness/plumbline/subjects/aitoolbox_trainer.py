@@ -1,11 +1,10 @@
-"""AIToolbox's TrainLoop under test: it starts its own processes for ddp, and gives each of them its samples.
+"""AIToolbox's TrainLoop, which starts its own processes for ddp and gives each its samples.
 
-On a cpu it is told so as its documentation says (``on_gpu=False``), and one thing is added that a GPU brings by itself:
-memory of each rank's own. The processes that are spawned get the model in memory that they share, and moving it to a
-GPU would copy it; on a cpu all ranks would step the same weights, once each. ``_OwnMemory`` is a callback.
+Spawned processes get the model in shared memory. Moving it to a GPU copies it, but on a CPU all ranks would step the
+same weights. The callback ``_OwnMemory`` copies it there.
 
-Its import asks for packages that draw, upload and report, of which training uses none. Where one is not installed, an
-empty module takes its place while it is imported.
+AIToolbox imports packages for plots, uploads and reports that training does not use. Empty modules replace those that
+are not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 from torch import nn
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.subjects.released import installed_by
 from plumbline.subjects.stand_ins import stand_ins
 
@@ -24,7 +23,7 @@ UNUSED = {
     "google": "google.cloud.storage",
     "torch.utils.tensorboard": "tensorboard",
 }
-"""Modules that it imports and that training does not use, each with one by which it is known to be there."""
+"""Imported modules that training does not use, each with the module that shows whether it is installed."""
 
 with installed_by("pip install tqdm && pip install aitoolbox --no-deps"), stand_ins(UNUSED):
     from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
@@ -33,16 +32,11 @@ with installed_by("pip install tqdm && pip install aitoolbox --no-deps"), stand_
     from aitoolbox.torchtrain.schedulers.basic import GeneralLRSchedulerCallback
     from aitoolbox.torchtrain.train_loop.train_loop import TrainLoop
 
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
-
 GPU_MODES = {"none": "single", "dp": "dp", "ddp": "ddp"}
 
 
 class Adapter(TTModel):
-    """The job's model as one that takes its own loss."""
+    """The job's model as a TTModel."""
 
     def __init__(self, model):
         super().__init__()
@@ -71,11 +65,11 @@ class Criterion(nn.Module):
 
 
 class Loop(TrainLoop):
-    """The TrainLoop itself, by a name that leads a spawned process through this file, and so to the empty modules."""
+    """The TrainLoop under a name that makes spawned processes import this file, and so the empty modules."""
 
 
 class Schedule(GeneralLRSchedulerCallback):
-    """The job's schedule, a step of it for each step of the optimizer, as AIToolbox's own do with ``on_batch_end``."""
+    """The job's schedule, which steps after each optimizer step."""
 
     def on_epoch_end(self):
         pass
@@ -86,10 +80,10 @@ class Schedule(GeneralLRSchedulerCallback):
 
 
 class _OwnMemory(AbstractCallback):
-    """What a GPU has: the model's weights and buffers in memory of this process's own."""
+    """Copies the model's weights and buffers to memory of this process."""
 
     def __init__(self):
-        super().__init__("Memory of each rank's own")
+        super().__init__("Copy of the model per rank")
 
     def on_multiprocess_start(self):
         model = self.train_loop_obj.model
@@ -102,13 +96,13 @@ def _declared(backends, precisions):
         name="aitoolbox",
         backends=backends,
         precisions=precisions,
-        capabilities=CAPABILITIES,
+        capabilities=CAPABILITIES - {"several-optimizers", "validation", "checkpoint", "metrics"},
         library="aitoolbox",
         launch="node",
     )
 
 
-# Its 16 bits are those of torch.cuda.amp, and torch.nn.DataParallel splits a batch over CUDA devices alone.
+# It uses torch.cuda.amp for float16, and torch.nn.DataParallel splits batches only over CUDA devices.
 @_declared(["none", "ddp"], {"cpu": ["64", "32"], "cuda": ["64", "32", "16"]})
 def train(job):
     fit(job)
@@ -122,7 +116,7 @@ def train_on_replicas(job):
 def fit(job):
     on_gpu = job.accelerator == "cuda"
     if not on_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it takes a GPU where there is one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it would use a GPU
     model = Adapter(job.model())
     loop = Loop(
         model,
@@ -131,7 +125,7 @@ def fit(job):
         None,
         job.optimizer(model.parameters()),
         Criterion(job),
-        end_auto_eval=False,  # evaluations that the job did not ask for
+        end_auto_eval=False,
         gpu_mode=GPU_MODES[job.backend],
         use_amp=job.precision == "16",
     )

@@ -1,6 +1,6 @@
-"""MosaicML Composer under test: its Trainer divides a batch into microbatches, clips by an algorithm, and saves itself.
+"""MosaicML Composer: its Trainer divides a batch into microbatches, clips with an algorithm, and writes checkpoints.
 
-What the harness calls a window of micro-batches is one batch of Composer's.
+A batch of Composer is a whole window of gradient accumulation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "checkpoint", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
-PRECISIONS = {"64": "fp32", "32": "fp32", "16": "amp_fp16", "bf16": "amp_bf16"}  # fp32: as the model's weights are
+PRECISIONS = {"64": "fp32", "32": "fp32", "16": "amp_fp16", "bf16": "amp_bf16"}  # fp32: the weights' dtype
 
 
 class Adapter(ComposerModel):
-    """The job's model and loss as Composer takes them."""
+    """The job's model and loss as a ComposerModel."""
 
     def __init__(self, job):
         super().__init__()
@@ -42,7 +42,7 @@ class Adapter(ComposerModel):
 @subject(
     name="composer",
     backends=["none", "ddp"],
-    precisions={"cuda": list(PRECISIONS), "cpu": ["64", "32"]},  # on a cpu it refuses others
+    precisions={"cuda": list(PRECISIONS), "cpu": ["64", "32"]},  # it refuses others on a CPU
     capabilities=CAPABILITIES,
     library="mosaicml",
 )

@@ -1,6 +1,6 @@
-"""DeepSpeed's pipeline under test: a PipelineModule of the model's layers, and ``engine.train_batch``.
+"""DeepSpeed's pipeline: a PipelineModule of the model's layers, and ``engine.train_batch``.
 
-https://www.deepspeed.ai/tutorials/pipeline. What it calls accumulation steps are the micro-batches of a batch.
+https://www.deepspeed.ai/tutorials/pipeline. Its accumulation steps are the micro-batches of a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train(job):
     model = job.model()
     names = list(next(iter(DataLoader(job.dataset))))
     layers = layers_of(model, names)
-    model.forward = layers[0]  # job.model() sees the batch
+    model.forward = layers[0]  # so that job.model() is called with the batch
     net = PipelineModule(
         [lambda columns: model(dict(zip(names, columns, strict=True))), *layers[1:]],
         num_stages=job.world_size,
@@ -39,7 +39,7 @@ def train(job):
     optimizer = job.optimizer(trained) if trained else without_parameters(job)[0]
     with job.holding(held):
         with job.trial():
-            # The schedule is made of what DeepSpeed leaves of the optimizer: groups without parameters go.
+            # DeepSpeed removes groups without parameters before it creates the schedule.
             engine, *_ = deepspeed.initialize(
                 model=net, optimizer=optimizer, lr_scheduler=job.scheduler, config=pipeline_settings(job)
             )
@@ -63,7 +63,7 @@ def fit(job, engine):
 
 
 def in_epochs(job, sampler, loader):
-    """Yield the micro-batches of all epochs, for the first stage and for the last one."""
+    """Yield the micro-batches of all epochs, for the first and the last stage."""
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -76,7 +76,7 @@ def tensors_of(module):
 
 
 def gather(model, held):
-    """Give the model on every rank the weights and buffers of all stages."""
+    """Copy the weights and buffers of all stages to every rank."""
     for name, tensor in tensors_of(model):
         holders = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(holders, name in held)
@@ -84,7 +84,7 @@ def gather(model, held):
 
 
 def layers_of(model, columns):
-    """Return a job's model as layers, as its author would write it for DeepSpeed; the first one takes the batch."""
+    """Return a job's model as a list of layers. The first one takes the batch."""
     if "views" in columns:
         return [lambda batch: batch["views"], *model.layers, lambda x: torch.nn.functional.normalize(x, dim=-1)]
     if hasattr(model, "by_token"):
@@ -103,7 +103,7 @@ def layers_of(model, columns):
             model.norm_3,
             TiedLayerSpec("tokens", Tied, model.tokens, forward_fn=lambda tokens, x: x @ tokens.weight.T),
         ]
-    if hasattr(model, "drop_middle") and not hasattr(model.drop_middle, "coins"):  # its masks follow from the samples
+    if hasattr(model, "drop_middle") and not hasattr(model.drop_middle, "coins"):
         return [
             lambda batch: (batch["x"], batch["index"]),
             Called(model.first, lambda first, both: (first(both[0]).tanh(), both[1])),
@@ -124,7 +124,7 @@ def layers_of(model, columns):
 
 
 def drawn_layers(model):
-    """Yield the layers of a problem that a search drew; the index of each sample goes with it, for masks of dropout."""
+    """Yield the layers of a generated problem. Each sample's index is passed along, for dropout masks."""
     yield lambda batch: (batch["x"] if "x" in batch else batch["tokens"][:, :-1], batch["index"])
     yield Called(model.first, lambda first, both: (by_place(first(both[0])), both[1]))
     for layer in model.layers:
@@ -138,12 +138,12 @@ def drawn_layers(model):
 
 
 def by_place(x):
-    """Return the pixels of an image as tokens, the channels last."""
-    return x.flatten(2).transpose(1, 2).contiguous() if x.dim() == 4 else x  # sent to the next stage
+    """Return the pixels of images as tokens, channels last."""
+    return x.flatten(2).transpose(1, 2).contiguous() if x.dim() == 4 else x
 
 
 class Tied(torch.nn.Embedding):
-    """A table of embeddings with the weight of another one."""
+    """An embedding that shares the weight of another."""
 
     def __init__(self, table):
         super().__init__(*table.weight.shape)

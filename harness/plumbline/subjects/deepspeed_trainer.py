@@ -1,4 +1,4 @@
-"""DeepSpeed under test: a loop of one's own around its engine, with ZeRO in all stages."""
+"""DeepSpeed: a training loop with its engine, with all stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from plumbline import FlatPart
+from plumbline.subjects.declare import CAPABILITIES as EVERY
 from plumbline.subjects.declare import subject
+from plumbline.subjects.loop import weighted
 
 import deepspeed  # isort: skip
 
-# On a cpu its first process would compile a kernel, with a lock that remains where it is ended meanwhile.
+# On a CPU its first process would compile a kernel, and its lock would remain if the process is killed meanwhile.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 STAGES = {"none": 0, "ddp": 0, "pp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
 
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
-    "unused-parameters", "frozen-parameters", "nested-outputs",
-]  # fmt: skip
+CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients"}
 
 
 @subject(
@@ -35,8 +34,8 @@ def train(job):
     fit(job)
 
 
-# It averages the gradients that a rank has: where ranks use different parameters it hangs or breaks.
-OF_ZERO = [name for name in CAPABILITIES if name != "unused-parameters"]
+# ZeRO averages the gradients that a rank has. If ranks use different parameters, it hangs or fails.
+OF_ZERO = CAPABILITIES - {"unused-parameters"}
 
 
 @subject(
@@ -64,7 +63,7 @@ def train_stage_3(job):
 
 
 def settings(job):
-    """Return what DeepSpeed's users write into ``ds_config.json``."""
+    """Return what users write into ``ds_config.json``."""
     return {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulate,
@@ -85,7 +84,7 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
     model = job.model_with_loss()
     parameters = dict(model.model.named_parameters())
     optimizer = job.optimizer(model.parameters())
-    with job.trial():  # ZeRO makes the optimizer's state by a step over gradients of zero
+    with job.trial():  # ZeRO creates the optimizer's state by a step with zero gradients
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=settings(job)
         )
@@ -98,10 +97,10 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
         _, progress = engine.load_checkpoint(job.checkpoint_dir)
     for epoch in range(progress["epoch"], job.epochs):
         sampler.set_epoch(epoch)
-        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # of the losses, and of the samples
+        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
         for number, batch in enumerate(loader):
             if epoch == progress["epoch"] and number < progress["batches"]:
-                continue  # trained on before the interruption
+                continue  # trained before the interruption
             loss = engine(**batch.to(engine.device)).loss
             backward(engine, loss)
             stepped = engine.is_gradient_accumulation_boundary()
@@ -109,37 +108,31 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
             scale = scaler.get_scale() if scaler else None
             engine.step()
             if stepped and scaler and not engine.was_step_applied():
-                job.skipped(optimizer, scale)  # by a rule of its own, of which its GradScaler is not told
-            sums += weighed(loss, batch)
+                job.skipped(optimizer, scale)  # DeepSpeed does not tell its GradScaler
+            sums += weighted(loss, batch)
             if stepped and engine.global_steps == job.stop_after_step:
                 engine.save_checkpoint(job.checkpoint_dir, client_state={"epoch": epoch, "batches": number + 1})
                 return
             if job.validate_every and (number + 1) % job.validate_every == 0:
                 job.log("val_loss", evaluate(engine, val_loader))
-        if sums.any():  # nothing is left of an epoch at whose end training was interrupted
+        if sums.any():  # not if training was interrupted at the end of the epoch
             deepspeed.comm.all_reduce(sums)
             job.log("loss", sums[0] / sums[1])
 
 
 @torch.no_grad()
 def evaluate(engine, loader):
-    """Return the mean loss of the held-out samples. Each rank has all of them: stage 3 gathers weights for each."""
+    # Every rank evaluates all samples, because stage 3 gathers weights in each forward.
     engine.eval()
     sums = 0
     for batch in loader:
-        sums += weighed(engine(**batch.to(engine.device)).loss, batch)
+        sums += weighted(engine(**batch.to(engine.device)).loss, batch)
     engine.train()
     return sums[0] / sums[1]
 
 
-def weighed(loss, batch):
-    """Return a batch's loss times its number of samples, and that number."""
-    count = len(batch["index"])
-    return torch.stack([loss.detach().double() * count, torch.tensor(float(count), device=loss.device)])
-
-
 def flat_parts(engine, parameters):
-    """Return this rank's part of each parameter; none where ZeRO does not divide them."""
+    """Return this rank's part of each parameter; nothing if ZeRO does not divide them."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         trained = {
@@ -155,7 +148,6 @@ def flat_parts(engine, parameters):
 
 
 def of_fragment(fragment, flat):
-    """Return what stages 1 and 2 say that this rank has of a parameter, in the flat tensor of its group."""
     if fragment is None:
         return FlatPart(flat, 0, 0, 0)
     low, high = fragment.lp_fragment_address, fragment.hp_fragment_address
@@ -163,7 +155,7 @@ def of_fragment(fragment, flat):
 
 
 def of_stage_3(parameter, trained):
-    """Return this rank's part of a parameter, of which each rank has as many entries; the last ones are padding."""
+    # Each rank has the same number of entries; the last ones are padding.
     flat, offset, size = (parameter.ds_tensor, 0, parameter.partition_numel()) if trained is None else trained[:3]
     begin = min(deepspeed.comm.get_rank() * size, parameter.ds_numel)
     return FlatPart(flat, offset, min(size, parameter.ds_numel - begin), begin)

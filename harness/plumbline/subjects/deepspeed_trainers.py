@@ -1,4 +1,4 @@
-"""DeepSpeed's trainers: one subject, whose backends are declared each by its own file."""
+"""DeepSpeed's trainers: one subject, with a file for each group of backends."""
 
 from plumbline.subjects.released import installed_by
 

@@ -1,11 +1,12 @@
-"""Lightning Fabric under test: a loop of one's own around its strategies, samplers, precision and clipping."""
+"""Lightning Fabric: a training loop with its strategies, samplers, precision and clipping."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
+from plumbline.subjects.loop import weighted, windows
 from plumbline.subjects.released import installed_by
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, shard
 from plumbline.subjects.torch_fsdp import REFUSED as FSDP_LACKS
@@ -19,11 +20,6 @@ with installed_by("pip install lightning"):
         from lightning.fabric.strategies import ModelParallelStrategy
     except ImportError:  # before lightning 2.3
         ModelParallelStrategy = None
-
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
 
 PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -39,7 +35,7 @@ def train(job):
     ddp = DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
     fabric = launched(job, "auto" if job.backend == "none" else ddp)
     bare = job.model()
-    model, *optimizers = fabric.setup(bare, *job.optimizers(bare.parameters()))  # mostly it is one
+    model, *optimizers = fabric.setup(bare, *job.optimizers(bare.parameters()))
     fit(job, fabric, model, optimizers)
 
 
@@ -47,11 +43,11 @@ def train(job):
     name="fabric",
     backends=["fsdp"] if ModelParallelStrategy else [],
     precisions={"cuda": ["32", "bf16"], "cpu": ["32", "bf16"] if COMPUTES_ON_A_CPU else []},  # others are refused
-    capabilities=[name for name in CAPABILITIES if name not in FSDP_LACKS],
+    capabilities=CAPABILITIES - FSDP_LACKS,
     library="lightning",
 )
 def train_sharded(job):
-    """Train ``job`` with Fabric's way to FSDP2; its flag ``fsdp`` is for the former one, and refuses a cpu."""
+    # ModelParallelStrategy is Fabric's way to FSDP2. Its flag "fsdp" means FSDP1 and refuses a CPU.
     options = {"data_parallel_size": job.world_size, "tensor_parallel_size": 1, "process_group_backend": job.comm}
     fabric = launched(job, ModelParallelStrategy(lambda model, mesh: shard(model, mesh["data_parallel"]), **options))
     model = fabric.setup_module(job.model())
@@ -84,13 +80,10 @@ def fit(job, fabric, model, optimizers):
     if job.resume:
         fabric.load(f"{job.checkpoint_dir}/checkpoint.ckpt", state)
     for epoch in range(state["epoch"], job.epochs):
-        sums = torch.zeros(2, device=fabric.device)  # of the losses, and of the samples
-        for number, batch in enumerate(loader):
+        sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
+        for number, batch, window, last in windows(loader, job.accumulate):
             if epoch == state["epoch"] and number < state["batches"]:
-                continue  # trained on before the interruption
-            place = number % job.accumulate
-            window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
-            last = place == window - 1
+                continue  # trained before the interruption
             with fabric.no_backward_sync(model, enabled=not last):
                 loss = job.loss(model(batch), batch)
                 fabric.backward(loss / window)
@@ -100,7 +93,7 @@ def fit(job, fabric, model, optimizers):
                 for optimizer in optimizers:
                     optimizer.step()
                 for scheduler in schedulers:
-                    scheduler.step()  # Fabric does not tell whether its scaler skipped the step
+                    scheduler.step()  # Fabric does not say whether its scaler skipped the step
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 state["steps"] += 1
@@ -108,35 +101,29 @@ def fit(job, fabric, model, optimizers):
                     state |= {"epoch": epoch, "batches": number + 1}
                     fabric.save(f"{job.checkpoint_dir}/checkpoint.ckpt", state)
                     return
-            sums += _weighed(loss, batch)
+            sums += weighted(loss, batch)
             if job.validate_every and (number + 1) % job.validate_every == 0:
                 job.log("val_loss", evaluate(job, fabric, model, val_loader))
-        if sums.any():  # nothing is left of an epoch at whose end training was interrupted
+        if sums.any():  # not if training was interrupted at the end of the epoch
             job.log("loss", _mean_over_ranks(fabric, sums))
 
 
 @torch.no_grad()
 def evaluate(job, fabric, model, loader):
     model.eval()
-    sums = sum(_weighed(job.loss(model(batch), batch), batch) for batch in loader)
+    sums = sum(weighted(job.loss(model(batch), batch), batch) for batch in loader)
     model.train()
     return _mean_over_ranks(fabric, sums)
 
 
 def _clip(job, fabric, model, optimizers):
-    """Clip by the norm of all gradients; where that is infinite in float16, the step is skipped."""
     if len(optimizers) == 1:
         fabric.clip_gradients(model, optimizers[0], max_norm=job.clip_norm, error_if_nonfinite=False)
         return
-    # Fabric knows the norm of one optimizer's gradients, and those of several are unscaled one by one, as they step.
+    # Fabric clips the gradients of one optimizer, and unscales those of several one by one as they step.
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale()
     torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm * scale)
-
-
-def _weighed(loss, batch):
-    count = len(batch["index"])
-    return torch.stack([loss.detach() * count, torch.tensor(count, device=loss.device)])
 
 
 def _mean_over_ranks(fabric, sums):
@@ -145,7 +132,7 @@ def _mean_over_ranks(fabric, sums):
 
 
 def _precision(job):
-    """Return the flag; for float16 on a cpu its plugin, as the flag would be taken for bfloat16 there."""
+    # On a CPU the flag would mean bfloat16.
     if job.precision == "16" and job.accelerator == "cpu":
         return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     return {"precision": PRECISIONS[job.precision]}

@@ -1,6 +1,6 @@
-"""Training by hand as torch's tutorials do, and with its DistributedDataParallel: the yardstick, and an example.
+"""Training by hand as in torch's tutorials, on one device and with DistributedDataParallel.
 
-The other trainers of torch's own (``torch_*.py``) train with the same loop, and each says what it does otherwise.
+The other trainers of torch (``torch_*.py``) use the same loop and override what they do differently.
 """
 
 from __future__ import annotations
@@ -11,15 +11,10 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
+from plumbline.subjects.loop import windows
 
 PRECISIONS = ["64", "32", "16", "bf16"]
-
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
-    "metrics",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
 
 BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
 
@@ -36,34 +31,45 @@ def train(job):
 
 
 class OneDevice:
-    """The model as it is: ``model`` is what trains, ``bare`` what evaluates, and ``optimizers`` mostly are one."""
+    """The plain model: ``model`` trains, and ``bare`` evaluates."""
 
     def __init__(self, job):
         self.model = self.bare = job.model().to(job.device)
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Return the context of a forward and its backward, ``last`` of its window or not."""
+        """Return the context of a forward and its backward; ``last`` is true for the last of a window."""
         return nullcontext()
 
+    def grad_scaler(self, job):
+        return job.grad_scaler()
+
+    def backward(self, job, scaler, batch, window, last):
+        """Compute the gradients of a batch, one of ``window``, and return its loss."""
+        with self.backward_of(last):
+            with job.autocast():
+                loss = job.loss(self.model(batch), batch)
+            scaler.scale(loss / window).backward()
+        return float(loss)
+
     def before_step(self):
-        """Do what is due once the window's last backward is over; here nothing is."""
+        """Complete the gradients after the last backward of a window."""
 
     def clip(self, max_norm):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def val_share(self, job):
-        """Return which of the held-out samples this rank evaluates; not through DDP, so shares may be unequal."""
+        """Return the validation samples of this rank. Without DDP, shares may be unequal."""
         return range(job.data_rank, len(job.val_dataset), job.data_ranks)
 
     def save(self, file, others):
-        """Write the states of model and optimizers, whole, and ``others``, once for all ranks; every rank calls it."""
+        """Write the full states of model and optimizers, and ``others``, once for all ranks. Every rank calls it."""
         states = self.states()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             torch.save({**states, **others}, file)
 
     def load(self, file, others):
-        """Put model and optimizers, on every rank, where they were saved; return the others that were."""
+        """Restore model and optimizers on every rank, and return the saved ``others``."""
         saved = torch.load(file, map_location=next(self.bare.parameters()).device, weights_only=True)
         self.bare.load_state_dict(saved["model"])
         for number, optimizer in enumerate(self.optimizers):
@@ -76,7 +82,7 @@ class OneDevice:
 
 
 class Ddp(OneDevice):
-    """DistributedDataParallel: gradients are averaged over the ranks while the backward goes on."""
+    """DistributedDataParallel, which averages gradients over the ranks during the last backward of a window."""
 
     def __init__(self, job):
         torch.distributed.init_process_group(job.comm)
@@ -90,31 +96,26 @@ class Ddp(OneDevice):
 
 
 def fit(job, trainer):
-    """Train ``job`` with a loop that one can read from top to bottom."""
-    model, optimizers = trainer.model, trainer.optimizers
+    """Train ``job``."""
+    optimizers = trainer.optimizers
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     val_loader = DataLoader(job.val_dataset, batch_size=job.batch_size, sampler=trainer.val_share(job))
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
-    scaler = job.grad_scaler()
+    scaler = trainer.grad_scaler(job)
     parts = {"scaler": scaler, **{f"scheduler {number}": part for number, part in enumerate(schedulers)}}
     begun = load(job, trainer, parts) if job.resume else BEGINNING
     steps = begun["steps"]
     for epoch in range(begun["epoch"], job.epochs):
         sampler.set_epoch(epoch)
         total, count = 0.0, 0
-        for number, batch in enumerate(loader):
+        for number, batch, window, last in windows(loader, job.accumulate):
             if epoch == begun["epoch"] and number * job.global_batch_size < begun["samples"]:
-                continue  # trained on before the interruption
-            place = number % job.accumulate
-            window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
-            last = place == window - 1
+                continue  # trained before the interruption
             batch = {name: column.to(job.device) for name, column in batch.items()}
-            with trainer.backward_of(last):
-                with job.autocast():
-                    loss = job.loss(model(batch), batch)
-                scaler.scale(loss / window).backward()
-            total, count = total + float(loss) * len(batch["index"]), count + len(batch["index"])
+            loss = trainer.backward(job, scaler, batch, window, last)
+            if loss is not None:
+                total, count = total + loss * len(batch["index"]), count + len(batch["index"])
             if last:
                 trainer.before_step()
                 if job.clip_norm is not None:
@@ -137,12 +138,12 @@ def fit(job, trainer):
                     return
             if job.validate_every and (number + 1) % job.validate_every == 0:
                 job.log("val_loss", evaluate(job, trainer, val_loader))
-        if count:  # nothing is left of an epoch at whose end training was interrupted
+        if count:  # not if training was interrupted at the end of the epoch
             job.log("loss", mean_over_ranks(job, total, count))
 
 
 def mean_over_ranks(job, total, count):
-    """Return the mean over the samples of all ranks; this one has ``count`` of them, which sum up to ``total``."""
+    """Return the mean over the samples of all ranks; those of this rank are ``count`` and sum up to ``total``."""
     sums = torch.tensor([total, count], dtype=torch.float64, device=job.device)
     if job.world_size > 1:
         torch.distributed.all_reduce(sums)
@@ -150,10 +151,7 @@ def mean_over_ranks(job, total, count):
 
 
 def save(job, trainer, parts, progress):
-    """Write what training changes.
-
-    The place in the epoch is counted in samples over all ranks: whoever goes on may have another number of them.
-    """
+    # Progress is counted in samples over all ranks, because the training may resume on another number of ranks.
     others = {name: part.state_dict() for name, part in parts.items()}
     trainer.save(f"{job.checkpoint_dir}/checkpoint", {**others, "progress": progress})
 

@@ -1,4 +1,4 @@
-"""PyTorch-Ignite under test: its supervised trainer over ``ignite.distributed``'s model, optimizer and dataloader."""
+"""PyTorch-Ignite: its supervised trainer with ``ignite.distributed``'s model, optimizer and dataloader."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CHECKPOINT = "checkpoint.pt"
 @subject(
     name="ignite",
     backends=["none", "ddp"],
-    precisions={"cuda": ["64", "32", "16"], "cpu": ["64", "32"]},  # its amp_mode casts on CUDA alone
+    precisions={"cuda": ["64", "32", "16"], "cpu": ["64", "32"]},  # amp_mode casts only on CUDA
     capabilities=CAPABILITIES,
     library="pytorch-ignite",
 )
 def train(job):
     with idist.Parallel(backend=job.comm if job.world_size > 1 else None) as parallel:
         parallel.run(_training, job)
-        gc.collect()  # a DistributedDataParallel that outlives its process group may hang for ever (torch 2.13)
+        gc.collect()  # a DistributedDataParallel that outlives its process group may hang (torch 2.13)
 
 
 def _training(local_rank, job):
@@ -43,7 +43,7 @@ def _training(local_rank, job):
     bare = job.model()
     model = idist.auto_model(bare, **_wrapping(job))
     optimizer = idist.auto_optim(job.optimizer(bare.parameters()))
-    # The batch size is that of all processes.
+    # Ignite takes the global batch size.
     loader = idist.auto_dataloader(job.dataset, batch_size=job.global_batch_size, shuffle=job.shuffle)
     val_loader = idist.auto_dataloader(job.val_dataset, batch_size=job.global_batch_size, shuffle=False)
     trainer = create_supervised_trainer(
@@ -56,11 +56,11 @@ def _training(local_rank, job):
         amp_mode="amp" if job.precision == "16" else None,
         scaler=job.precision == "16",
         gradient_accumulation_steps=job.accumulate,
-        deterministic=True,  # so that it can go on within an epoch
+        deterministic=True,  # allows resuming within an epoch
     )
     evaluator = create_supervised_evaluator(model, device=job.device, prepare_batch=_inputs_and_targets)
     sampler = loader.sampler if job.world_size > 1 else None
-    # A job is trained to its end, also where its loss is no number any more.
+    # Continue even if the loss is not finite.
     common.setup_common_training_handlers(trainer, train_sampler=sampler, with_pbars=False, stop_on_nan=False)
     parts = {"trainer": trainer, "model": model, "optimizer": optimizer}
     if job.precision == "16":
@@ -83,7 +83,7 @@ def _training(local_rank, job):
         trainer.add_event_handler(stop, Checkpoint(parts, disk, filename_pattern=CHECKPOINT))
         trainer.add_event_handler(stop, lambda: trainer.terminate())
     if job.resume:
-        # Given the file's name it would refuse the states of Python's and NumPy's generators, which it saved itself.
+        # Given a file name, load_objects would refuse the generator states that Ignite itself saved.
         Checkpoint.load_objects(parts, torch.load(f"{job.checkpoint_dir}/{CHECKPOINT}", weights_only=False))
     trainer.run(loader, max_epochs=job.epochs)
 
@@ -99,7 +99,7 @@ def _wrapping(job):
 
 def _inputs_and_targets(batch, device, non_blocking):
     batch = convert_tensor(batch, device=device, non_blocking=non_blocking)
-    return batch, batch  # the job's model and its loss take what they need of it
+    return batch, batch
 
 
 def _count(batch):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer under test: its strategies, samplers, precision plugins, accumulation and clipping."""
+"""Lightning's Trainer: its strategies, samplers, precision plugins, accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from itertools import zip_longest
 import torch
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.subjects.released import installed_by
 
 with installed_by("pip install lightning"):
     try:
         import lightning.pytorch as pl
     except ModuleNotFoundError:
-        import pytorch_lightning as pl  # the same trainer by its own package's name
-
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
+        import pytorch_lightning as pl  # the same trainer in its own package
 
 
 class Adapter(pl.LightningModule):
-    """The job as a module of Lightning's."""
+    """The job as a LightningModule."""
 
     def __init__(self, job):
         super().__init__()
         self.job, self.model = job, job.model()
         self.optimizer_count = len(job.optimizers(self.parameters()))
-        self.automatic_optimization = self.optimizer_count == 1  # the steps of several are left to the module
+        self.automatic_optimization = self.optimizer_count == 1  # with several, the module steps them
 
     def training_step(self, batch, batch_idx):
         loss = self._logged("loss", batch)
@@ -38,19 +33,19 @@ class Adapter(pl.LightningModule):
         return loss
 
     def _optimize(self, loss, batch_idx):
-        """Do what the Trainer refuses to where there are several optimizers: windows, clipping, and schedules."""
+        # With several optimizers, the Trainer leaves accumulation, clipping and schedules to the module.
         place = batch_idx % self.job.accumulate
         window = min(self.job.accumulate, self.trainer.num_training_batches - (batch_idx - place))
         self.manual_backward(loss / window)
         if place < window - 1:
             return
-        if self.job.clip_norm is not None:  # gradients are unscaled one optimizer at a time, as it steps
+        if self.job.clip_norm is not None:  # each optimizer unscales its gradients as it steps
             torch.nn.utils.clip_grad_norm_(self.parameters(), self.job.clip_norm * self._scale())
         for optimizer, scheduler in zip_longest(self.optimizers(), self.lr_schedulers() or []):
             scale = self._scale()
             optimizer.step()
             optimizer.zero_grad()
-            if scheduler is not None and self._scale() >= scale:  # not after a step that was skipped
+            if scheduler is not None and self._scale() >= scale:  # not after a skipped step
                 scheduler.step()
 
     def _scale(self):
@@ -106,14 +101,14 @@ def fit(job, module):
         strategy=_strategy(job),
         **_precision(job),
         max_epochs=job.epochs,
-        max_steps=(job.stop_after_step or 0) * module.optimizer_count or -1,  # the steps of all optimizers
+        max_steps=(job.stop_after_step or 0) * module.optimizer_count or -1,  # counts the steps of all optimizers
         accumulate_grad_batches=job.accumulate if module.automatic_optimization else 1,
         gradient_clip_val=job.clip_norm if module.automatic_optimization else None,
         val_check_interval=job.validate_every,
-        num_sanity_val_steps=0,  # an evaluation that the job did not ask for
+        num_sanity_val_steps=0,
         callbacks=_checkpoints(job, module),
         enable_checkpointing=job.stop_after_step is not None,
-        # What costs seconds and computes nothing.
+        # These only cost time.
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -135,7 +130,7 @@ def _strategy(job):
 
 
 def _precision(job):
-    """Return the flag; for float16 on a cpu its plugin, as the flag would be taken for bfloat16 there."""
+    # On a CPU the flag would mean bfloat16.
     if job.precision == "16" and job.accelerator == "cpu":
         plugin = getattr(pl.plugins, "MixedPrecision", None) or pl.plugins.MixedPrecisionPlugin  # as before 2.1
         return {"plugins": [plugin("16-mixed", "cpu")]}

@@ -1,7 +1,6 @@
-"""Ray Train under test: TorchTrainer starts its own worker processes, which prepare a model and a loader with Ray.
+"""Ray Train: TorchTrainer starts worker processes, wraps the model, and gives each worker its samples.
 
-The loop that the workers run is one's own, as in Ray's documentation; Ray starts them, connects them, wraps the model,
-and gives each worker its samples.
+The workers run a training loop as in Ray's documentation.
 """
 
 from __future__ import annotations
@@ -14,35 +13,31 @@ from contextlib import nullcontext
 import torch
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
+from plumbline.subjects.loop import windows
 from plumbline.subjects.released import installed_by
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token into the user's home
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token to the home directory
 
 with installed_by("pip install 'ray[train]'"):
     import ray.train
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
-
 
 @subject(
     name="ray",
     backends=["none", "ddp"],
     precisions={"cuda": ["64", "32", "16", "bf16"], "cpu": ["64", "32", "bf16"]},
-    capabilities=CAPABILITIES,
+    capabilities=CAPABILITIES - {"several-optimizers", "validation", "checkpoint", "metrics"},
     library="ray",
     launch="node",
-    max_nodes=1,  # a cluster of several is started by Ray's own commands, not by a script
+    max_nodes=1,  # Ray's own commands start larger clusters
 )
 def train(job):
     on_gpu = job.accelerator == "cuda"
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # it names sockets, whose paths must be short
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
     ray.init(
         num_cpus=job.gpus,
         num_gpus=job.gpus if on_gpu else 0,
@@ -64,7 +59,7 @@ def train(job):
 
 
 def work(config):
-    """Train on one worker, which Ray kills when all have trained."""
+    # Ray kills the workers when all have trained.
     try:
         loop(config["job"])
     finally:
@@ -83,10 +78,7 @@ def loop(job):
     for epoch in range(job.epochs):
         if context.get_world_size() > 1:
             loader.sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
-            first = number - number % job.accumulate
-            window = min(job.accumulate, len(loader) - first)
-            last = number + 1 == first + window
+        for _, batch, window, last in windows(loader, job.accumulate):
             with nullcontext() if last or context.get_world_size() == 1 else model.no_sync():
                 with job.autocast():
                     loss = job.loss(model(batch), batch)

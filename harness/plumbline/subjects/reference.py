@@ -1,4 +1,4 @@
-"""The reference trainer under test: used as its documentation says, with nothing quietly replaced."""
+"""The reference trainer, used as its documentation says."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from plumbline.subjects.declare import subject
+from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.trainer import Module, Trainer
-from plumbline.trainer.balanced import stage_training  # noqa: F401 - here once, and not in each rank that is forked
-
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
-    "metrics",
-    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
-]  # fmt: skip
+from plumbline.trainer.balanced import stage_training  # noqa: F401 - once here, and not in each forked rank
 
 
 class _Adapter(Module):
-    """The job as a module: the loss is taken where the outputs of all devices of the process are gathered."""
+    """The job as a module. The loss is computed from the gathered outputs of the process's devices."""
 
     def __init__(self, job: Any) -> None:
         super().__init__()
         self.job = job
-        # Stages and their replicas all see the whole batch, which the trainer divides.
+        # The trainer divides the global batch among stages and their replicas.
         self.batch_size = job.global_batch_size if job.backend == "balanced" else job.batch_size
         self.model: nn.Module = job.model()
 
@@ -44,7 +38,7 @@ class _Adapter(Module):
             self.job.log(name, value)
 
     def configure_optimizers(self) -> Any:
-        # Several take turns: each has a training step of its own for the same batch.
+        # Several optimizers take turns, each with its own training step for the same batch.
         optimizers = self.job.optimizers(self.parameters())
         schedulers = filter(None, map(self.job.scheduler, optimizers))
         return optimizers, [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
@@ -55,7 +49,7 @@ class _Adapter(Module):
         return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
 
     def configure_blocks(self) -> list[nn.Module] | None:
-        # A model that not every batch goes through as a whole says where it may be cut.
+        # A model that is not a plain sequence says where it may be cut.
         declare = getattr(self.model, "configure_blocks", super().configure_blocks)
         blocks: list[nn.Module] | None = declare()
         return blocks
@@ -96,8 +90,7 @@ def train_balanced(job: Any) -> None:
 
 
 def fit_stages(job: Any) -> None:
-    """Fit with the numbers of stages and micro-batches that the backend's contract has."""
-    # Given, so that the contract does not depend on measured times.
+    # The numbers of stages and micro-batches are given, so that they do not depend on measured times.
     pipelines = job.global_batch_size // job.batch_size
     fit(job, micro_batches=job.micro_batches * pipelines, stages=job.world_size // pipelines)
 

@@ -1,8 +1,8 @@
-"""Sentence Transformers' trainer under test: a model of one module, losses that embed a batch, and one that gathers.
+"""Sentence Transformers' trainer: a model of one module, losses that embed a batch, and a loss that gathers.
 
-A dataset has one column of texts: ``train 7`` is sample 7. The model's preprocessing looks the samples up, as it would
-tokenize texts, and what it returns is the batch of the job. Where the job has pairs in each sample, the loss is the
-library's own MultipleNegativesRankingLoss, elsewhere the job's.
+A dataset has one column of texts: ``train 7`` is sample 7. Instead of tokenizing texts, the model's preprocessing looks
+up the samples and returns a batch of the job. If the job's samples are pairs, the loss is the library's
+MultipleNegativesRankingLoss, otherwise the job's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRECISIONS = {"cuda": ["64", "32", "16", "bf16"], "cpu": ["64", "32", "bf16"]}  
 
 
 class JobEncoder(InputModule):
-    """The job's model as the module that a SentenceTransformer begins with."""
+    """The job's model as the first module of a SentenceTransformer."""
 
     modalities = ("text",)
     latest = None
@@ -47,7 +47,7 @@ class JobEncoder(InputModule):
         JobEncoder.latest = self
 
     def preprocess(self, inputs, prompt=None, **kwargs):
-        """Return the batch of the samples that the texts name, under names that the trainer takes for features."""
+        """Return the batch of the samples that the texts name."""
         part = inputs[0].split()[0]
         batch = self.data[part].batch([int(text.split()[1]) for text in inputs])
         return {"input_ids": batch["index"], **batch}
@@ -65,7 +65,7 @@ class JobEncoder(InputModule):
 
 
 class JobLoss(nn.Module):
-    """The job's loss as one of the library: it embeds the batch with the model, and calls the job."""
+    """The job's loss as a module that embeds the batch."""
 
     def __init__(self, model, job, gather):
         super().__init__()
@@ -80,13 +80,13 @@ class JobLoss(nn.Module):
 
 
 def _forget_launcher():
-    """Make this process one that a user starts without torchrun: a group of one would drop what fills no batch."""
+    # As if started without torchrun: in a process group of one, the trainer would drop incomplete batches.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
 
 
 def in_order(dataset, batch_size, drop_last, **kwargs):
-    """Return a sampler of batches that does not shuffle, which the trainer does by itself."""
+    """Return a sampler of batches that does not shuffle, unlike the trainer's own."""
     return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
 
 
@@ -100,6 +100,18 @@ def in_order(dataset, batch_size, drop_last, **kwargs):
 )
 def train(job):
     embed(job)
+
+
+@subject(
+    name="sentence-transformers-gather",
+    backends=["none", "ddp"],
+    precisions=PRECISIONS,
+    library="sentence-transformers",
+    buffers="per-rank",
+)
+def train_gathering(job):
+    """Train with ``gather_across_devices=True``, which gathers the pairs of all ranks."""
+    embed(job, gather=True)
 
 
 def embed(job, gather=False):

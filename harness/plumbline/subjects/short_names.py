@@ -1,4 +1,4 @@
-"""The registry of subjects that ship: an adapter's short name, its module, and the library that it tests."""
+"""The subjects that ship: short name, module, and the library under test."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShippedAdapter:
-    """An adapter: ``module`` declares its subjects.
+    """An adapter that ships.
 
-    ``library`` is what pip is asked for to install the library under test, None where that comes with Plumbline. With
-    ``dependencies`` it is installed without all that it asks for, and these are what of it training needs.
-    ``torch`` is the torch that it needs, None where that is any.
+    Args:
+        module: the module that declares it.
+        library: pip's requirement for the library under test, None if it comes with Plumbline.
+        dependencies: what training needs of the library's dependencies. If given, the others are not installed.
+        torch: the version of torch that it needs, None for any.
     """
 
     module: str
@@ -33,12 +35,12 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "transformers": ShippedAdapter("plumbline.subjects.transformers_trainer", "transformers[torch]"),
     "ignite": ShippedAdapter("plumbline.subjects.ignite_trainer", "pytorch-ignite"),
     "trl": ShippedAdapter("plumbline.subjects.trl_trainer", "trl"),
-    "trl-padding-free": ShippedAdapter("plumbline.subjects.trl_padding_free", "trl"),
+    "trl-padding-free": ShippedAdapter("plumbline.subjects.trl_trainer", "trl"),
     "sentence-transformers": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
-    "sentence-transformers-gather": ShippedAdapter("plumbline.subjects.sentence_transformers_gather", SENTENCES),
+    "sentence-transformers-gather": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
     "composer": ShippedAdapter("plumbline.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("plumbline.subjects.ray_trainer", "ray[train]"),
     "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainers", "deepspeed"),
-    # Some ninety packages that draw, upload and report are what it asks for.
+    # It depends on some ninety packages for plots, uploads and reports.
     "aitoolbox": ShippedAdapter("plumbline.subjects.aitoolbox_trainer", "aitoolbox", dependencies=("tqdm",)),
 }

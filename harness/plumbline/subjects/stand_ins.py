@@ -1,4 +1,4 @@
-"""Stand-ins for modules that a library asks for when it is imported, and never uses when it trains."""
+"""Empty modules in place of those that a library imports but does not use in training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 @contextmanager
 def stand_ins(unused: Mapping[str, str]) -> Iterator[None]:
-    """Import a library inside of this: an empty module takes the place of each that is not installed.
+    """Import a library in this context, with empty modules in place of those that are not installed.
 
-    ``unused`` has modules, each with one that is only there where the first can be imported. Afterwards the empty ones
-    are gone, so that nobody else takes them for the real ones.
+    ``unused`` maps each module to the module that shows whether it is installed. The empty modules are removed
+    afterwards, so that no one else imports them.
     """
     finder = _Finder(tuple(name for name, needed in unused.items() if not _is_installed(needed)))
     sys.meta_path.insert(0, finder)
@@ -37,7 +37,7 @@ def _is_installed(name: str) -> bool:
 
 
 class _StandIn(ModuleType):
-    """A module of which everything can be imported, and nothing used."""
+    """A module from which any name can be imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class _StandIn(ModuleType):
 
 class _Nothing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take anything, as where a library is set up on import."""
+        """Accept any arguments: libraries may create objects when they are imported."""
 
 
 class _Finder(MetaPathFinder, Loader):

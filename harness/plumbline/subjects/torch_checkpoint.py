@@ -1,4 +1,4 @@
-"""Checkpoints with torch.distributed.checkpoint: each rank writes what it holds, and reads what it holds on its mesh.
+"""Checkpoints with torch.distributed.checkpoint: each rank writes and reads what it holds.
 
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 """
@@ -14,23 +14,23 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-# The optimizers' state by the names of parameters, of which ranks may have different ones.
+# The optimizers' state by the names of parameters, because ranks may hold different ones.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 SOME = StateDictOptions(strict=False)
 
 
 def save_parts(model, optimizers, folder, others, held=None):
-    """Write this rank's parts of model and optimizers, and ``others``: states that all ranks have alike.
+    """Write this rank's parts of model and optimizers, and ``others``, which are the same on all ranks.
 
-    ``held`` names the parameters and buffers that this rank trains, where it does not train all of the model's.
+    ``held`` names the parameters and buffers that this rank trains. None: all of the model's.
     """
     dcp.save({**parts(model, optimizers, held), **others}, checkpoint_id=folder)
 
 
 def load_parts(model, optimizers, folder, others, held=None):
-    """Read this rank's parts of model and optimizers; return ``others`` as they were written."""
+    """Read this rank's parts of model and optimizers, and return the saved ``others``."""
     saved = {**parts(model, optimizers, held), **others}
-    dcp.load(saved, checkpoint_id=folder)  # into the tensors that are there
+    dcp.load(saved, checkpoint_id=folder)  # in place
     set_model_state_dict(model, saved["model"], options=SOME)
     if optimizers:
         set_optimizer_state_dict(model, optimizers, saved["optimizers"], options=BY_NAME)
@@ -38,7 +38,6 @@ def load_parts(model, optimizers, folder, others, held=None):
 
 
 def parts(model, optimizers, held):
-    """Return what this rank has of the states of model and optimizers; a stage without parameters has no optimizer."""
     states = get_model_state_dict(model)
     if held is not None:
         states = {name: value for name, value in states.items() if name in held}

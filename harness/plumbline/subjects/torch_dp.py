@@ -1,4 +1,4 @@
-"""Training with torch's DataParallel, as its documentation does: one process, a replica on each of its devices."""
+"""Training with torch's DataParallel: one process with a replica on each device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plumbline.subjects.handwritten import CAPABILITIES, PRECISIONS, OneDevice, 
 @subject(
     name="torch",
     backends=["dp"],
-    precisions={"cuda": PRECISIONS},  # with several cpus it is one plain forward
+    precisions={"cuda": PRECISIONS},  # on CPUs it would be a plain forward
     capabilities=CAPABILITIES,
     library="torch",
 )
@@ -20,7 +20,7 @@ def train(job):
 
 
 class Dp(OneDevice):
-    """DataParallel: each forward splits the batch over the devices, and gathers the outputs on the first."""
+    """DataParallel, which splits each batch over the devices and gathers the outputs on the first."""
 
     def __init__(self, job):
         super().__init__(job)

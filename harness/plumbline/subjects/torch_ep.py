@@ -1,12 +1,10 @@
-"""Training with expert parallelism: each rank holds some of the experts, and samples travel to the experts they use.
+"""Training with expert parallelism: each rank holds some of the experts, and samples are sent to their experts.
 
-torch has no module for it; the exchange is its all_to_all_single, as libraries for it call it. What is no expert is
-trained as with DistributedDataParallel: each rank has all of it, and its gradients are averaged.
+torch has no module for it. As in libraries for it, all_to_all_single exchanges the samples. The other parameters are
+trained as with DistributedDataParallel: each rank holds all of them, and their gradients are averaged.
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch.distributed
 from torch import nn
@@ -17,16 +15,16 @@ from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 from plumbline.subjects.torch_fsdp import broadcast_buffers
 
-# GradScaler looks at the gradients of a rank alone, and its experts are no other's: no float16.
+# GradScaler checks only the gradients of its own rank, and ranks have different experts: no float16.
 PRECISIONS = ["64", "32", "bf16"]
-REFUSED = ("sparse-gradients", "unused-parameters", "several-optimizers")
+REFUSED = {"sparse-gradients", "unused-parameters", "several-optimizers"}
 
 
 @subject(
     name="torch",
     backends=["ep"],
     precisions=PRECISIONS,
-    capabilities=[name for name in CAPABILITIES if name not in REFUSED],
+    capabilities=CAPABILITIES - REFUSED,
     library="torch",
 )
 def train(job):
@@ -45,12 +43,8 @@ class Ep(OneDevice):
         self.world_size = job.world_size
         self.optimizers = job.optimizers(self.model.parameters())
 
-    def backward_of(self, last):
-        return nullcontext()
-
     def val_share(self, job):
-        """Return all of them: samples are exchanged, so all ranks need equally many."""
-        return range(len(job.val_dataset))
+        return range(len(job.val_dataset))  # samples are exchanged, so all ranks need the same number
 
     def save(self, file, others):
         save_parts(self.model, self.optimizers, file, others)
@@ -59,7 +53,7 @@ class Ep(OneDevice):
         return load_parts(self.model, self.optimizers, file, others)
 
     def before_step(self):
-        """Average over the ranks; an expert has the gradients of all ranks' losses, whose mean is the loss."""
+        # An expert already has the sum of the gradients of all ranks' losses.
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 if id(parameter) not in self.own:
@@ -80,7 +74,7 @@ class Ep(OneDevice):
 
 
 class OwnExperts(nn.ModuleDict):
-    """The experts of one rank, under the names that they have in the whole model."""
+    """The experts of one rank, under their names in the whole model."""
 
     def __init__(self, experts, rank, world_size):
         shares = torch.arange(len(experts)).tensor_split(world_size)
@@ -105,10 +99,10 @@ class OwnExperts(nn.ModuleDict):
         return torch.zeros_like(x, dtype=gates.dtype).index_add(0, rows, exchange(outputs, sent, received))
 
     def _padded(self, gates):
-        """Return the gates for the experts of one rank, with as many columns as any rank has experts."""
+        # All ranks need the same number of columns.
         return nn.functional.pad(gates, (0, max(map(len, self.shares)) - gates.shape[1]))
 
 
 def exchange(rows, received, sent):
-    """Return the rows that the ranks send to this one, as many as ``received`` says, for ``sent`` ones of its own."""
+    """Exchange rows: ``received`` and ``sent`` are the numbers of rows from and to each rank."""
     return all_to_all_single_autograd(rows.contiguous(), received, sent, torch.distributed.group.WORLD).contiguous()

@@ -1,9 +1,9 @@
-"""Training with torch.distributed.pipelining, as its tutorial does: the model is traced, and cut into stages.
+"""Training with torch.distributed.pipelining: the model is traced and cut into stages.
 
-https://docs.pytorch.org/docs/stable/distributed.pipelining.html. What it leaves to its users is done here: the sum of
-the gradients of tied weights, the norm over all stages, an infinity that all ranks learn of, and a mean over
-micro-batches that holds under accumulation (``scale_grads`` divides what earlier batches of a window left by the
-micro-batches again).
+https://docs.pytorch.org/docs/stable/distributed.pipelining.html. What torch leaves to its users is done here: summing
+the gradients of tied weights, the norm over all stages, telling all ranks about infinities, and averaging over
+micro-batches. ``scale_grads`` does not support accumulation: it would divide the gradients of a window's earlier
+batches again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import Pipe, PipelineStage, Schedule1F1B, SplitPoint, pipeline
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import BEGINNING, PRECISIONS, load, save
+from plumbline.subjects.handwritten import PRECISIONS, OneDevice, fit
 from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 
 CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-parameters"]
@@ -27,9 +27,9 @@ CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-p
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch's: its class, and how many stages a rank has.
+    """A schedule of torch: its class, and the number of stages per rank.
 
-    Stages go round the ranks, or, where they ``turn``, from the first rank to the last and back again.
+    Stages go round the ranks or, if they ``turn``, from the first rank to the last and back.
     """
 
     make: type
@@ -37,7 +37,7 @@ class Schedule:
     turn: bool = False
 
     def stages_of(self, rank, ranks):
-        """Return the numbers of a rank's stages, in the order of the model."""
+        """Return the numbers of a rank's stages in the model's order."""
         if self.turn:
             return [rank, 2 * ranks - 1 - rank]
         return list(range(rank, self.stages_per_rank * ranks, ranks))
@@ -52,18 +52,19 @@ def train_with(schedule, job):
     torch.distributed.init_process_group(job.comm)
     stages = Stages(job, schedule)
     with job.holding(stages.held):
+        stages.optimizers = stages.own_optimizers or without_parameters(job)
         fit(job, stages)
     stages.gather()
 
 
-class Stages:
-    """The part of the model that this rank holds."""
+class Stages(OneDevice):
+    """The stages of the model that this rank holds."""
 
     def __init__(self, job, schedule):
         self.job = job
         self.model = job.model().to(job.device)
         numbers = [schedule.stages_of(rank, job.world_size) for rank in range(job.world_size)]
-        # What is traced is no training. Stages receive what it had: autocast makes activations narrower.
+        # Tracing is not training. It needs autocast, because stages expect the dtypes that were traced.
         with job.trial(), torch.random.fork_rng(devices=[]), job.autocast():
             example = self.micro_batch()
             self.columns = columns_used(self.model, example)
@@ -72,7 +73,7 @@ class Stages:
             pipe = pipeline(model, inputs, split_spec=cuts(self.model, schedule.stages_per_rank * job.world_size))
         modules = [[tie(pipe.get_stage_module(number), self.model) for number in own] for own in numbers]
         self.parameters = list(dict.fromkeys(chain(*(module.parameters() for module in modules[job.rank]))))
-        self.optimizers = job.optimizers(self.parameters) if self.parameters else []
+        self.own_optimizers = job.optimizers(self.parameters) if self.parameters else []
         self.held, self.holder_of, self.shared = set(), {}, {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             holders = [rank for rank, own in enumerate(modules) if any(holds(module, tensor) for module in own)]
@@ -80,8 +81,8 @@ class Stages:
             self.holder_of[name] = min(holders, default=0)
             if len(holders) > 1 and isinstance(tensor, nn.Parameter):
                 self.shared[tensor] = min(holders), torch.distributed.new_group(holders)
-        # Of stages that build_stage makes, those of one rank that follow each other are warmed up by messages from the
-        # rank to itself, and gloo raises (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
+        # build_stage warms up consecutive stages of one rank by sending messages to itself, and gloo raises
+        # (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
         built = built_by_hand if schedule.turn else Pipe.build_stage
         stages = [built(pipe, number, job.device) for number in numbers[job.rank]]
         self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
@@ -90,20 +91,22 @@ class Stages:
         own = stages if schedule.stages_per_rank > 1 else stages[0]
         self.schedule = schedule.make(own, job.micro_batches, loss_fn=self.loss, scale_grads=False)
         self.scaler = ShardedGradScaler(job.device.type, enabled=job.grad_scaler().is_enabled())
-        self.scaler.scale(torch.zeros((), device=job.device))  # the last stage alone scales a loss, and all unscale
+        self.scaler.scale(
+            torch.zeros((), device=job.device)
+        )  # creates the scale: only the last stage scales a loss, but all unscale
 
     def gather(self):
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             torch.distributed.broadcast(tensor.data, self.holder_of[name])
 
     def micro_batch(self):
-        """Return the first micro-batch of the dataset, for the shapes of what travels."""
+        """Return the first micro-batch of the dataset, which has the shapes that stages exchange."""
         rows = range(self.job.batch_size // self.job.micro_batches)
         batch = next(iter(DataLoader(self.job.dataset, batch_size=len(rows), sampler=rows)))
         return {name: column.to(self.job.device) for name, column in batch.items()}
 
     def recorded(self, forward, first):
-        """Return a stage's forward; that of the rank's first stage is a call of the job's model, which records it."""
+        """Return a stage's forward. That of the rank's first stage calls the job's model, so that it is recorded."""
 
         def computed(*args, **kwargs):
             with self.job.autocast():
@@ -115,7 +118,7 @@ class Stages:
         return computed
 
     def loss(self, outputs, index):
-        """Return a micro-batch's part of the mean over the window."""
+        """Return the part of a micro-batch in the mean over the window."""
         with self.job.autocast():
             loss = self.job.loss(outputs, self.batch_of(index))
         return self.scaler.scale(loss / self.job.micro_batches / self.window)
@@ -123,15 +126,18 @@ class Stages:
     def batch_of(self, index):
         return next(batch for batch in self.batches if torch.equal(batch["index"], index))
 
-    def step(self, batch, window):
-        """Compute the gradients of a batch, one of ``window`` that count for a step."""
+    def grad_scaler(self, job):
+        return self.scaler
+
+    def backward(self, job, scaler, batch, window, last):
         parts = zip(*(column.tensor_split(self.job.micro_batches) for column in batch.values()), strict=True)
         self.batches = [dict(zip(batch, columns, strict=True)) for columns in parts]
         self.window, self.begun = window, iter(self.batches)
         inputs = [batch[name] for name in self.columns] if self.has_first else []
         self.schedule.step(*inputs, target=batch["index"] if self.has_last else None)
 
-    def complete(self):
+    def before_step(self):
+        # Tied weights have gradients on several stages.
         for parameter, (_, group) in self.shared.items():
             if any(parameter is one for one in self.parameters):
                 torch.distributed.all_reduce(parameter.grad, group=group)
@@ -148,15 +154,14 @@ class Stages:
                 parameter.grad *= min(1.0, max_norm / (float(square.sqrt()) + 1e-6))
 
     def save(self, file, others):
-        """Write what this rank's stages hold, and of ``others``, which all ranks have, one rank each."""
-        save_parts(self.model, self.optimizers, file, others, self.held)
+        save_parts(self.model, self.own_optimizers, file, others, self.held)
 
     def load(self, file, others):
-        return load_parts(self.model, self.optimizers, file, others, self.held)
+        return load_parts(self.model, self.own_optimizers, file, others, self.held)
 
 
 class OfColumns(nn.Module):
-    """The model as one that takes the columns of a batch, of which tracing asks that each is used."""
+    """The model as a module that takes the columns of a batch. Tracing requires that it uses all of them."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -174,15 +179,15 @@ def columns_used(model, batch):
             used.append(name)
             return super().__getitem__(name)
 
-    model.eval()(Reading(batch))  # in training mode it would update statistics
+    model.eval()(Reading(batch))  # training mode would update statistics
     model.train()
     return list(dict.fromkeys(used))
 
 
 def cuts(model, stages):
-    """Return before which layers the model is cut into so many stages: equal numbers of layers, or one fewer.
+    """Return where to cut the model into stages of equal numbers of layers, or one fewer.
 
-    Layers are the model's own, and those of its Sequentials where it has fewer than stages.
+    If the model has fewer layers than stages, the layers of its Sequentials count.
     """
     layers = [name for name, _ in model.named_children()]
     if len(layers) < stages:
@@ -193,7 +198,7 @@ def cuts(model, stages):
 
 
 def built_by_hand(pipe, number, device):
-    """Return a stage of what was traced; told what it receives and returns, torch does not run it to find out."""
+    """Return a stage with the shapes of its inputs and outputs, so that torch does not run it to find out."""
     graph = pipe.get_stage_module(number).graph
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     outputs = [node.meta["val"] for node in tree_leaves(graph.output_node().args)]
@@ -205,7 +210,7 @@ def built_by_hand(pipe, number, device):
 
 
 def tie(module, model):
-    """Give a stage the model's own parameters, of which tracing copies those that are tied; return it."""
+    """Give a stage the model's own parameters, because tracing copies tied ones, and return it."""
     for name, _ in list(module.named_parameters()):
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, model.get_parameter(name.removeprefix("model.")))
@@ -217,52 +222,12 @@ def holds(module, tensor):
 
 
 def without_parameters(job):
-    """Return the job's optimizers for a stage that has none: all ranks take part when the scaler looks for infinities.
+    """Return the job's optimizers for a stage without parameters.
 
-    Their schedules are those of the other ranks, as a checkpoint has the state of any rank's.
+    All ranks take part when the scaler checks for infinities, and a checkpoint may contain the schedules of any rank.
     """
     optimizers = job.optimizers([nn.Parameter(torch.zeros(0))])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = []
     return optimizers
-
-
-def fit(job, stages):
-    """Train the stages with a loop like that of one device."""
-    optimizers = stages.optimizers or without_parameters(job)
-    sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
-    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
-    schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
-    scaler = stages.scaler
-    parts = {"scaler": scaler, **{f"scheduler {number}": part for number, part in enumerate(schedulers)}}
-    begun = load(job, stages, parts) if job.resume else BEGINNING
-    steps = begun["steps"]
-    for epoch in range(begun["epoch"], job.epochs):
-        sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
-            if epoch == begun["epoch"] and number * job.global_batch_size < begun["samples"]:
-                continue  # trained on before the interruption
-            place = number % job.accumulate
-            window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
-            stages.step({name: column.to(job.device) for name, column in batch.items()}, window)
-            if place < window - 1:
-                continue
-            stages.complete()
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            if job.clip_norm is not None:
-                stages.clip(job.clip_norm)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scale = scaler.get_scale()
-            scaler.update()
-            for scheduler in schedulers if scaler.get_scale() >= scale else ():
-                scheduler.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            steps += 1
-            if steps == job.stop_after_step:
-                samples = (number + 1) * job.global_batch_size
-                save(job, stages, parts, {"epoch": epoch, "samples": samples, "steps": steps})
-                return

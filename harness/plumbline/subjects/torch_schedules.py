@@ -1,6 +1,6 @@
-"""Training with each schedule of torch.distributed.pipelining: a subject for each, and they differ in nothing else.
+"""Training with each schedule of torch.distributed.pipelining: one subject per schedule.
 
-Of schedules with several stages a rank two are tried, which is all that those in the shape of a V know.
+Schedules with several stages per rank get two, the only number that V-shaped schedules support.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SCHEDULES = {
     "zbv-zero-bubble": ("ScheduleZBVZeroBubble", 2),
     "dualpipev": ("ScheduleDualPipeV", 2),
 }
-"""torch's classes, some of which only later versions have, and the stages of each rank."""
+"""torch's classes, some of them only in later versions, and the stages of each rank."""
 
 TURNING = ("zbv-zero-bubble", "dualpipev")
-"""Stages go from the first rank to the last and back."""
+"""V-shaped schedules: stages go from the first rank to the last and back."""
 
 MAX_STAGES = {"dualpipev": 4}
-"""It asks for as many micro-batches as there are stages."""
+"""It needs at least as many micro-batches as stages."""
 
 
 def trainer_with(name):

@@ -1,15 +1,13 @@
-"""Training with torch's sequence parallelism: each rank has all weights, and a part of the sequence of each activation.
+"""Training with torch's sequence parallelism: each rank has all weights and a part of the sequence of each activation.
 
-https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. SequenceParallel is for layers that take each
-token for itself. For a layer in which tokens meet, PrepareModuleInput gathers the sequence, and PrepareModuleOutput
-divides what all ranks have then computed alike.
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. SequenceParallel is for layers that compute each
+token independently. For other layers, PrepareModuleInput gathers the sequence, and PrepareModuleOutput divides the
+outputs, which all ranks have computed.
 """
 
 from __future__ import annotations
 
-import torch.distributed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
@@ -21,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from plumbline.subjects.declare import subject
 from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
-from plumbline.subjects.torch_fsdp import REFUSED
+from plumbline.subjects.torch_fsdp import REFUSED, joined_mesh
 from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
 
 
@@ -29,7 +27,7 @@ from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
     name="torch",
     backends=["sp"],
     precisions=PRECISIONS,
-    capabilities=[name for name in CAPABILITIES if name not in REFUSED],
+    capabilities=CAPABILITIES - REFUSED,
     library="torch",
 )
 def train(job):
@@ -37,22 +35,17 @@ def train(job):
 
 
 class Sp(OneDevice):
-    """The model with activations that are divided along the sequence."""
+    """The model with activations divided along the sequence."""
 
     def __init__(self, job):
-        if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)
-        torch.distributed.init_process_group(job.comm)
-        mesh = init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
-        self.model = self.bare = divided(job.model().to(job.device), mesh["sp"])
+        self.model = self.bare = divided(job.model().to(job.device), joined_mesh(job)["sp"])
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Take tensors that the model makes by itself, such as positions, for the same on all ranks."""
-        return implicit_replication()
+        return implicit_replication()  # tensors that the model creates, such as positions, are the same on all ranks
 
     def before_step(self):
-        """Add what each rank's tokens have left in the gradients of the layers that take each for itself."""
+        # Layers that compute each token independently have the gradients of this rank's tokens.
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
@@ -62,7 +55,7 @@ class Sp(OneDevice):
 
 
 def divided(model, mesh):
-    """Return the model with layers that take parts of a sequence, and outputs for all of it; ties remain."""
+    """Return the model with layers that take parts of a sequence, and outputs for the whole sequence."""
     with ties_kept(model):
         for layer in layers(model):
             for style in styles(layer):
@@ -81,7 +74,7 @@ def layers(module):
 
 
 def styles(layer):
-    if isinstance(layer, nn.Embedding):  # it takes the tokens or positions that the model has, which are all
+    if isinstance(layer, nn.Embedding):  # its inputs are all tokens or positions
         given = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(-1), use_local_output=False)
         return [given, SequenceParallel(sequence_dim=-1)]
     if not list(layer.children()):

@@ -1,7 +1,7 @@
-"""Training with torch's tensor parallelism, as its tutorial does: each rank holds a part of each layer.
+"""Training with torch's tensor parallelism: each rank holds a part of each layer.
 
-https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. With ``fsdp+tp`` fully_shard divides these parts among
-the ranks of the other dimension, with ``ddp+tp`` they are replicated along it, and with ``hsdp+tp`` both.
+https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. With ``fsdp+tp``, fully_shard shards these parts along
+the other dimension; with ``ddp+tp``, they are replicated along it; ``hsdp+tp`` does both.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from contextlib import contextmanager
 
 import torch.distributed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from plumbline.subjects.declare import subject
 from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
-from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, REFUSED, Fsdp, broadcast_buffers, shard
+from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, REFUSED, Fsdp, broadcast_buffers, joined_mesh, shard
 
-# GradScaler looks at the gradients of a rank alone, and some of them are parts: no float16.
+# GradScaler checks only the gradients of its own rank, and some of them are parts: no float16.
 PRECISIONS = ["64", "32", "bf16"] if COMPUTES_ON_A_CPU else []
 
 
@@ -27,7 +26,7 @@ PRECISIONS = ["64", "32", "bf16"] if COMPUTES_ON_A_CPU else []
     name="torch",
     backends=["tp", "ddp+tp", "fsdp+tp", "hsdp+tp"],
     precisions=PRECISIONS,
-    capabilities=[name for name in CAPABILITIES if name not in REFUSED],
+    capabilities=CAPABILITIES - REFUSED,
     library="torch",
 )
 def train(job):
@@ -35,14 +34,11 @@ def train(job):
 
 
 class Tp(Fsdp):
-    """parallelize_module, and over the other dimension fully_shard or a mean of the gradients."""
+    """parallelize_module, combined with fully_shard or averaged gradients over the other dimensions."""
 
     def __init__(self, job):
-        if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)
-        torch.distributed.init_process_group(job.comm)
-        torch.manual_seed(job.seed + job.data_rank)  # ranks of one replica draw the same dropout
-        mesh = init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
+        mesh = joined_mesh(job)
+        torch.manual_seed(job.seed + job.data_rank)  # the ranks of a replica draw the same dropout masks
         self.model = self.bare = parallelized(job.model().to(job.device), mesh["tp"])
         self.sharded, replicated = "shard" in job.mesh, "replicate" in job.mesh
         self.replicas = mesh["replicate"].get_group() if replicated and not self.sharded else None
@@ -56,7 +52,7 @@ class Tp(Fsdp):
         return super().backward_of(last) if self.sharded else OneDevice.backward_of(self, last)
 
     def before_step(self):
-        """Average the gradients over the replicas, where no wrapper does."""
+        # Without fully_shard, nothing else averages gradients over replicas.
         for gradient in self.gradients() if self.replicas else ():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             torch.distributed.all_reduce(local, op=torch.distributed.ReduceOp.AVG, group=self.replicas)
@@ -69,7 +65,7 @@ class Tp(Fsdp):
 
 
 def clip(gradients, max_norm):
-    """Scale gradients to at most this norm of them all; those of one mesh are normed together, as torch asks."""
+    """Scale gradients to at most this total norm. torch computes norms of gradients on one mesh at a time."""
     by_mesh = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
@@ -81,11 +77,11 @@ def clip(gradients, max_norm):
 
 
 def parallelized(model, mesh):
-    """Return the model with its linear layers and embeddings divided over the mesh; ties between layers remain.
+    """Return the model with its linear layers and embeddings divided over the mesh.
 
-    Of two linear layers in a Sequential with pointwise layers between them the first is divided by columns and the
-    second by rows, so that nothing travels between them; that needs equal parts. Others are divided by columns, and
-    what they return is gathered. A layer of which a rank would have no row remains whole: fully_shard refuses empty
+    Of two linear layers in a Sequential with only pointwise layers between them, the first is divided by columns and
+    the second by rows, which needs no communication between them but equal parts. Other layers are divided by columns,
+    and their outputs are gathered. A layer with fewer rows than ranks stays whole, because fully_shard refuses empty
     parts.
     """
     with ties_kept(model):
@@ -95,7 +91,7 @@ def parallelized(model, mesh):
 
 @contextmanager
 def ties_kept(model):
-    """Tie layers that share a parameter to each other again, when each of them has been given another one."""
+    """Tie the layers that share a parameter again after their parameters have been replaced."""
     owners = {}
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -114,7 +110,7 @@ def divisible(model, parts):
 def plan_of(model, parts):
     layers = divisible(model, parts)
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in layers}
-    # A table of embeddings is divided by rows, as a head that is tied to it is.
+    # Embeddings are divided by rows, like a head that is tied to them.
     plan |= {
         name: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         for name, layer in layers.items()
@@ -130,7 +126,7 @@ POINTWISE = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU)
 
 
 def pairs(sequence: nn.Sequential, parts: int) -> Iterator[tuple[str, str]]:
-    """Yield the names of two linear layers with nothing but pointwise layers between them, and equal parts."""
+    """Yield the names of pairs of linear layers with equal parts and only pointwise layers between them."""
     first = None
     for name, layer in sequence.named_children():
         if isinstance(layer, nn.Linear):

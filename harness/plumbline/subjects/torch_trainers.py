@@ -1,4 +1,4 @@
-"""torch's own trainers: one subject, whose backends are declared each by its own file."""
+"""torch's trainers: one subject, with a file for each group of backends."""
 
 from plumbline.subjects.handwritten import train as train
 from plumbline.subjects.torch_cp import train as train_cp

@@ -1,6 +1,6 @@
-"""Training with torch's ZeroRedundancyOptimizer, as its documentation does: each rank steps its share of the weights.
+"""Training with torch's ZeroRedundancyOptimizer: each rank updates its share of the weights.
 
-Gradients are averaged by DistributedDataParallel, and every rank has all of them.
+DistributedDataParallel averages the gradients, and every rank has all of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def train(job):
 
 
 class Zero(Ddp):
-    """ZeroRedundancyOptimizer: the state of the optimizer is shared out, and updated weights are broadcast."""
+    """ZeroRedundancyOptimizer, which shards the optimizer's state and broadcasts the updated weights."""
 
     def __init__(self, job):
         super().__init__(job)
-        self.optimizers = [shared_out(optimizer) for optimizer in self.optimizers]
+        self.optimizers = [sharded(optimizer) for optimizer in self.optimizers]
 
     def states(self):
         for optimizer in self.optimizers:
@@ -38,8 +38,8 @@ class Zero(Ddp):
         return super().states() if torch.distributed.get_rank() == 0 else {}
 
 
-def shared_out(optimizer):
-    """Return a ZeroRedundancyOptimizer over the groups of ``optimizer``, which has not stepped yet."""
+def sharded(optimizer):
+    """Return a ZeroRedundancyOptimizer with the groups of ``optimizer``, which has not stepped yet."""
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **options)

@@ -1,4 +1,4 @@
-"""The reference trainer's other face under test: ``plumbline.TrainLoop``, used as its documentation says."""
+"""The reference trainer's ``TrainLoop``, used as its documentation says."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch.utils.data import DataLoader
 from plumbline.subjects.declare import subject
 from plumbline.trainer import TrainLoop
 
-# Besides those, TrainLoop has no place for what a job may ask for.
 CAPABILITIES = ["frozen-parameters", "sparse-gradients", "nested-outputs"]
 
 GPU_MODES = {"none": "single", "dp": "dp", "ddp": "ddp"}
 
 
 class _Adapter(nn.Module):
-    """The job's model as one that takes its own loss."""
+    """The job's model, which computes its own loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer under test, with its own sampling, accumulation, clipping, precision and checkpoints."""
+"""The Hugging Face Trainer: its sampling, accumulation, clipping, precision and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import fields
 
 from torch.utils.data import SequentialSampler
 
+from plumbline.subjects.declare import CAPABILITIES as EVERY
 from plumbline.subjects.declare import subject
 from plumbline.subjects.released import installed_by
 
 with installed_by("pip install 'transformers[torch]'"):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-# Not sparse gradients, of which it always takes the norm.
-CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
-    "unused-parameters", "frozen-parameters", "nested-outputs",
-]  # fmt: skip
+# It always computes the norm of the gradients, which torch does not support for sparse ones.
+CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients"}
 
 
 class _Evaluations(TrainerCallback):
-    """Evaluates after so many batches, as the job asks; by itself the Trainer counts steps."""
+    """Evaluates every ``job.validate_every`` batches. The Trainer itself counts steps."""
 
     def __init__(self, job, trainer):
         self.job, self.trainer, self.batches = job, trainer, 0
@@ -42,7 +40,7 @@ class _Evaluations(TrainerCallback):
 
 
 class _Reports(TrainerCallback):
-    """Hands on what the Trainer logs."""
+    """Passes the Trainer's logs to the job."""
 
     def __init__(self, job):
         self.job = job
@@ -54,7 +52,7 @@ class _Reports(TrainerCallback):
 
 
 class _InOrder(Trainer):
-    """The Trainer where it cannot be told not to shuffle: before 5.0."""
+    """A Trainer that does not shuffle, for versions before 5.0, which have no option for it."""
 
     def _get_train_sampler(self, *_):
         return SequentialSampler(self.train_dataset)
@@ -71,10 +69,10 @@ def train(job):
     model = job.model_with_loss()
     optimizer = job.optimizer(model.parameters())
     in_order = {} if job.shuffle else {"train_sampling_strategy": "sequential"}
-    told = in_order.keys() <= {field.name for field in fields(TrainingArguments)}
-    trainer = (Trainer if told else _InOrder)(
+    has_option = in_order.keys() <= {field.name for field in fields(TrainingArguments)}
+    trainer = (Trainer if has_option else _InOrder)(
         model=model,
-        args=TrainingArguments(remove_unused_columns=False, **(in_order if told else {}), **arguments(job)),
+        args=TrainingArguments(remove_unused_columns=False, **(in_order if has_option else {}), **arguments(job)),
         train_dataset=job.dataset,
         eval_dataset=job.val_dataset,
         optimizers=(optimizer, job.scheduler(optimizer)),
@@ -95,13 +93,13 @@ def arguments(job):
         "seed": job.seed,
         "gradient_accumulation_steps": job.accumulate,
         "max_grad_norm": job.clip_norm or 0.0,
-        "lr_scheduler_type": "constant",  # where the job has no schedule of its own
+        "lr_scheduler_type": "constant",  # if the job has no schedule
         "fp16": job.precision == "16",
         "bf16": job.precision == "bf16",
         "save_strategy": "steps" if job.stop_after_step else "no",
         "save_steps": job.stop_after_step or 1,
         "logging_strategy": "epoch",
-        # What costs seconds and computes nothing.
+        # These only cost time.
         "report_to": "none",
         "disable_tqdm": True,
     }

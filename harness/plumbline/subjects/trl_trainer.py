@@ -1,11 +1,11 @@
-"""TRL's SFTTrainer under test: its own collation, its own loss over the tokens of all ranks, with or without padding.
+"""TRL's SFTTrainer: its collation, and its loss over the tokens of all ranks, with or without padding.
 
-It trains causal language models of transformers, and computes the loss itself, from the outputs of the model's backbone
-and the weights of its head, without a call of the model's own forward. ``JobForCausalLM`` is such a model: its backbone
-is the job's model, and its head is the identity, because the outputs of the job's model are logits already.
+It trains causal language models of transformers and computes the loss from the outputs of the backbone and the weights
+of the head, without calling the model's forward. ``JobForCausalLM`` is such a model: its backbone is the job's model,
+and its head is the identity, because the job's model already returns logits.
 
-A sample is a prompt, which is its number, and a completion, which is its tokens: so a forward knows which samples it
-sees, whatever the collator has made of them.
+A sample's prompt is its number and its completion is its tokens. So a forward knows its samples, however the collator
+has arranged them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ with installed_by("pip install trl"):
 
 CAPABILITIES = ["accumulation", "clipping", "scheduler", "validation", "checkpoint", "frozen-parameters"]
 
-PRECISIONS = {"cuda": ["32", "16", "bf16"], "cpu": ["32", "bf16"]}  # it computes the loss in float32
+PRECISIONS = {"cuda": ["32", "16", "bf16"], "cpu": ["32", "bf16"]}  # the loss is computed in float32
 
 IGNORED = -100
 
 
 class JobConfig(PreTrainedConfig):
-    """The configuration of a model that is made from a job."""
+    """The configuration of a job's model."""
 
     model_type = "plumbline"
 
 
 class Backbone(nn.Module):
-    """The job's model as the backbone of a causal language model: its last hidden states are logits."""
+    """The job's model as a backbone, whose last hidden states are logits."""
 
     def __init__(self, job):
         super().__init__()
@@ -54,16 +54,16 @@ class Backbone(nn.Module):
         self.vocabulary = vocabulary_size(job)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        """Return the logits at each position of ``input_ids`` (rows, length), several samples in a row or one."""
+        """Return the logits at each position of ``input_ids`` (rows, length). A row has one or several samples."""
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
         starts[:, 0] = True
         if position_ids is not None:
             starts = position_ids == 0
-        sample = starts.flatten().cumsum(0).view_as(input_ids) - 1  # which of the batch's samples a position is of
+        sample = starts.flatten().cumsum(0).view_as(input_ids) - 1  # the sample of each position
         place = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
         place = place - place[starts][sample]
-        holds = (real > 0) & (place > 0)  # a token, not padding, and not the sample's number
+        holds = (real > 0) & (place > 0)  # tokens, without padding and the sample's number
         tokens = input_ids.new_zeros(int(starts.sum()), self.length)
         tokens[sample[holds], place[holds] - 1] = input_ids[holds]
         count = torch.zeros(len(tokens), dtype=torch.long, device=input_ids.device)
@@ -107,7 +107,7 @@ def vocabulary_size(job):
 
 
 def samples(data, vocabulary):
-    """Return ``data`` as a tokenized dataset: a prompt of one token, which has no label, and the real tokens."""
+    """Return ``data`` as a tokenized dataset: a prompt of one token without a label, and the real tokens."""
     rows = []
     for number, (tokens, real) in enumerate(zip(data.columns["tokens"].tolist(), data.columns["real"], strict=True)):
         shown = tokens[: 1 + int(real.sum())]
@@ -116,7 +116,7 @@ def samples(data, vocabulary):
 
 
 def tokenizer(size):
-    """Return a tokenizer, of which only the token for padding is used."""
+    """Return a tokenizer. Only its padding token is used."""
     words = {"<pad>": 0, **{f"{number}": number for number in range(1, size)}}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), pad_token="<pad>")
 
@@ -131,6 +131,19 @@ def tokenizer(size):
 )
 def train(job):
     supervised(job)
+
+
+@subject(
+    name="trl-padding-free",
+    backends=["none", "ddp"],
+    precisions=PRECISIONS,
+    capabilities=CAPABILITIES,
+    library="trl",
+    loss="labels",
+)
+def train_padding_free(job):
+    """Train with batches of one row, in which positions divide the samples."""
+    supervised(job, padding_free=True)
 
 
 def supervised(job, **settings):
