@@ -145,7 +145,7 @@ def test_a_run_that_stops_at_the_first_failure_is_shown_as_incomplete(project, m
             ("--report-dir", "pytest.ini/there"),
             "*report directory pytest.ini/there cannot be made*pytest.ini is no folder*",
         ),
-        (("--cell", "reference-mlp-ddp-1x2-31"), "*plan no such cell; did you mean reference-mlp-ddp-1x2-32?*"),
+        (("--cell", "reference-mlp-ddp-1x2-31"), "*unknown cell; did you mean reference-mlp-ddp-1x2-32?*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -161,7 +161,7 @@ def test_options_of_the_suites_that_are_somebody_else_s_too_are_a_usage_error(pr
     (project.root / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--gpus')\n")
     result = project.pytest("-p", "no:plumbline", suites=("conftest.py", "suites/"))
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["*has an option of Plumbline's: *--gpus*plumbline run*"])
+    result.stderr.fnmatch_lines(["*defines one of Plumbline's options: *--gpus*plumbline run*"])
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
