@@ -25,11 +25,9 @@ class EnergyUse:
         self._why = ""
 
     def begin_round(self) -> None:
-        """Read the counters before a round."""
         self._before = self._counters()
 
     def end_round(self) -> None:
-        """Read the counters after a round."""
         for uuid, now in self._counters().items():
             if uuid in self._before:
                 self._joules[uuid] = self._joules.get(uuid, 0.0) + now - self._before[uuid]

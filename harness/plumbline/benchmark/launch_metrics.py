@@ -178,12 +178,10 @@ def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
 
 
 def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:
-    """Return each timed round as all ranks saw it."""
     return zip(*(rank.rounds for rank in timed.ranks), strict=True)
 
 
 def _wall(rounds: Sequence[Round]) -> float:
-    """Return the slowest rank's wall time."""
     return max(one.seconds for one in rounds)
 
 

@@ -87,7 +87,6 @@ def workload_key(cell: Cell) -> str:
 
 
 def _code(kind: type) -> str:
-    """Return the module in which a class is defined, without its comments and docstrings."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:

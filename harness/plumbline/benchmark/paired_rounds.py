@@ -47,7 +47,6 @@ class PairedRounds:
             self._train_yardstick()
 
     def round(self) -> None:
-        """Let the cell's ranks train a round."""
         assert self._timed is not None
         self._unsettled = True
         self._timed.round()
@@ -64,7 +63,6 @@ class PairedRounds:
             self._end_launch()
 
     def close(self) -> None:
-        """End whatever is still running."""
         for timed in (self._timed, self._yardstick):
             if timed is not None:
                 timed.close()
@@ -84,7 +82,6 @@ class PairedRounds:
 
 
 def _blaming_yardstick(do: Callable[[], T]) -> T:
-    """Return what ``do`` returns; its failure is reported as the yardstick's, and not as the trainer's."""
     try:
         return do()
     except TimedLaunchError as failed:

@@ -61,7 +61,6 @@ def timeline(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> tuple[Tim
 
 
 def _steps(timed: LaunchTimings) -> list[Step]:
-    """Return the steps of which every rank has chunks."""
     steps = zip(*(rank.pipeline for rank in timed.ranks), strict=True)
     return [{rank.rank: own for rank, own in zip(timed.ranks, step, strict=True)} for step in steps if all(step)]
 
@@ -75,7 +74,6 @@ def _bubble_of(step: Step, ranks: Sequence[int]) -> float:
 
 
 def _stages(step: Step, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the stages of a pipeline, each with its rank, in the order of the model."""
     firsts = {
         (rank, chunk.stage): chunk.begun
         for rank in ranks

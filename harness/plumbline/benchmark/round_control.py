@@ -58,7 +58,6 @@ class RoundControl:
             pass
 
     def release(self) -> None:
-        """Let all ranks begin the next round."""
         self._send(GO)
 
     def reports(self, seconds: float) -> list[dict[str, Any]]:
@@ -87,7 +86,6 @@ class RoundControl:
                 continue  # closed: the next wait reports it
 
     def _next_lines(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """Yield the next line of each rank, as they arrive."""
         waiting = set(self._ranks)
         deadline = time.monotonic() + seconds
         while waiting:

@@ -53,7 +53,6 @@ def _efficiency(several: Measurement, single: Measurement) -> Measurement:
 
 
 def _middle(one: Measurement) -> float:
-    """Return the middle of a figure's interval, as a logarithm."""
     assert one.low is not None
     assert one.high is not None
     return (math.log(one.low) + math.log(one.high)) / 2

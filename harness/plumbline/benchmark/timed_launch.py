@@ -128,7 +128,6 @@ class TimedLaunch:
             raise self._failed(missing) from None
 
     def _failed(self, missing: MissingRanksError) -> TimedLaunchError:
-        """Return why ranks are missing at a round's boundary."""
         if not missing.late:
             self._control.close()  # a rank has ended: the others need not wait
         trace = self._finish(0.0 if missing.late else EXIT_GRACE_S)

@@ -47,7 +47,6 @@ class WarmPools:
         return [pools[:count] for pools in found]
 
     def _alive(self, locator: str) -> list[Pool]:
-        """Return the living pools of a locator, and mark it as the most recently used."""
         pools = self._pools[locator] = self._pools.pop(locator, [])
         for dead in [pool for pool in pools if not pool.alive]:
             dead.close()
@@ -55,7 +54,6 @@ class WarmPools:
         return pools
 
     def _make_room(self, more: int, wanted: tuple[str, ...]) -> None:
-        """End pools that are not ``wanted`` until there is memory for ``more`` of them."""
         others = [locator for locator in self._pools if locator not in wanted]
         while more and (left := self._left()) is not None and left < more * SERVER + SPARE:
             if not others:
@@ -68,7 +66,6 @@ class WarmPools:
                 pool.close()
 
     def close(self) -> None:
-        """End all of them."""
         for pools in self._pools.values():
             for pool in pools:
                 pool.close()

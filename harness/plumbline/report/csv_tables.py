@@ -17,7 +17,6 @@ def metrics_csv(run: Run) -> str:
 
 
 def support_csv(run: Run) -> str:
-    """Return the support table."""
     return _as_csv(support_table(run))
 
 

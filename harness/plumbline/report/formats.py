@@ -76,7 +76,6 @@ def write_report(run_path: Path) -> None:
 
 
 def write_content(path: Path, content: str | bytes) -> None:
-    """Write what a format has rendered to ``path``, replacing the file that was there."""
     write_bytes(path, content.encode() if isinstance(content, str) else content)
 
 

@@ -73,7 +73,6 @@ class ReportedFailure(BaseModel):
 
     @classmethod
     def of(cls, group: FailureGroup) -> ReportedFailure:
-        """Return the record of a group."""
         first = group.findings[0]
         return cls(
             subject=group.subject,
@@ -99,7 +98,6 @@ class ReportedSubject(BaseModel):
 
     @classmethod
     def of(cls, one: SubjectCauses) -> ReportedSubject:
-        """Return the record of a subject."""
         cause, family = one.cause or (None, None)
         return cls(
             subject=one.subject,
@@ -172,13 +170,11 @@ def as_json(run: Run) -> str:
 
 
 def report_schema() -> dict[str, Any]:
-    """Return the schema of the object."""
     schema = ReportDocument.model_json_schema(mode="serialization")
     return {"$schema": DIALECT, "$id": f"urn:plumbline:report:{VERSION}", **schema}
 
 
 def _rows(table: pd.DataFrame) -> Any:
-    """Return a table's rows by column; what is missing in it is None."""
     return [
         {str(name): None if _is_missing(value) else value for name, value in row.items()}
         for row in table.astype(object).to_dict("records")

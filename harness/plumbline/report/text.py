@@ -65,7 +65,6 @@ def shortened(text: str, length: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return Markdown that shows the text as it is, also inside a table."""
     return printable(text).translate(_MARKDOWN)
 
 

@@ -10,7 +10,6 @@ from plumbline.results.errors import ResultsError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as UTF-8, as :func:`write_bytes` does."""
     write_bytes(path, text.encode())
 
 

@@ -48,12 +48,10 @@ class Coordinates(NamedTuple):
 
     @property
     def topology(self) -> tuple[int, int]:
-        """Nodes, and devices per node."""
         return self.num_nodes, self.gpus
 
     @property
     def devices(self) -> int:
-        """Devices on all nodes together."""
         return self.num_nodes * self.gpus
 
 
@@ -78,12 +76,10 @@ class CellRecord(Record):
 
     @property
     def place(self) -> str:
-        """The topology as text."""
         return f"{self.num_nodes}x{self.gpus}@{self.mesh}" if self.mesh else f"{self.num_nodes}x{self.gpus}"
 
     @property
     def coordinates(self) -> Coordinates:
-        """The key of the cell in its run."""
         return Coordinates(
             self.subject, self.workload, self.backend, self.num_nodes, self.gpus, self.precision, self.accelerator,
             self.mesh,

@@ -44,7 +44,6 @@ class Run:
 
     @property
     def missing(self) -> tuple[PlannedCell, ...]:
-        """The planned cells without a record."""
         seen = {record.coordinates for record in (*self.results, *self.measurements)}
         return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
 
@@ -133,7 +132,6 @@ _WAY_OUT = "The file was changed after it was written: take it from its source a
 
 
 def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
-    """Yield each line's record, or None for a last line that was cut off."""
     for number, line in numbered:
         if len(line) > LARGEST_LINE:
             raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")

@@ -75,7 +75,6 @@ def change_points(every: Sequence[Series]) -> list[list[ChangePoint]]:
 
 
 def _best_cut(series: Series, number: int, begin: int, end: int) -> _Cut | None:
-    """Return the cut whose difference is least likely by chance, None where there are no two runs to compare."""
     cuts = list(_differences(series.runs[begin:end]))
     if not cuts:
         return None

@@ -29,7 +29,6 @@ def _command(one: Annotation) -> str:
 
 
 def run_commands(run: Run) -> str:
-    """Return the commands about a run."""
     return github_commands(annotations_of(run))
 
 

@@ -54,7 +54,6 @@ def _location(source: SourceLine) -> dict[str, Any]:
 
 
 def run_sarif(run: Run) -> str:
-    """Return the log about a run."""
     about = {"run": run.header.run_id, "command": list(run.header.command)}
     return sarif(annotations_of(run), succeeded=not run.incomplete, properties=about)
 

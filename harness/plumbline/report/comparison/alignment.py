@@ -57,7 +57,6 @@ DIMENSIONS: Final[Mapping[str, Callable[[CellRecord], str | int]]] = {
 
 
 def cell_records(run: Run) -> dict[Coordinates, CellRecords]:
-    """Return the records of each cell of a run, planned ones first and in their order."""
     cells: dict[Coordinates, CellRecord] = {}
     results, measurements = by_cell(run.results), by_cell(run.measurements)
     for cell in (*run.header.planned, *run.results, *run.measurements):
@@ -139,7 +138,6 @@ def _words(place: tuple[str | None, ...]) -> str:
 
 
 def _place(cell: CellRecord, several: bool) -> tuple[str | None, ...]:
-    """Return a cell's place in the matrix; its subject only where there are several."""
     subject = cell.subject if several else None
     return subject, cell.workload, cell.backend, cell.place, cell.precision
 

@@ -49,11 +49,9 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def kinds(self) -> Counter[OutcomeKind]:
-        """Return the number of cells of each kind of change."""
         return Counter(change.kind for change in self.outcomes)
 
     def verdicts(self) -> Counter[FigureVerdict]:
-        """Return the number of figures with each verdict."""
         return Counter(change.verdict for change in self.figures)
 
 

@@ -92,7 +92,6 @@ def figure_changes(
 
 
 def figures_of_both(pair: CellPair) -> list[tuple[Measurement, Measurement]]:
-    """Return the figures that both sides have, by metric and rank."""
     after = _by_name(pair.b.measurements if pair.b else ())
     before = _by_name(pair.a.measurements if pair.a else ())
     return [(figure, after[name]) for name, figure in before.items() if name in after]
@@ -134,7 +133,6 @@ def _without_numbers(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[
 
 
 def _with_zeros(a: Measurement, b: Measurement) -> tuple[FigureVerdict, str]:
-    """Return the verdict where there is no ratio, because a sample is 0, and the reason."""
     if not any((*a.samples, *b.samples)):
         return FigureVerdict.SAME, "it is 0 on both sides"
     for nothing, something, reason in ((a, b, FROM_NOTHING), (b, a, TO_NOTHING)):
@@ -146,7 +144,6 @@ def _with_zeros(a: Measurement, b: Measurement) -> tuple[FigureVerdict, str]:
 def _estimated(
     change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float
 ) -> _Estimated | None:
-    """Return the change with its estimate; None where a bound is too large for a floating-point number."""
     try:
         return _with_numbers(change, a, b, turns=turns, effect=effect)
     except OverflowError:

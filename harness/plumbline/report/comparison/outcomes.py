@@ -49,7 +49,6 @@ class CellEnd:
 
     @property
     def text(self) -> str:
-        """The word, and the bad checks."""
         return f"{self.word} ({', '.join(sorted(self.wrong))})" if self.wrong else self.word
 
 
@@ -84,7 +83,6 @@ def cell_end(cell: CellRecords | None) -> CellEnd:
 
 
 def is_answered(cell: CellRecords | None) -> bool:
-    """Return whether a cell was trained to its end."""
     return cell_end(cell).level is not None
 
 

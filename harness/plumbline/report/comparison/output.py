@@ -111,7 +111,6 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def _closing(comparison: Comparison, most_reasons: int) -> Iterator[list[str]]:
-    """Yield the lines below the tables: the legend with the reasons, if figures are shown, and the remarks."""
     if comparison.figures and not comparison.machine:
         yield [LEGEND, *reasons(comparison, most_reasons)]
     yield remarks(comparison)

@@ -55,7 +55,6 @@ def _moved(changes: Sequence[FigureChange]) -> FigureLine:
 
 
 def _same(changes: Sequence[FigureChange]) -> FigureLine:
-    """Return one line for a metric that is the same in several cells or ranks, with bounds that hold for all."""
     if len(changes) == 1:
         return _moved(changes)
     cells = len({(change.cell, change.versus) for change in changes})
@@ -70,7 +69,6 @@ def _same(changes: Sequence[FigureChange]) -> FigureLine:
 
 
 def cell_text(cell: str, versus: str) -> str:
-    """Return a cell; within a run also the two values that are compared."""
     return printable(f"{cell}, {versus}" if versus else cell)
 
 
@@ -86,7 +84,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _amounts(a: float | None, b: float | None, unit: str) -> str:
-    """Return both figures, with their unit once if it is the same."""
     before, after = ("–" if value is None else printable(in_words(value, unit)) for value in (a, b))
     number, _, size = after.partition(" ")
     return f"{before.removesuffix(f' {size}')} → {after}" if number and size else f"{before} → {after}"
@@ -101,7 +98,6 @@ def _shift(change: float | None, unit: str) -> str:
 
 
 def _interval(changes: Sequence[FigureChange]) -> str:
-    """Return the bounds that hold all of the changes' intervals."""
     low = min((change.low for change in changes if change.low is not None), default=None)
     high = max((change.high for change in changes if change.high is not None), default=None)
     if low is None or high is None:
@@ -111,7 +107,6 @@ def _interval(changes: Sequence[FigureChange]) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the result of the comparison in one sentence."""
     parts = [part for part in (_outcomes(comparison), _figures(comparison)) if part]
     whose = f"By {comparison.by}: " if comparison.by else ""
     return f"{whose}{_lead(comparison)}: {'; '.join(parts)}."
@@ -144,18 +139,15 @@ def _figures(comparison: Comparison) -> str:
 
 
 def outcome_texts(change: OutcomeChange) -> tuple[str, str, str]:
-    """Return the cell of a change, its outcome in A, and its outcome in B."""
     return cell_text(change.cell, change.versus), printable(change.was), printable(change.now)
 
 
 def machines_in_words(comparison: Comparison) -> str:
-    """Return why no figure is compared: in what the machines differ."""
     differences = "; ".join(map(str, comparison.machine))
     return printable(f"Speed and memory are not comparable, because the machines differ: {differences}.")
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return the notes that stand below the tables, after the reasons."""
     lines = list(comparison.notes)
     if comparison.software:
         lines.append(f"Other differences: {'; '.join(map(str, comparison.software))}.")

@@ -19,7 +19,6 @@ _WIDTH: Final = 6.6
 
 
 def badge_of(cells: Sequence[CellHistory]) -> str:
-    """Return the badge of a subject with these cells, each as it ended in its newest run."""
     examined = [cell for cell in cells if is_examined(cell)]
     wrong = sum(cell.now.end.wrong for cell in examined)
     known = sum(cell.now.end.outcome == KNOWN for cell in examined)

@@ -51,7 +51,6 @@ class CellHistory:
 
     @property
     def now(self) -> Span:
-        """The newest span."""
         return self.spans[-1]
 
 
@@ -77,7 +76,6 @@ def cell_histories(runs: Sequence[Run]) -> list[CellHistory]:
 
 
 def is_examined(history: CellHistory) -> bool:
-    """Return whether a cell was trained in its newest run."""
     return history.now.end.outcome not in NOT_TRAINED
 
 

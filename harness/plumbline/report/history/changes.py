@@ -47,7 +47,6 @@ class Step:
 
     @property
     def reasons(self) -> list[str]:
-        """What differs between the two runs and may be the reason."""
         return differing(traits(self.before, self.subject), traits(self.run, self.subject))
 
 
@@ -118,6 +117,5 @@ def _of_figure(figure: FigureHistory, change: FigureChange) -> Change:
 
 
 def counts(steps: Iterable[Step]) -> dict[Kind, int]:
-    """Return how many cells and figures changed in each way."""
     every = [change for step in steps for change in step.changes]
     return {kind: sum(len(change.places) for change in every if change.kind == kind) for kind in KINDS}

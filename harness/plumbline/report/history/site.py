@@ -149,7 +149,6 @@ def _by_subject(cells: Sequence[CellHistory]) -> dict[str, list[CellHistory]]:
 
 
 def _ends(runs: Sequence[Run], cells: Sequence[CellHistory]) -> dict[str, str]:
-    """Return for each run how many of its cells ended how."""
     outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in runs}
     for cell in cells:
         for span in cell.spans:

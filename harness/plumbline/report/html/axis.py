@@ -34,7 +34,6 @@ class Axis:
         return cls(max([0.0, *values]) or 1.0, unit)
 
     def at(self, value: float) -> float:
-        """Return the position of a value, in per cent of the axis."""
         return round(min(max(value / self.top, 0.0), 1.0) * 100, 2)
 
     def ticks(self) -> list[Tick]:

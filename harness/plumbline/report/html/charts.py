@@ -269,7 +269,6 @@ def _step_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
 
 
 def _quantile(figure: Measurement, share: float) -> float:
-    """Return a quantile of evenly spaced ones, by interpolation."""
     place = share * (len(figure.quantiles) - 1)
     below = int(place)
     above = min(below + 1, len(figure.quantiles) - 1)

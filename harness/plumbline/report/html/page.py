@@ -100,7 +100,6 @@ class WorkloadFigures:
 
 
 def report_page(run: Run) -> str:
-    """Return the whole page."""
     cells = cell_table(run)
     subjects = grids(run)
     anchors = {cell.coordinates: cell.anchor for grid in subjects for row in grid.rows for cell in row.cells}
@@ -176,14 +175,12 @@ class DrawnCause:
 
 
 def _drawn(one: Diagnosis) -> DrawnCause | None:
-    """Return the pictures of a cause, None where its run has recorded nothing to draw."""
     wrong, paths = heat_map(one.finding, wrong=True), rank_paths(one.finding.rank_shares)
     right = heat_map(one.right, wrong=False) if one.right else None
     return DrawnCause(wrong, right, paths) if wrong or paths else None
 
 
 def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
-    """Return the words by which a reader may filter: families of causes, and subjects where there are several."""
     families = dict.fromkeys(one.group.family for one in wrong if one.group.family)
     subjects = dict.fromkeys(one.group.subject for one in wrong)
     words = [*(families if len(families) > 1 else ()), *(subjects if len(subjects) > 1 else ())]
@@ -254,7 +251,6 @@ class _Logs:
         self._room = MOST_LOG_TEXT
 
     def of(self, cell: GridCell) -> list[tuple[str, str]]:
-        """Return the last lines of the logs of a cell's ranks; nothing for a cell that passed."""
         if not (cell.bad or cell.known or cell.others) or self._room <= 0:
             return []
         shown = log_tails(self._path, cell.cell)

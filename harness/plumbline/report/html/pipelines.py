@@ -58,7 +58,6 @@ def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
 
 
 def _have_several(places: Set[tuple[int, int]]) -> bool:
-    """Return whether a rank has several stages; places are ranks and stages."""
     return len(places) > len({rank for rank, _ in places})
 
 

@@ -57,7 +57,6 @@ def one_screen(run: Run) -> str:
 
 
 def _support(subjects: Sequence[Grid]) -> Iterator[str]:
-    """Yield a row for each backend of each subject, those with something wrong first; a column is a precision."""
     precisions = list(dict.fromkeys(row.precision for grid in subjects for row in grid.rows))
     rows: dict[tuple[str, str, str], dict[str, GridRow]] = {}
     for grid in subjects:
@@ -86,7 +85,6 @@ def _mark_and_share(row: GridRow) -> str:
 
 
 def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
-    """Yield a line for each cause, the first with its command, in at most ``room`` lines."""
     if not groups:
         return
     yield ""
@@ -111,7 +109,6 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
 
 
 def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
-    """Yield the throughput of the largest configurations, examined ones first; what went wrong is struck through."""
     timed = [cell for cell in cells if cell.value("throughput") is not None]
     if not timed:
         return
@@ -136,7 +133,6 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
 
 
 def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
-    """Yield what does not apply, and how many files of profiled launches there are."""
     for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
         yield f"not applicable: {markdown(', '.join(names))}, since {markdown(shortened(reason, _LONGEST_REASON))}"
     profiles = [cell.profile for cell in cells if cell.profile is not None]

@@ -43,7 +43,6 @@ _RIGHT = ("Cells passed", "Deviates", "Worst × noise")
 
 
 def support_page(run: Run) -> str:
-    """Return the page."""
     cells, table = cell_table(run), support_table(run)
     blocks = [
         "# Plumbline: support table",
@@ -75,7 +74,6 @@ def _side_by_side(run: Run) -> Iterable[str]:
 
 
 def markdown_table(table: pd.DataFrame) -> str:
-    """Return a support table as GitHub Markdown."""
     columns = list(table.columns)
     centred = (*mark_columns(), "Devices")
     rules = [":-:" if name in centred else "--:" if name in _RIGHT else "---" for name in columns]
@@ -136,7 +134,6 @@ def _legend(run: Run) -> str:
 
 
 def findings_section(run: Run) -> str:
-    """Return what went wrong, with the command that repeats it."""
     wrong = [result for findings in wrong_cells(run) for result in findings]
     if not wrong:
         return nothing_went_wrong(run)

@@ -164,7 +164,6 @@ def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, floa
 
 
 def _reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
-    """Return what is not declared, with the number of cells that need it; each cell is counted once."""
     counts: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     for result in results:

@@ -43,7 +43,6 @@ class Diagnosis:
 
     @property
     def finding(self) -> Result:
-        """The finding of the first cell."""
         return self.group.findings[0]
 
 

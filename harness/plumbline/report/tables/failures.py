@@ -87,17 +87,14 @@ def message_of(result: Result) -> str:
 
 
 def in_one_line(result: Result, length: int = LONGEST_MESSAGE) -> str:
-    """Return the first line of a finding's message, in at most ``length`` characters."""
     return shortened(message_of(result).partition("\n")[0], length)
 
 
 def as_consequence(result: Result) -> str:
-    """Return in one line a finding that another finding explains."""
     return f"consequence of {result.consequence_of}: {result.check}: {in_one_line(result, LONGEST_CONSEQUENCE)}"
 
 
 def outcome_in_words(result: Result) -> str:
-    """Return a finding's outcome, for reading."""
     return UNEXPECTED_PASS if result.is_unexpectedly_good else result.outcome.value.replace("_", " ")
 
 

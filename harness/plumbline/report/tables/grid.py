@@ -58,12 +58,10 @@ class GridCell:
 
     @property
     def workload(self) -> str:
-        """The training problem."""
         return self.coordinates.workload
 
     @property
     def topology(self) -> tuple[int, int]:
-        """Nodes, and gpus per node."""
         return self.coordinates.topology
 
     @property
@@ -103,7 +101,6 @@ class GridRow:
 
     @property
     def cells(self) -> list[GridCell]:
-        """The cells of all squares."""
         return [cell for square in self.squares if square for cell in square.cells]
 
 
@@ -224,7 +221,6 @@ def _kind(finding: Result) -> str:
 
 
 def _anchors(cells: Iterable[str]) -> list[str]:
-    """Return a unique anchor for each cell, of characters that are valid in a URL."""
     seen: dict[str, int] = {}
     anchors = []
     for cell in cells:

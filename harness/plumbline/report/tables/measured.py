@@ -62,37 +62,30 @@ class MeasuredCell:
 
     @property
     def subject(self) -> str:
-        """The trainer under test."""
         return self.coordinates.subject
 
     @property
     def workload(self) -> str:
-        """The training problem."""
         return self.coordinates.workload
 
     @property
     def backend(self) -> str:
-        """The trainer's backend."""
         return self.coordinates.backend
 
     @property
     def topology(self) -> tuple[int, int]:
-        """Nodes, and devices per node."""
         return self.coordinates.topology
 
     @property
     def devices(self) -> int:
-        """Devices on all nodes together."""
         return self.coordinates.devices
 
     @property
     def precision(self) -> str:
-        """The precision, for example ``bf16``."""
         return self.coordinates.precision
 
     @property
     def accelerator(self) -> str:
-        """``cpu`` or ``cuda``."""
         return self.coordinates.accelerator
 
     def first(self, metrics: Iterable[str]) -> Measurement | None:
@@ -100,7 +93,6 @@ class MeasuredCell:
         return next((self.figures[metric] for metric in metrics if metric in self.figures), None)
 
     def value(self, metric: str) -> float | None:
-        """Return a figure, None where there is none."""
         figure = self.figures.get(metric)
         return None if figure is None else figure.value
 
@@ -123,7 +115,6 @@ def bounds(figure: Measurement) -> tuple[float, float, float]:
 
 
 def has_several_subjects(cells: Iterable[MeasuredCell]) -> bool:
-    """Return whether a table of ``cells`` has to name their subjects."""
     return len({cell.subject for cell in cells}) > 1
 
 

@@ -59,5 +59,4 @@ def formulas(cells: Iterable[MeasuredCell]) -> dict[str, str]:
 
 
 def metric_in_words(metric: str) -> str:
-    """Return a metric's name as a heading has it."""
     return printable(metric).replace("_", " ")

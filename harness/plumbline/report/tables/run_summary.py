@@ -106,7 +106,6 @@ def devices(run: Run, accelerator: str) -> str:
 
 
 def computed_by(run: Run) -> list[str]:
-    """Return what any of the run's cells ran on, each once."""
     records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
     return list(dict.fromkeys(devices(run, record.accelerator) for record in records))
 
@@ -126,7 +125,6 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def software_in_words(run: Run) -> str:
-    """Return the versions of plumbline, torch and Python."""
     machine = run.header.fingerprint
     versions = [f"plumbline {run.header.plumbline}"]
     versions += [f"{name} {value}" for name in ("torch", "python") if (value := getattr(machine, name))]
@@ -134,7 +132,6 @@ def software_in_words(run: Run) -> str:
 
 
 def machine_in_words(machine: Fingerprint) -> str:
-    """Return the devices and the CPU, by number and model."""
     hardware = [f"{machine.key.cpu_cores or '?'} cores of {machine.key.cpu or 'an unknown cpu'}"]
     if machine.key.accelerator == "cuda":
         hardware.insert(0, f"{machine.key.device_count or '?'} × {machine.key.device or 'an unknown device'}")
@@ -184,7 +181,6 @@ def other_facts(run: Run) -> dict[str, str]:
 
 
 def _measuring(run: Run) -> tuple[int, int]:
-    """Return how many declared cells were to be measured, and in how many of them measuring went wrong."""
     cells = measured_only(run)
     wrong = {result.coordinates for result in run.results if result.coordinates in cells and is_wrong(result)}
     declined = {one.coordinates for one in run.results if one.outcome is Outcome.UNSUPPORTED}
@@ -200,7 +196,6 @@ def _what_went_wrong(bad: Mapping[str, int], tried: int) -> str:
 
 
 def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
-    """Describe the cause of most wrong cells, if it has a name and more than one cell shows it."""
     if not groups or groups[0].family is None or len(groups[0].findings) < 2:
         return ""
     count = len(groups[0].findings)

@@ -54,7 +54,6 @@ def mark_columns() -> tuple[str, ...]:
 
 
 def support_columns() -> tuple[str, ...]:
-    """Return all columns of the table."""
     return (*mark_columns(), *FACT_COLUMNS)
 
 
@@ -178,7 +177,6 @@ def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
 
 
 def is_undeclared(cells: pd.DataFrame) -> bool:
-    """Return whether a subject declares none of these cells."""
     return bool((cells["outcome"] == Outcome.UNSUPPORTED.value).all())
 
 
@@ -188,7 +186,6 @@ def _folded(
     declared: Sequence[Configuration],
     groups: Mapping[Configuration, pd.DataFrame],
 ) -> dict[str, str | int | float]:
-    """Return the row of what a subject does not declare, marked in columns that no declared configuration has."""
     described = {name for one in undeclared for name in one.described_by()}
     described -= {name for one in declared for name in one.described_by()}
     cells = pd.concat([groups[one] for one in undeclared])

@@ -97,7 +97,6 @@ def _is_undeclared(row: Mapping[Hashable, Any]) -> bool:
 
 
 def _arguments(command: str) -> str:
-    """Return the arguments of a ``Trainer(…)`` call, with the longest keyword abbreviated."""
     if command.startswith("Trainer(") and command.endswith(")"):
         command = command.removeprefix("Trainer(").removesuffix(")")
     return command.replace("distributed_backend=", "…=")

@@ -65,7 +65,6 @@ def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
 
 
 def matching(name: str, outcomes: Mapping[str, str]) -> list[str]:
-    """Return the ids that have all words of ``name``."""
     return [cell for cell in outcomes if all(word in cell for word in name.split())]
 
 
@@ -209,7 +208,6 @@ def _figures(run: Run, measurements: Sequence[Measurement]) -> Iterator[Renderab
 def _beside_figures(
     run: Run, results: Sequence[Result], measurements: Sequence[Measurement]
 ) -> Iterator[RenderableType]:
-    """Yield formulas, what does not apply, and the files of a profiled launch."""
     for one in measurements:
         if one.formula:
             yield Text(printable(f"{one.metric} = {one.formula}"), overflow="fold")
@@ -237,7 +235,6 @@ def _place(run: Run, cell: str, commands: Iterable[str]) -> Iterator[RenderableT
 
 
 def _continued(command: str, width: int = 96) -> str:
-    """Return the command on several lines that a shell reads as one."""
     try:
         words = list(map(shlex.quote, shlex.split(command)))
     except ValueError:  # unbalanced quotation marks: not written by Plumbline
