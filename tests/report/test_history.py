@@ -1,4 +1,4 @@
-"""The site about many runs: what changed and when, badges and the feed."""
+"""The site about many runs: what changed and when, and badges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from plumbline.report.formats import write_report
 from plumbline.report.history.badge import BAD, GOOD, badge_of
 from plumbline.report.history.cell_history import cell_histories
 from plumbline.report.history.changes import all_steps, counts
-from plumbline.report.history.feed import NAMESPACE
 from plumbline.report.history.figure_history import figure_histories
 from plumbline.results.errors import RunNotFound
 from plumbline.results.header_footer import Footer, Header, SubjectCode
@@ -150,38 +149,6 @@ def test_every_address_is_relative_and_leads_somewhere(reports: Path) -> None:
 def test_a_site_elsewhere_has_no_addresses_that_lead_out_of_it(reports: Path, tmp_path: Path) -> None:
     main(["history", str(reports), "-o", str(tmp_path / "site")])
     assert 'href="../' not in (tmp_path / "site" / "index.html").read_text()
-
-
-def test_the_feed_is_atom_and_stable(reports: Path) -> None:
-    main(["history", str(reports)])
-    text = (reports / "history" / "feed.atom").read_text()
-    feed = ElementTree.fromstring(text)
-    names = {"a": NAMESPACE}
-    entries = feed.findall("a:entry", names)
-    assert [entry.find("a:category", names).attrib["term"] for entry in entries] == ["better", "worse", "worse"]  # type: ignore[union-attr]
-    assert str(entries[2].findtext("a:title", None, names)).startswith("mine 1.0 → 1.1: ")
-    follows_rfc_4287(feed)
-    main(["history", str(reports)])
-    assert (reports / "history" / "feed.atom").read_text() == text
-
-
-def follows_rfc_4287(feed: ElementTree.Element) -> None:
-    """Check what sections 3.3 and 4.1 of the RFC ask of a feed, its entries and their elements."""
-    once, several = {"id", "title", "updated"}, {"author", "category", "link"}
-    entries = feed.findall(f"{{{NAMESPACE}}}entry")
-    for element in (feed, *entries):
-        names = [child.tag.removeprefix(f"{{{NAMESPACE}}}") for child in element]
-        assert set(names) <= once | several | ({"entry"} if element is feed else {"summary"})
-        assert all(names.count(name) == 1 for name in once)
-        assert names.count("summary") <= 1
-        assert "link" in names, "required where an entry has no content"
-        texts = {name: str(element.findtext(f"{{{NAMESPACE}}}{name}")) for name in once}
-        assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", texts["id"]), "an absolute IRI"
-        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", texts["updated"]), "RFC 3339"
-        links = element.findall(f"{{{NAMESPACE}}}link")
-        assert len({link.attrib["rel"] for link in links if link.attrib["href"]}) == len(links)
-    assert feed.findtext(f"{{{NAMESPACE}}}author/{{{NAMESPACE}}}name"), "an author for every entry"
-    assert len({one.findtext(f"{{{NAMESPACE}}}id") for one in entries}) == len(entries)
 
 
 def test_a_badge_says_how_the_newest_run_ended(write: Write, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
 def history(options: argparse.Namespace) -> int:
     """Make a small site about all runs in a folder: what changed, when, and what else was different then.
 
-    It has a row for each cell and each measured figure, a badge for each subject and an Atom feed, all with relative
+    It has a row for each cell and each measured figure, and a badge for each subject, all with relative
     addresses: it works from a disk, as an artifact of CI and on a static host.
     """
     from plumbline.report.history.site import INDEX, write_site

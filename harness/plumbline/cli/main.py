@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "judge": "judge a run's traces again, without training, and print what changed",
     "report": "rewrite the pages and tables of a run, or print one of them",
     "show": "show everything that a run recorded about one cell",
-    "history": "write a static site about many runs: what changed and when, badges, an Atom feed",
+    "history": "write a static site about many runs: what changed and when, and badges",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
     "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
     "hunt": "search for training problems that a trainer gets wrong, and shrink them",

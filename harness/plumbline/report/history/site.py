@@ -1,4 +1,4 @@
-"""Writes the site: ``index.html``, ``feed.atom`` and a badge for each subject. Nothing in it needs a network."""
+"""Writes the site: ``index.html`` and a badge for each subject. Nothing in it needs a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from plumbline.report.history.badge import badge_of
 from plumbline.report.history.cell_history import CellHistory, cell_histories, is_examined
 from plumbline.report.history.changes import Step, all_steps, anchor, counts, in_words
 from plumbline.report.history.curve import curve
-from plumbline.report.history.feed import feed
 from plumbline.report.history.figure_history import FigureHistory, figure_histories
 from plumbline.report.history.recorded_runs import FoundRuns, find_runs, label, link_to, own_code
 from plumbline.report.html.environment import page_environment
@@ -25,7 +24,6 @@ from plumbline.results.records import KNOWN
 from plumbline.results.run import Run
 
 INDEX: Final = "index.html"
-FEED: Final = "feed.atom"
 BADGES: Final = "badges"
 MOST_STEPS: Final = 100
 MOST_NAMED: Final = 4
@@ -56,7 +54,6 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     (site / BADGES).mkdir(parents=True, exist_ok=True)
     for subject, own in _by_subject(cells).items():
         write_content(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
-    write_content(site / FEED, feed(steps, found.runs[-1].header.started, INDEX, FEED))
     links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
     write_content(site / INDEX, _page(found, cells, figures, steps, links))
     return found
@@ -86,7 +83,6 @@ def _page(
             links=links,
             anchor=anchor,
             badges=BADGES,
-            feed=FEED,
             curve=curve,
             change_in_words=in_words,
             label=label,
