@@ -23,9 +23,9 @@ import pandas as pd
 from plumbline.core.backend import BACKENDS, Held
 from plumbline.core.outcome import Outcome
 from plumbline.report.markdown.support_page import findings_section, known_section, run_facts
-from plumbline.report.tables.cells import cell_table, counts_in_words
+from plumbline.report.tables.cells import cell_table, counts_in_words, mark_and_share
 from plumbline.report.tables.failures import wrong_cells
-from plumbline.report.tables.support import MARKS, mark, passed_of_tried
+from plumbline.report.tables.support import MARKS
 from plumbline.report.text import compact, counted, markdown
 from plumbline.results.records import Result
 from plumbline.results.run import Run, read_run
@@ -170,17 +170,10 @@ def support(cells: pd.DataFrame, runs: Sequence[Run]) -> str:
         rows.append(
             [
                 f"{subject} {version or ''}".strip(),
-                *(square(by_mesh[name]) if name in by_mesh else "" for name in meshes),
+                *(mark_and_share(by_mesh[name]) if name in by_mesh else "" for name in meshes),
             ]
         )
     return table(["subject", *meshes], rows)
-
-
-def square(cells: pd.DataFrame) -> str:
-    """Return the mark of a subject's cells on a mesh, and how many of those that were trained passed."""
-    passed, tried = passed_of_tried(cells["outcome"])
-    shown = mark(cells["outcome"], has_failed=bool(cells["has_failed"].any()))
-    return f"{shown} {passed}/{tried}" if tried else shown
 
 
 def deviating(runs: Sequence[Run]) -> str:

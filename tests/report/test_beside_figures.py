@@ -100,7 +100,7 @@ def test_shares_of_a_step_are_one_bar(run: Run) -> None:
     chart = share_chart(measured_cells(run))
     assert chart is not None
     (bar,) = chart.bars
-    assert [(part.at, part.width) for part in bar.parts] == [(0, 50), (50, 25), (75, 0), (75, 25)]
+    assert [(part.at, part.width) for part in bar.parts] == [(0, 50), (50, 25), (75, 25)]
     assert bar.text == "50.0 % computing"
 
 

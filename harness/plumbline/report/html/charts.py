@@ -6,9 +6,11 @@ selected and searched, and whose colours follow the page's light or dark scheme.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from plumbline.report.html.axis import Axis, Tick, positions
 from plumbline.report.tables.measured import MeasuredCell, bounds, has_several_subjects
@@ -111,34 +113,27 @@ def curve_charts(
     """
     cells = [cell for cell in cells if cell.value(metric) is not None]
     groups = list(_curves(cells))
-    if len({cell.devices for cell in cells}) < 2 or not groups:
+    if len({cell.at.devices for cell in cells}) < 2 or not groups:
         return
     if len(groups) <= STYLES:
         yield _curve_chart(title, metric, groups, ideal)
         return
-    for precision in dict.fromkeys(group[-1].precision for group in groups):
-        own = [group for group in groups if group[-1].precision == precision]
+    for precision in dict.fromkeys(group[-1].at.precision for group in groups):
+        own = [group for group in groups if group[-1].at.precision == precision]
         yield _curve_chart(f"{title}, in {precision}", metric, own, ideal)
 
 
 def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     """Return what fills the memory of the rank that uses most, a row a configuration, and the allocator's peak."""
     cells = [cell for cell in cells if any(cell.value(metric) is not None for metric in (*MEMORY_PARTS, MEMORY_PEAK))]
-    if not cells:
-        return None
     axis = Axis.over([size for cell in cells for size in (_tensors(cell), cell.value(MEMORY_PEAK) or 0.0)], "bytes")
-    several = has_several_subjects(cells)
-    return _bar_chart("Memory of the rank that uses most", axis, [_memory_bar(cell, axis, several) for cell in cells])
+    return _bar_chart("Memory of the rank that uses most", axis, cells, _memory_bar)
 
 
 def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     """Return what the time of a step goes into, a row a configuration; the text is the share of computing."""
     cells = [cell for cell in cells if all(cell.value(metric) is not None for metric in STEP_SHARES)]
-    if not cells:
-        return None
-    axis = Axis(1.0, "share")
-    several = has_several_subjects(cells)
-    return _bar_chart("What the time of a step goes into", axis, [_share_bar(cell, axis, several) for cell in cells])
+    return _bar_chart("What the time of a step goes into", Axis(1.0, "share"), cells, _share_bar)
 
 
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
@@ -148,16 +143,13 @@ def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     ends at the largest 95th percentile; a row names its slowest step if that lies beyond.
     """
     cells = [cell for cell in cells if cell.figures.get("step_p50") and len(cell.figures["step_p50"].quantiles) > 2]
-    if not cells:
-        return None
     axis = Axis.over([_quantile(cell.figures["step_p50"], _WHISKERS[1]) for cell in cells], "s")
-    several = has_several_subjects(cells)
-    return _bar_chart("Time of a step", axis, [_step_bar(cell, axis, several) for cell in cells])
+    return _bar_chart("Time of a step", axis, cells, _step_bar)
 
 
 def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell]], ideal: float | None) -> CurveChart:
     cells = [cell for group in groups for cell in group]
-    places = positions([cell.devices for cell in cells])
+    places = positions([cell.at.devices for cell in cells])
     figures = [bound for cell in cells for bound in bounds(cell.figures[metric])]
     axis = Axis.over(figures if ideal is None else [*figures, ideal], cells[0].figures[metric].unit)
     several = has_several_subjects(cells)
@@ -169,7 +161,7 @@ def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell
             Curve(
                 _series(group[-1], several),
                 style,
-                next((cell.conformance.sentence for cell in group if cell.conformance.wrong), None),
+                next(filter(None, (cell.why_wrong for cell in group)), None),
                 tuple(_point(cell, metric, places, axis) for cell in group),
             )
             for style, group in enumerate(groups[:STYLES])
@@ -179,76 +171,73 @@ def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell
     )
 
 
-def _bar_chart(title: str, axis: Axis, bars: Sequence[Bar]) -> BarChart:
-    return BarChart(title, tuple(axis.ticks()), tuple(bars[:MOST_BARS]), len(bars[MOST_BARS:]))
+def _bar_chart(
+    title: str, axis: Axis, cells: Sequence[MeasuredCell], bar: Callable[[MeasuredCell, Axis, str], Bar]
+) -> BarChart | None:
+    if not cells:
+        return None
+    several = has_several_subjects(cells)
+    bars = [bar(cell, axis, cell.configuration(several_subjects=several)) for cell in cells[:MOST_BARS]]
+    return BarChart(title, tuple(axis.ticks()), tuple(bars), len(cells[MOST_BARS:]))
 
 
 def _curves(cells: Sequence[MeasuredCell]) -> Iterable[list[MeasuredCell]]:
-    alone = {(cell.subject, cell.precision): cell for cell in cells if cell.backend == "none"}
+    alone = {(cell.at.subject, cell.at.precision): cell for cell in cells if cell.at.backend == "none"}
     groups: dict[tuple[object, ...], list[MeasuredCell]] = {}
     for cell in cells:
-        if cell.backend != "none":
-            key = (cell.subject, cell.precision, cell.backend, cell.topology[0] > 1 and cell.topology[0])
+        if cell.at.backend != "none":
+            key = (cell.at.subject, cell.at.precision, cell.at.backend, cell.at.topology[0] > 1 and cell.at.topology[0])
             groups.setdefault(key, []).append(cell)
     for group in groups.values():
-        first = alone.get((group[0].subject, group[0].precision))
-        yield [first, *group] if first and all(cell.devices > 1 for cell in group) else group
+        first = alone.get((group[0].at.subject, group[0].at.precision))
+        yield [first, *group] if first and all(cell.at.devices > 1 for cell in group) else group
 
 
 def _series(cell: MeasuredCell, several_subjects: bool) -> str:
-    nodes = f" on {cell.topology[0]} nodes" if cell.topology[0] > 1 else ""
+    nodes = f" on {cell.at.topology[0]} nodes" if cell.at.topology[0] > 1 else ""
     return f"{cell.series(several_subjects=several_subjects)}{nodes}"
 
 
 def _point(cell: MeasuredCell, metric: str, places: dict[int, float], axis: Axis) -> Point:
     low, value, high = bounds(cell.figures[metric])
-    nodes, gpus = cell.topology
+    nodes, gpus = cell.at.topology
     title = f"{nodes}×{gpus}: {in_words(value, axis.unit)}"
     if low != high:
         title += f" ({in_words(low, axis.unit)} to {in_words(high, axis.unit)})"
     at = [round(100 - axis.at(bound), 2) for bound in (value, low, high)]
-    return Point(places[cell.devices], at[0], at[1], at[2], title)
+    return Point(places[cell.at.devices], at[0], at[1], at[2], title)
 
 
 def _tensors(cell: MeasuredCell) -> float:
     return sum(cell.value(metric) or 0.0 for metric in MEMORY_PARTS)
 
 
-def _memory_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
-    parts, end = [], 0.0
-    for style, (metric, name) in enumerate(MEMORY_PARTS.items()):
+def _memory_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
+    peak = cell.value(MEMORY_PEAK)
+    return Bar(
+        label,
+        cell.why_wrong,
+        tuple(_stacked(cell, MEMORY_PARTS, axis)),
+        None if peak is None else axis.at(peak),
+        in_words(_tensors(cell) if peak is None else peak, axis.unit),
+    )
+
+
+def _share_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
+    computing = in_words(cell.value("share_compute") or 0.0, axis.unit)
+    return Bar(label, cell.why_wrong, tuple(_stacked(cell, STEP_SHARES, axis)), None, f"{computing} computing")
+
+
+def _stacked(cell: MeasuredCell, parts: Mapping[str, str], axis: Axis) -> Iterator[BarPart]:
+    end = 0.0
+    for style, (metric, name) in enumerate(parts.items()):
         if size := cell.value(metric):
             at = axis.at(end)
             end += size
-            parts.append(BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(size, 'bytes')}"))
-    peak = cell.value(MEMORY_PEAK)
-    shown = end if peak is None else peak
-    return Bar(
-        cell.configuration(several_subjects=several_subjects),
-        cell.conformance.sentence if cell.conformance.wrong else None,
-        tuple(parts),
-        None if peak is None else axis.at(peak),
-        in_words(shown, "bytes"),
-    )
+            yield BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(size, axis.unit)}")
 
 
-def _share_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
-    parts, end = [], 0.0
-    for style, (metric, name) in enumerate(STEP_SHARES.items()):
-        share = cell.value(metric) or 0.0
-        at = axis.at(end)
-        end += share
-        parts.append(BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(share, 'share')}"))
-    return Bar(
-        cell.configuration(several_subjects=several_subjects),
-        cell.conformance.sentence if cell.conformance.wrong else None,
-        tuple(parts),
-        None,
-        f"{in_words(cell.value('share_compute') or 0.0, 'share')} computing",
-    )
-
-
-def _step_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
+def _step_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
     figure = cell.figures["step_p50"]
     parts = []
     for style, (low, high) in enumerate((_WHISKERS, _BODY)):
@@ -258,19 +247,9 @@ def _step_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
         at = axis.at(begin)
         parts.append(BarPart(at, round(axis.at(end) - at, 2), style, title))
     median, slowest = _quantile(figure, 0.5), figure.quantiles[-1]
-    return Bar(
-        cell.configuration(several_subjects=several_subjects),
-        cell.conformance.sentence if cell.conformance.wrong else None,
-        tuple(parts),
-        axis.at(median),
-        in_words(median, "s"),
-        in_words(slowest, "s") if slowest > axis.top else None,
-    )
+    beyond = in_words(slowest, "s") if slowest > axis.top else None
+    return Bar(label, cell.why_wrong, tuple(parts), axis.at(median), in_words(median, "s"), beyond)
 
 
 def _quantile(figure: Measurement, share: float) -> float:
-    place = share * (len(figure.quantiles) - 1)
-    below = int(place)
-    above = min(below + 1, len(figure.quantiles) - 1)
-    part = place - below
-    return (1 - part) * figure.quantiles[below] + part * figure.quantiles[above]
+    return float(np.interp(share * (len(figure.quantiles) - 1), range(len(figure.quantiles)), figure.quantiles))

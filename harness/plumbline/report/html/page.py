@@ -33,7 +33,7 @@ from plumbline.report.tables.cells import cell_table
 from plumbline.report.tables.claims import claims
 from plumbline.report.tables.diagnosis import Diagnosis, diagnoses
 from plumbline.report.tables.failures import known_failures, nothing_went_wrong, parameter_rows, subject_causes
-from plumbline.report.tables.grid import GridCell, grids
+from plumbline.report.tables.grid import GridCell, anchors, grids
 from plumbline.report.tables.measured import MeasuredCell, has_several_subjects, measured_cells
 from plumbline.report.tables.profiles import HOW_TO_OPEN, formulas, not_applicable, profile_files
 from plumbline.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
@@ -102,7 +102,6 @@ class WorkloadFigures:
 def report_page(run: Run) -> str:
     cells = cell_table(run)
     subjects = grids(run)
-    anchors = {cell.coordinates: cell.anchor for grid in subjects for row in grid.rows for cell in row.cells}
     measured = measured_cells(run)
     by = run_summary.computed_by(run)
     workloads = list(_workloads(measured))
@@ -135,7 +134,7 @@ def report_page(run: Run) -> str:
         "summaries": subject_causes(run),
         "known": known_failures(run),
         "nothing_went_wrong": nothing_went_wrong(run),
-        "anchor_of": lambda finding: anchors.get(finding.coordinates),
+        "anchor_of": lambda finding: anchors(run).get(finding.coordinates),
         "workloads": workloads,
         "several_subjects": has_several_subjects(measured),
         "memory_parts": MEMORY_PARTS.values(),
@@ -195,7 +194,7 @@ def _script_hash() -> str:
 
 
 def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
-    for name, group in groupby(measured, key=lambda cell: cell.workload):
+    for name, group in groupby(measured, key=lambda cell: cell.at.workload):
         cells = tuple(group)
         units = {metric: figure.unit for cell in cells for metric, figure in cell.figures.items()}
         metrics = [*(metric for metric in _METRICS if metric in units), *(m for m in units if m not in _METRICS)]

@@ -20,7 +20,7 @@ from plumbline.report.tables.run_summary import (
     verdict_of,
     what_is_missing,
 )
-from plumbline.report.tables.support import IN_A_WORD, passed_of_tried
+from plumbline.report.tables.support import IN_A_WORD
 from plumbline.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
 from plumbline.results.run import PROFILES, Run
 
@@ -71,17 +71,12 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     yield f"| --- | --- |{' :-: |' * len(precisions)}"
     for subject, backend, accelerator in shown:
         found = rows[subject, backend, accelerator]
-        squares = (_mark_and_share(found[name]) if name in found else "" for name in precisions)
+        squares = (found[name].share if name in found else "" for name in precisions)
         yield f"| {markdown(subject)} | {markdown(backend_in_words(backend))} | {' | '.join(squares)} |"
     yield ""
     left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
     used = dict.fromkeys(row.mark for found in rows.values() for row in found.values())
     yield left + ", ".join(f"{mark} {words}" for mark, words in IN_A_WORD.items() if mark in used)
-
-
-def _mark_and_share(row: GridRow) -> str:
-    passed, tried = passed_of_tried(cell.outcome for cell in row.cells)
-    return f"{row.mark} {passed}/{tried}"
 
 
 def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
@@ -124,7 +119,7 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         if figure.low is not None and figure.high is not None:
             speed += f" ({between(figure.low, figure.high, '')})"
         speed = f"~~{markdown(speed)}~~" if cell.conformance.wrong else markdown(speed)
-        name = f"{cell.workload}, {cell.configuration(several_subjects=several)}"
+        name = f"{cell.at.workload}, {cell.configuration(several_subjects=several)}"
         yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
@@ -144,7 +139,7 @@ def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
 
 
 def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:
-    return cell.conformance.mark == NOT_EXAMINED, -cell.devices, -(cell.value("throughput") or 0.0)
+    return cell.conformance.mark == NOT_EXAMINED, -cell.at.devices, -(cell.value("throughput") or 0.0)
 
 
 FORMAT = ReportFormat("one screen, as Markdown", one_screen, {"report.md": one_screen, "support.md": support_page})

@@ -31,6 +31,20 @@ MISSING: Final = "missing"
 DECLINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
 """The outcomes of cells that were not trained on purpose."""
 
+NOT_TRIED: Final = (*DECLINED, MISSING)
+
+MARK_ORDER: Final = ("-", "Y", "C", "K", "?", "X", "N")
+"""The marks of cells from the least to the most serious: several cells have the mark of the most serious one."""
+
+_MARK_OF: Final = {
+    Outcome.UNSUPPORTED.value: "-",
+    Outcome.PASSED.value: "Y",
+    Outcome.DEVIATES.value: "C",
+    KNOWN: "K",
+    UNEXPECTED_PASS: "X",
+    Outcome.FAILED.value: "N",
+}
+
 CELL_COLUMNS: Final = (
     "cell",
     "subject",
@@ -45,6 +59,7 @@ CELL_COLUMNS: Final = (
     "has_failed",
     "error_x_noise",
     "seconds",
+    "mark",
 )
 
 _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
@@ -77,7 +92,8 @@ def cell_table(run: Run) -> pd.DataFrame:
     ``has_failed``: whether any finding failed unexpectedly, also where a worse outcome (a check that crashed, for
     example) hides it.
     ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measure nothing.
-    ``seconds``: the wall time of the cell's launch. The last two are NaN where there is no value.
+    ``seconds``: the wall time of the cell's launch. These two are NaN where there is no value.
+    ``mark``: an ordered category, whose order is ``MARK_ORDER``.
     """
     measured = measured_only(run)
     findings = by_cell(result for result in run.results if result.coordinates not in measured)
@@ -90,11 +106,29 @@ def cell_table(run: Run) -> pd.DataFrame:
         (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
         for key, cell in cells.items()
     ]
-    table: pd.DataFrame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    table = pd.DataFrame(rows, columns=list(CELL_COLUMNS[:-1]))
     # Set explicitly, because pandas cannot infer types from an empty table or from rows without a value.
-    for name, kind in {"has_failed": bool, "error_x_noise": float, "seconds": float}.items():
-        table[name] = table[name].astype(kind)
-    return table
+    table = table.astype({"has_failed": bool, "error_x_noise": float, "seconds": float})
+    marks = table["outcome"].map(_MARK_OF).fillna("?").mask(table["has_failed"], "N")
+    marked: pd.DataFrame = table.assign(mark=pd.Categorical(marks, list(MARK_ORDER), ordered=True))
+    return marked
+
+
+def mark_of(cells: pd.DataFrame) -> str:
+    """Return the mark of several rows of a cell table."""
+    return str(cells["mark"].max())
+
+
+def passed_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
+    """Return how many of these rows of a cell table passed, and how many were trained."""
+    outcomes = cells["outcome"]
+    return int((outcomes == Outcome.PASSED.value).sum()), int((~outcomes.isin(NOT_TRIED)).sum())
+
+
+def mark_and_share(cells: pd.DataFrame) -> str:
+    """Return for example ``N 3/5``: the mark, passed cells, trained cells."""
+    passed, tried = passed_of_tried(cells)
+    return f"{mark_of(cells)} {passed}/{tried}" if tried else mark_of(cells)
 
 
 def measured_only(run: Run) -> set[Coordinates]:

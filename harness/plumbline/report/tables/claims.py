@@ -7,9 +7,11 @@ A claim is measured by every pair of cells that differ only in what it is about.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
+
+import pandas as pd
 
 from plumbline.core.precision import PRECISIONS
 from plumbline.report.tables.measured import MeasuredCell, bounds, measured_cells
@@ -23,6 +25,10 @@ NOT_MEASURED: Final = "not measured"
 
 _TENSOR_CORES_SINCE = (7, 0)
 """The compute capability of Volta, the first with tensor cores (NVIDIA, CUDA C++ Programming Guide)."""
+
+_SIXTEEN_BIT = tuple(name for name, precision in PRECISIONS.items() if precision.is_16_bit)
+_PLACE = ["subject", "workload", "backend", "num_nodes", "gpus", "precision", "accelerator"]
+_FIGURE = ["low", "value", "high", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -58,79 +64,54 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Question:
-    """How a claim is measured: the ratio of ``metric`` in a ``first`` cell to that in a ``second`` one.
+    """How a claim is measured: ``metric`` in a cell whose ``by`` is one of ``first``, over that in a ``second`` cell.
 
-    ``same`` is what both cells share. ``holds`` decides from the bounds of the ratio; None means inconclusive.
+    The cells are equal in all but ``by``. The ratio should be ``at_most`` this, or else above 1.
     """
 
     statement: str
     measure: str
     metric: str
-    first: Callable[[MeasuredCell], bool]
-    second: Callable[[MeasuredCell], bool]
-    same: Callable[[MeasuredCell], tuple[object, ...]]
-    holds: Callable[[float, float], bool | None]
+    by: Literal["backend", "precision"]
+    first: tuple[str, ...]
+    second: str
+    at_most: float | None = None
     tensor_cores: bool = False
 
-
-def _above(threshold: float) -> Callable[[float, float], bool | None]:
-    return lambda low, high: True if low > threshold else False if high <= threshold else None
-
-
-def _below(threshold: float) -> Callable[[float, float], bool | None]:
-    return lambda low, high: True if high <= threshold else False if low > threshold else None
-
-
-def _all_but_backend(cell: MeasuredCell) -> tuple[object, ...]:
-    return cell.subject, cell.workload, cell.topology, cell.precision, cell.accelerator
-
-
-def _all_but_precision(cell: MeasuredCell) -> tuple[object, ...]:
-    return cell.subject, cell.workload, cell.topology, cell.backend, cell.accelerator
-
-
-def _is_16_bit(cell: MeasuredCell) -> bool:
-    precision = PRECISIONS.get(cell.precision)
-    return precision is not None and precision.is_16_bit
+    def holds(self, low: float, high: float) -> bool | None:
+        """Return whether the claim holds for a ratio with these bounds, None if they do not tell."""
+        if self.at_most is not None:
+            return True if high <= self.at_most else False if low > self.at_most else None
+        return True if low > 1 else False if high <= 1 else None
 
 
 _QUESTIONS: Final = (
-    _Question(
-        "ddp is faster than dp",
-        "throughput of ddp over that of dp",
-        "throughput",
-        lambda cell: cell.backend == "ddp",
-        lambda cell: cell.backend == "dp",
-        _all_but_backend,
-        _above(1.0),
-    ),
+    _Question("ddp is faster than dp", "throughput of ddp over that of dp", "throughput", "backend", ("ddp",), "dp"),
     _Question(
         "16-bit halves the memory",
         "peak of allocated memory in 16-bit over that in 32-bit",
         "memory_allocated_peak",
-        _is_16_bit,
-        lambda cell: cell.precision == "32",
-        _all_but_precision,
-        _below(0.5),
+        "precision",
+        _SIXTEEN_BIT,
+        "32",
+        at_most=0.5,
     ),
     _Question(
         "16-bit is faster on tensor cores",
         "throughput in 16-bit over that in 32-bit",
         "throughput",
-        _is_16_bit,
-        lambda cell: cell.precision == "32",
-        _all_but_precision,
-        _above(1.0),
+        "precision",
+        _SIXTEEN_BIT,
+        "32",
         tensor_cores=True,
     ),
     _Question(
         "ddp2 costs a gather a step",
         "time of a step with ddp2 over that with ddp",
         "step_p50",
-        lambda cell: cell.backend == "ddp2",
-        lambda cell: cell.backend == "ddp",
-        _all_but_backend,
-        _above(1.0),
+        "backend",
+        ("ddp2",),
+        "ddp",
     ),
 )
 
@@ -168,29 +149,36 @@ def _has_tensor_cores(capability: str | None) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TENSOR_CORES_SINCE
 
 
-def _pairs(question: _Question, cells: Iterable[MeasuredCell]) -> Iterable[ClaimRatio]:
-    others: dict[tuple[object, ...], list[MeasuredCell]] = {}
-    cells = [cell for cell in cells if cell.value(question.metric) is not None]
-    for cell in cells:
-        if question.second(cell):
-            others.setdefault(question.same(cell), []).append(cell)
-    for cell in filter(question.first, cells):
-        for other in others.get(question.same(cell), ()):
-            if pair := _pair(question, cell, other):
-                yield pair
+def _pairs(question: _Question, cells: Sequence[MeasuredCell]) -> Iterator[ClaimRatio]:
+    figures = _figures(question.metric, cells)
+    first = figures[figures[question.by].isin(question.first)]
+    second = figures[figures[question.by] == question.second]
+    shared = [name for name in _PLACE if name != question.by]
+    for _, pair in first.merge(second, on=shared, suffixes=("", " of second")).iterrows():
+        low, high = pair["low"] / pair["high of second"], pair["high"] / pair["low of second"]
+        yield ClaimRatio(
+            pair["value"] / pair["value of second"],
+            low,
+            high,
+            _conditions(pair),
+            question.holds(low, high),
+            pair["wrong"] or pair["wrong of second"] or None,
+        )
 
 
-def _pair(question: _Question, cell: MeasuredCell, other: MeasuredCell) -> ClaimRatio | None:
-    above, below = bounds(cell.figures[question.metric]), bounds(other.figures[question.metric])
-    if min(*above, *below) <= 0:
-        return None  # a ratio of 0 or of negative figures means nothing
-    ratio, low, high = above[1] / below[1], above[0] / below[2], above[2] / below[0]
-    wrong = next((one.conformance.sentence for one in (cell, other) if one.conformance.wrong), None)
-    return ClaimRatio(ratio, low, high, _conditions(cell, other), question.holds(low, high), wrong)
+def _figures(metric: str, cells: Sequence[MeasuredCell]) -> pd.DataFrame:
+    """Return the positive figures of a metric: a ratio of 0 or of negative figures means nothing."""
+    rows = [
+        {**cell.at._asdict(), **dict(zip(_FIGURE, (*bounds(cell.figures[metric]), cell.why_wrong or ""), strict=True))}
+        for cell in cells
+        if cell.value(metric) is not None
+    ]
+    figures = pd.DataFrame(rows, columns=[*_PLACE, *_FIGURE])
+    positive: pd.DataFrame = figures[(figures[["low", "value", "high"]] > 0).all(axis=1)]
+    return positive
 
 
-def _conditions(cell: MeasuredCell, other: MeasuredCell) -> str:
-    nodes, gpus = cell.topology
-    precisions = " over ".join(dict.fromkeys((cell.precision, other.precision)))
-    backends = " over ".join(dict.fromkeys((cell.backend, other.backend)))
-    return f"{cell.subject}, {cell.workload}, {backends}, {nodes}×{gpus}, {precisions}"
+def _conditions(pair: pd.Series[Any]) -> str:
+    both = {name: [pair[name], pair.get(f"{name} of second", pair[name])] for name in ("backend", "precision")}
+    backends, precisions = (" over ".join(dict.fromkeys(names)) for names in both.values())
+    return f"{pair['subject']}, {pair['workload']}, {backends}, {pair['num_nodes']}×{pair['gpus']}, {precisions}"

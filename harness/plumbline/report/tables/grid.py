@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
+
+import pandas as pd
 
 from plumbline.core.finding import in_reading_order
 from plumbline.core.outcome import Outcome
@@ -14,22 +16,16 @@ from plumbline.report.tables.cells import (
     cached_per_run,
     cell_table,
     counts_in_words,
+    mark_and_share,
+    mark_of,
+    passed_of_tried,
     undeclared_in_words,
+    unsupported,
 )
 from plumbline.report.tables.failures import is_wrong
-from plumbline.report.tables.support import Configuration, mark, passed_of_tried, reading_order
-from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result, by_cell
+from plumbline.report.tables.support import Configuration
+from plumbline.results.records import Coordinates, Result, by_cell
 from plumbline.results.run import Run
-
-MARK_OF: Final = {
-    Outcome.PASSED.value: "Y",
-    Outcome.DEVIATES.value: "C",
-    KNOWN: "K",
-    UNEXPECTED_PASS: "X",
-    Outcome.FAILED.value: "N",
-    Outcome.UNSUPPORTED.value: "-",
-}
-"""The mark of a single cell by its outcome; every other outcome has ``?``."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,9 @@ class GridCell:
 
     cell: str
     anchor: str
-    coordinates: Coordinates
+    workload: str
     outcome: str
-    has_failed: bool
+    mark: str
     seconds: float | None
     bad: tuple[Result, ...]
     known: tuple[Result, ...]
@@ -57,23 +53,10 @@ class GridCell:
     reproduce: str
 
     @property
-    def workload(self) -> str:
-        return self.coordinates.workload
-
-    @property
-    def topology(self) -> tuple[int, int]:
-        return self.coordinates.topology
-
-    @property
     def error(self) -> float | None:
         """The largest error × noise of what went wrong, or of what passed if nothing did."""
         wrong = [one.error_x_noise for one in (*self.bad, *self.known) if one.error_x_noise is not None]
         return max(wrong) if wrong else self.worst.error_x_noise if self.worst and not self.bad else None
-
-    @property
-    def mark(self) -> str:
-        """The cell's mark, one of ``MARKS``."""
-        return MARK_OF.get(self.outcome, "?")
 
 
 @dataclass(frozen=True)
@@ -92,16 +75,16 @@ class GridSquare:
 
 @dataclass(frozen=True)
 class GridRow:
-    """One backend in one precision. ``squares`` follow the grid's topologies, None where there is no cell."""
+    """One backend in one precision. ``squares`` follow the grid's topologies, None where there is no cell.
+
+    ``share`` is the mark with the numbers of cells that passed and that were trained.
+    """
 
     backend: str
     precision: str
     mark: str
+    share: str
     squares: tuple[GridSquare | None, ...]
-
-    @property
-    def cells(self) -> list[GridCell]:
-        return [cell for square in self.squares if square for cell in square.cells]
 
 
 @dataclass(frozen=True)
@@ -118,77 +101,84 @@ class Grid:
     rows: tuple[GridRow, ...]
     goes_wrong: bool
     counts: str
-    undeclared: tuple[tuple[str, str, int], ...] = ()
-    undeclared_in_words: str = ""
+    undeclared: tuple[tuple[str, str, int], ...]
+    undeclared_in_words: str
+
+
+@cached_per_run
+def anchors(run: Run) -> dict[Coordinates, str]:
+    """Return a unique anchor for each cell, of characters that are valid in a URL."""
+    seen: dict[str, int] = {}
+    found = {}
+    for row in cell_table(run).to_dict("records"):
+        anchor = f"cell-{re.sub(r'[^0-9A-Za-z.-]+', '_', row['cell'])[:150]}"
+        seen[anchor] = seen.get(anchor, 0) + 1
+        found[_coordinates(row)] = anchor if seen[anchor] == 1 else f"{anchor}~{seen[anchor]}"
+    return found
 
 
 @cached_per_run
 def grids(run: Run) -> list[Grid]:
     """Return a grid for each subject and accelerator, in the order of the run."""
-    rows = cell_table(run).to_dict("records")
     findings = by_cell(run.results)
-    subjects: dict[tuple[str, str], list[GridCell]] = {}
-    for row, anchor in zip(rows, _anchors(row["cell"] for row in rows), strict=True):
-        cell = _cell(row, anchor, findings)
-        subjects.setdefault((row["subject"], row["accelerator"]), []).append(cell)
-    return [_grid(subject, accelerator, cells) for (subject, accelerator), cells in subjects.items()]
+    cells = cell_table(run)
+    shown = pd.Series([_cell(row, anchors(run), findings) for row in cells.to_dict("records")], dtype=object)
+    groups = cells.assign(shown=shown).groupby(["subject", "accelerator"], sort=False)
+    return [_grid(run, str(subject), str(accelerator), own) for (subject, accelerator), own in groups]
 
 
-def _grid(subject: str, accelerator: str, cells: Sequence[GridCell]) -> Grid:
-    places = {cell.topology for cell in cells if cell.mark != "-"} or {cell.topology for cell in cells}
-    topologies = sorted(places, key=lambda one: (one[0] * one[1], one[0]))
-    rows: dict[Configuration, list[GridCell]] = {}
-    for cell in cells:
-        at = cell.coordinates
-        row = Configuration(subject, at.backend, False, False, at.precision, accelerator)
-        rows.setdefault(row, []).append(cell)
-    ordered = sorted(rows, key=reading_order)
-    folded = [row for row in ordered if _mark(rows[row]) == "-"]
-    declined = [finding for cell in cells for finding in cell.others if finding.outcome is Outcome.UNSUPPORTED]
+def _grid(run: Run, subject: str, accelerator: str, cells: pd.DataFrame) -> Grid:
+    declared = cells[cells["mark"] != "-"]
+    places = (declared if len(declared) else cells)[["num_nodes", "gpus"]].drop_duplicates()
+    topologies = sorted(places.itertuples(index=False, name=None), key=lambda one: (one[0] * one[1], one[0]))
+    rows = {
+        Configuration(subject, str(backend), False, False, str(precision), accelerator): own
+        for (backend, precision), own in cells.groupby(["backend", "precision"], sort=False)
+    }
+    ordered = sorted(rows, key=lambda row: row.reading_order)
+    folded = [row for row in ordered if mark_of(rows[row]) == "-"]
+    undeclared = unsupported(run, cells)
     return Grid(
         subject,
         accelerator,
         tuple(topologies),
         tuple(_row(row, rows[row], topologies) for row in ordered if row not in folded),
-        any(cell.bad for cell in cells),
-        counts_in_words(cell.outcome for cell in cells),
+        any(cell.bad for cell in cells["shown"]),
+        counts_in_words(cells["outcome"]),
         tuple((row.backend, row.precision, len(rows[row])) for row in folded),
-        undeclared_in_words(declined) if declined else "",
+        undeclared_in_words(undeclared) if undeclared else "",
     )
 
 
-def _row(configuration: Configuration, cells: Sequence[GridCell], topologies: Sequence[tuple[int, int]]) -> GridRow:
-    squares: dict[tuple[int, int], list[GridCell]] = {}
-    for cell in cells:
-        squares.setdefault(cell.topology, []).append(cell)
+def _row(configuration: Configuration, cells: pd.DataFrame, topologies: Sequence[tuple[int, int]]) -> GridRow:
+    squares = {place: _square(configuration, place, own) for place, own in cells.groupby(["num_nodes", "gpus"])}
     return GridRow(
         configuration.backend,
         configuration.precision,
-        _mark(cells),
-        tuple(_square(configuration, place, squares[place]) if place in squares else None for place in topologies),
+        mark_of(cells),
+        mark_and_share(cells),
+        tuple(squares.get(place) for place in topologies),
     )
 
 
-def _square(configuration: Configuration, topology: tuple[int, int], cells: Sequence[GridCell]) -> GridSquare:
-    nodes, gpus = topology
+def _square(configuration: Configuration, topology: Any, cells: pd.DataFrame) -> GridSquare:
+    nodes, gpus = map(int, topology)
     whole = replace(configuration, several_devices=nodes * gpus > 1, several_nodes=nodes > 1)
     return GridSquare(
         nodes,
         gpus,
-        _mark(cells),
-        *passed_of_tried(cell.outcome for cell in cells),
-        counts_in_words(cell.outcome for cell in cells),
+        mark_of(cells),
+        *passed_of_tried(cells),
+        counts_in_words(cells["outcome"]),
         whole.command({gpus}, {nodes}),
-        tuple(sorted(cells, key=lambda cell: not cell.bad)),
+        tuple(sorted(cells["shown"], key=lambda cell: not cell.bad)),
     )
 
 
-def _mark(cells: Sequence[GridCell]) -> str:
-    return mark((cell.outcome for cell in cells), has_failed=any(cell.has_failed for cell in cells))
-
-
-def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, Sequence[Result]]) -> GridCell:
-    coordinates = Coordinates._make(row[name] for name in Coordinates._fields)
+def _cell(
+    row: Mapping[Hashable, Any], anchors: Mapping[Coordinates, str], every: Mapping[Coordinates, Sequence[Result]]
+) -> GridCell:
+    coordinates = _coordinates(row)
     findings = every.get(coordinates, ())
     kinds: dict[str, list[Result]] = {name: [] for name in ("bad", "known", "deviating", "others", "passed")}
     for finding in findings:
@@ -196,10 +186,10 @@ def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, 
     measured = [one for one in (*kinds["passed"], *kinds["deviating"]) if one.error_x_noise is not None]
     return GridCell(
         cell=row["cell"],
-        anchor=anchor,
-        coordinates=coordinates,
+        anchor=anchors[coordinates],
+        workload=row["workload"],
         outcome=row["outcome"],
-        has_failed=row["has_failed"],
+        mark=row["mark"],
         seconds=None if math.isnan(row["seconds"]) else row["seconds"],
         bad=tuple(in_reading_order(kinds["bad"])),
         known=tuple(kinds["known"]),
@@ -211,6 +201,10 @@ def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, 
     )
 
 
+def _coordinates(row: Mapping[Hashable, Any]) -> Coordinates:
+    return Coordinates._make(row[name] for name in Coordinates._fields)
+
+
 def _kind(finding: Result) -> str:
     if is_wrong(finding):
         return "bad"
@@ -218,13 +212,3 @@ def _kind(finding: Result) -> str:
         return "known"
     named = {Outcome.PASSED: "passed", Outcome.DEVIATES: "deviating"}
     return named.get(finding.outcome, "others")
-
-
-def _anchors(cells: Iterable[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    anchors = []
-    for cell in cells:
-        anchor = f"cell-{re.sub(r'[^0-9A-Za-z.-]+', '_', cell)[:150]}"
-        seen[anchor] = seen.get(anchor, 0) + 1
-        anchors.append(anchor if seen[anchor] == 1 else f"{anchor}~{seen[anchor]}")
-    return anchors

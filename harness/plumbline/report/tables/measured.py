@@ -9,9 +9,8 @@ from typing import Final
 import pandas as pd
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, cell_table
+from plumbline.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, cell_table, mark_of
 from plumbline.report.tables.run_summary import backend_in_words
-from plumbline.report.tables.support import mark
 from plumbline.report.text import counted
 from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
 from plumbline.results.run import Run
@@ -54,39 +53,16 @@ class MeasuredCell:
     """
 
     cell: str
-    coordinates: Coordinates
+    at: Coordinates
     figures: Mapping[str, Measurement]
     conformance: Conformance
     profile: Profile | None = None
     not_applicable: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def subject(self) -> str:
-        return self.coordinates.subject
-
-    @property
-    def workload(self) -> str:
-        return self.coordinates.workload
-
-    @property
-    def backend(self) -> str:
-        return self.coordinates.backend
-
-    @property
-    def topology(self) -> tuple[int, int]:
-        return self.coordinates.topology
-
-    @property
-    def devices(self) -> int:
-        return self.coordinates.devices
-
-    @property
-    def precision(self) -> str:
-        return self.coordinates.precision
-
-    @property
-    def accelerator(self) -> str:
-        return self.coordinates.accelerator
+    def why_wrong(self) -> str | None:
+        """Why the cell's speed does not count, None where it does."""
+        return self.conformance.sentence if self.conformance.wrong else None
 
     def first(self, metrics: Iterable[str]) -> Measurement | None:
         """Return the first of these figures that there is."""
@@ -98,14 +74,13 @@ class MeasuredCell:
 
     def configuration(self, *, several_subjects: bool) -> str:
         """Return what distinguishes the cell from others of its workload: ``ddp 16, 1×4``."""
-        nodes, gpus = self.topology
-        place = "" if self.backend == "none" else f", {nodes}×{gpus}"
+        place = "" if self.at.backend == "none" else f", {self.at.num_nodes}×{self.at.gpus}"
         return f"{self.series(several_subjects=several_subjects)}{place}"
 
     def series(self, *, several_subjects: bool) -> str:
         """Return what the cell shares with those on other numbers of devices: ``ddp 16``."""
-        subject = [f"{self.subject}:"] if several_subjects else []
-        return " ".join([*subject, backend_in_words(self.backend), self.precision])
+        subject = [f"{self.at.subject}:"] if several_subjects else []
+        return " ".join([*subject, backend_in_words(self.at.backend), self.at.precision])
 
 
 def bounds(figure: Measurement) -> tuple[float, float, float]:
@@ -115,7 +90,7 @@ def bounds(figure: Measurement) -> tuple[float, float, float]:
 
 
 def has_several_subjects(cells: Iterable[MeasuredCell]) -> bool:
-    return len({cell.subject for cell in cells}) > 1
+    return len({cell.at.subject for cell in cells}) > 1
 
 
 def measured_cells(run: Run) -> list[MeasuredCell]:
@@ -150,23 +125,19 @@ def _is_worse(one: Measurement, other: Measurement) -> bool:
 @cached_per_run
 def conformance_of(run: Run) -> Callable[[Coordinates], Conformance]:
     """Return a function from a cell to the conformance of its configuration, over all workloads of the run."""
-    table = cell_table(run)
-    tried = table[~table["outcome"].isin(DECLINED)]
-    found = {
-        key: _judged(list(behind["outcome"]), has_failed=bool(behind["has_failed"].any()))
-        for key, behind in tried.groupby(list(_CONFIGURATION), sort=False)
-    }
+    cells = cell_table(run)
+    tried = cells[~cells["outcome"].isin(DECLINED)]
+    found = {key: _judged(own) for key, own in tried.groupby(list(_CONFIGURATION), sort=False)}
     not_examined = Conformance(NOT_EXAMINED, False, "not examined in this run")
     return lambda cell: found.get((cell[0], *cell[2:]), not_examined)
 
 
-def _judged(outcomes: list[str], *, has_failed: bool) -> Conformance:
-    bad = sum(outcome in _BAD for outcome in outcomes)
-    shown = mark(outcomes, has_failed=has_failed)
-    cells = f"{counted(len(outcomes), 'cell')} of this configuration"
+def _judged(cells: pd.DataFrame) -> Conformance:
+    bad = int(cells["outcome"].isin(_BAD).sum())
+    number = f"{counted(len(cells), 'cell')} of this configuration"
     if bad:
-        return Conformance(shown, True, f"{bad} of {cells} went wrong, so its speed does not count")
-    return Conformance(shown, False, f"{cells} examined, none went wrong")
+        return Conformance(mark_of(cells), True, f"{bad} of {number} went wrong, so its speed does not count")
+    return Conformance(mark_of(cells), False, f"{number} examined, none went wrong")
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
@@ -177,14 +148,14 @@ def metrics_table(run: Run) -> pd.DataFrame:
     Measurements follow: ``low`` and ``high`` bound a figure with 95 % confidence, ``rank`` is the rank it belongs to,
     ``conformance`` the mark of its configuration in the same run. A refused figure has no value, but a reason.
     """
-    results: pd.DataFrame = pd.DataFrame(
+    results = pd.DataFrame(
         [(result.cell, *result.coordinates, result.check, result.error_x_noise) for result in run.results],
         columns=[*_CELL, "check", "value"],
     )
     results["value"] = results["value"].astype(float)
     errors = results.dropna(subset="value").groupby([*_CELL, "check"], sort=False, as_index=False).max()
     seconds = cell_table(run).dropna(subset="seconds").rename(columns={"seconds": "value"})
-    table: pd.DataFrame = pd.concat(
+    table = pd.concat(
         [
             errors.assign(metric="error_x_noise", unit="× noise"),
             seconds.assign(metric="seconds", unit="s", check=""),
@@ -202,7 +173,7 @@ def _measurements(run: Run) -> pd.DataFrame:
         (one.cell, *one.coordinates, *(getattr(one, name) for name in _OF_A_MEASUREMENT), found(one.coordinates).mark)
         for one in run.measurements
     ]
-    table: pd.DataFrame = pd.DataFrame(rows, columns=[*_CELL, *_OF_A_MEASUREMENT, "conformance"])
+    table = pd.DataFrame(rows, columns=[*_CELL, *_OF_A_MEASUREMENT, "conformance"])
     # A rank is an integer or missing: in a column of floats it would read 0.0.
     whole: pd.DataFrame = table.astype({"rank": "Int64", "value": "float64", "low": "float64", "high": "float64"})
     whole.insert(0, "check", "")

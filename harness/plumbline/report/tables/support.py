@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Final, cast
 
 import pandas as pd
@@ -12,9 +11,17 @@ import pandas as pd
 from plumbline.core.backend import BACKENDS, columns
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
-from plumbline.report.tables.cells import DECLINED, MISSING, cell_table, undeclared_kinds, unsupported
+from plumbline.report.tables.cells import (
+    NOT_TRIED,
+    cell_table,
+    mark_and_share,
+    mark_of,
+    passed_of_tried,
+    undeclared_kinds,
+    unsupported,
+)
 from plumbline.report.tables.run_summary import backend_in_words, devices
-from plumbline.results.records import KNOWN, UNEXPECTED_PASS
+from plumbline.results.records import KNOWN
 from plumbline.results.run import Run
 
 REFERENCE: Final = "reference"
@@ -24,7 +31,7 @@ ROW_COLUMNS: Final = ("Backend", "Nodes × gpus", "Precision")
 FACT_COLUMNS: Final = ("Command", "Cells passed", "Deviates", "Worst × noise", "Devices")
 
 MARKS: Final = {
-    "Y": "every cell behind the row passed",
+    "Y": "every cell of the row passed",
     "C": "contract: differs from one device, and matches exactly what the backend specifies",
     "K": "known: only expected failures, whose reasons are listed below",
     "N": "at least one check failed unexpectedly",
@@ -44,7 +51,6 @@ IN_A_WORD: Final = {
     "-": "unsupported",
 }
 
-NOT_TRIED: Final = (*DECLINED, MISSING)
 _PRECISION_ORDER = ("32", "16", "bf16", "64")
 
 
@@ -92,6 +98,20 @@ class Configuration:
         """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` of the cells."""
         return self._trainer_call() if self.subject == REFERENCE else self._in_words(gpus, nodes)
 
+    @property
+    def reading_order(self) -> tuple[int, str, bool, bool, int, str, str]:
+        """The sorting key of a subject's configurations: simple ones first, unknown names last."""
+        backends = list(BACKENDS)
+        return (
+            backends.index(self.backend) if self.backend in backends else len(backends),
+            self.backend,
+            self.several_devices,
+            self.several_nodes,
+            _PRECISION_ORDER.index(self.precision) if self.precision in _PRECISION_ORDER else len(_PRECISION_ORDER),
+            self.precision,
+            self.accelerator,
+        )
+
     def _trainer_call(self) -> str:
         arguments = ["gpus=k" if self.several_devices else "gpus=1"]
         if self.several_nodes:
@@ -121,26 +141,6 @@ def _how_many(numbers: set[int], letter: str, noun: str) -> str:
     return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
 
 
-def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
-    """Return the mark for cells with these outcomes; ``MARKS`` explains each.
-
-    Unsupported cells do not count, unless there are no others.
-    ``has_failed``: a check failed unexpectedly in a cell whose own outcome is a worse one.
-    """
-    judged = {outcome for outcome in outcomes if outcome != Outcome.UNSUPPORTED.value}
-    if has_failed or Outcome.FAILED.value in judged:
-        return "N"
-    if not judged:
-        return "-"
-    if UNEXPECTED_PASS in judged:
-        return "X"
-    if not judged <= {Outcome.PASSED.value, Outcome.DEVIATES.value, KNOWN}:
-        return "?"
-    if KNOWN in judged:
-        return "K"
-    return "C" if Outcome.DEVIATES.value in judged else "Y"
-
-
 def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
     """Return one row a configuration; columns are ``support_columns``, less the rare ones that no row needs.
 
@@ -150,96 +150,20 @@ def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
     ``Cells passed`` is ``passed/tried``, with the numbers of cells that failed as expected or were not tried.
     ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
-    groups = configurations(cell_table(run))
-    rows = []
-    for subject in dict.fromkeys(one.subject for one in groups):
-        own = sorted((one for one in groups if one.subject == subject), key=reading_order)
-        undeclared = [] if every else [one for one in own if is_undeclared(groups[one])]
-        declared = [one for one in own if one not in undeclared]
-        rows += [_row(run, one, groups[one]) for one in declared]
-        for accelerator in dict.fromkeys(one.accelerator for one in undeclared):
-            folded = [one for one in undeclared if one.accelerator == accelerator]
-            rows.append(_folded(run, folded, declared, groups))
-    needed = {column for one in groups for column in one.described_by()}
-    columns = [name for name in support_columns() if name in needed or name not in rare_columns()]
-    table: pd.DataFrame = pd.DataFrame(rows, columns=columns)
+    rows: list[dict[str, str | int | float]] = []
+    needed: set[str] = set()
+    for _, own in cell_table(run).groupby("subject", sort=False):
+        groups = _configurations(own)
+        declared = {one: cells for one, cells in groups.items() if every or mark_of(cells) != "-"}
+        rows += [
+            _row(run, one, cells, one.described_by(), one.command(set(cells["gpus"]), set(cells["num_nodes"])))
+            for one, cells in declared.items()
+        ]
+        rows += _undeclared(run, {one: cells for one, cells in groups.items() if one not in declared}, declared)
+        needed |= _described(groups)
+    names = [name for name in support_columns() if name in needed or name not in rare_columns()]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=names)
     return table
-
-
-def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
-    """Return the cells of each configuration, in the order of the plan."""
-    several_nodes = cells["num_nodes"] > 1
-    cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
-    return {
-        Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
-        for key, behind in cells.groupby(list(Configuration.__dataclass_fields__), sort=False)
-    }
-
-
-def is_undeclared(cells: pd.DataFrame) -> bool:
-    return bool((cells["outcome"] == Outcome.UNSUPPORTED.value).all())
-
-
-def _folded(
-    run: Run,
-    undeclared: Sequence[Configuration],
-    declared: Sequence[Configuration],
-    groups: Mapping[Configuration, pd.DataFrame],
-) -> dict[str, str | int | float]:
-    described = {name for one in undeclared for name in one.described_by()}
-    described -= {name for one in declared for name in one.described_by()}
-    cells = pd.concat([groups[one] for one in undeclared])
-    kinds = undeclared_kinds(unsupported(run, cells))
-    subject = undeclared[0].subject
-    return {
-        **{column: "-" if column in described else "" for column in mark_columns()},
-        "Command": f"{subject}: not declared: {kinds}" if kinds else f"{subject}: not declared",
-        "Cells passed": _share(Counter(cells["outcome"])),
-        "Deviates": 0,
-        "Worst × noise": float("nan"),
-        "Devices": devices(run, undeclared[0].accelerator),
-    }
-
-
-def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[str, str | int | float]:
-    outcomes = Counter(cells["outcome"])
-    shown = mark(outcomes, has_failed=bool(cells["has_failed"].any()))
-    described = configuration.described_by()
-    return {
-        **{column: shown if column in described else "" for column in mark_columns()},
-        "Command": configuration.command(set(cells["gpus"]), set(cells["num_nodes"])),
-        "Cells passed": _share(outcomes),
-        "Deviates": outcomes[Outcome.DEVIATES.value],
-        "Worst × noise": float(cells["error_x_noise"].max()),
-        "Devices": devices(run, configuration.accelerator),
-    }
-
-
-def passed_of_tried(outcomes: Iterable[str]) -> tuple[int, int]:
-    """Return how many cells passed, and how many were trained."""
-    tried = [outcome for outcome in outcomes if outcome not in NOT_TRIED]
-    return tried.count(Outcome.PASSED.value), len(tried)
-
-
-def _share(outcomes: Counter[str]) -> str:
-    passed, tried = passed_of_tried(outcomes.elements())
-    share = f"{passed}/{tried}"
-    others = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *NOT_TRIED) if outcomes[name])
-    return f"{share} ({others})" if others else share
-
-
-def reading_order(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:
-    """Return the sorting key of a subject's configurations: simple ones first, unknown names last."""
-    backends, precision = list(BACKENDS), configuration.precision
-    return (
-        backends.index(configuration.backend) if configuration.backend in backends else len(backends),
-        configuration.backend,
-        configuration.several_devices,
-        configuration.several_nodes,
-        _PRECISION_ORDER.index(precision) if precision in _PRECISION_ORDER else len(_PRECISION_ORDER),
-        precision,
-        configuration.accelerator,
-    )
 
 
 def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
@@ -248,35 +172,85 @@ def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
     An entry is the mark of the subject's cells with ``passed/tried``; empty where the run has no such cell of the
     subject. Rows of which no subject declares a cell are left out, unless ``every``.
     """
-    cells = configurations(cell_table(run))
-    subjects = list(dict.fromkeys(one.subject for one in cells))
-    if len(subjects) < 2:
+    cells = cell_table(run)
+    if cells["subject"].nunique() < 2:
         return None
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
-    for one in sorted(cells, key=reading_order):
-        devices = "n×k" if one.several_nodes else "1×k" if one.several_devices else "1×1"
-        row = rows.setdefault((backend_in_words(one.backend), devices, one.precision), {})
-        row[one.subject] = _mark_and_share(cells[one])
-    table: pd.DataFrame = pd.DataFrame(
-        [
-            (*named, *(row.get(subject, "") for subject in subjects))
-            for named, row in rows.items()
-            if every or set(row.values()) != {"-"}
-        ],
-        columns=[*ROW_COLUMNS, *subjects],
-    )
+    entries = [
+        (backend_in_words(one.backend), _place(one), one.precision, one.subject, mark_and_share(own))
+        for one, own in _configurations(cells).items()
+    ]
+    long = pd.DataFrame(entries, columns=[*ROW_COLUMNS, "subject", "entry"])
+    # A subject with cells on two accelerators has two entries for a row, and the last one is shown.
+    long = long.drop_duplicates([*ROW_COLUMNS, "subject"], keep="last")
+    wide = long.pivot(index=list(ROW_COLUMNS), columns="subject", values="entry").fillna("")
+    rows = pd.MultiIndex.from_frame(long[list(ROW_COLUMNS)].drop_duplicates())
+    wide = wide.reindex(index=rows, columns=list(cells["subject"].unique()))
+    if not every:
+        wide = wide[~_is_undeclared(wide)]
+    table: pd.DataFrame = wide.rename_axis(columns=None).reset_index()
     return table
 
 
 def undeclared_rows(run: Run) -> list[tuple[str, ...]]:
     """Return the ``ROW_COLUMNS`` of rows that ``side_by_side`` leaves out: no subject declares a cell of them."""
     table = side_by_side(run, every=True)
-    rows = [] if table is None else table.values.tolist()
-    names = len(ROW_COLUMNS)
-    return [tuple(row[:names]) for row in rows if set(row[names:]) == {"-"}]
+    if table is None:
+        return []
+    wide = table.set_index(list(ROW_COLUMNS))
+    return [tuple(map(str, row)) for row in wide.index[_is_undeclared(wide)]]
 
 
-def _mark_and_share(cells: pd.DataFrame) -> str:
-    passed, tried = passed_of_tried(cells["outcome"])
-    shown = mark(cells["outcome"], has_failed=bool(cells["has_failed"].any()))
-    return f"{shown} {passed}/{tried}" if tried else shown
+def _is_undeclared(wide: pd.DataFrame) -> pd.Series[bool]:
+    undeclared: pd.Series[bool] = wide.isin(["-", ""]).all(axis=1) & (wide == "-").any(axis=1)
+    return undeclared
+
+
+def _place(one: Configuration) -> str:
+    return "n×k" if one.several_nodes else "1×k" if one.several_devices else "1×1"
+
+
+def _configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
+    """Return the cells of each configuration, in reading order."""
+    several_nodes = cells["num_nodes"] > 1
+    cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
+    groups = {
+        Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): own
+        for key, own in cells.groupby([field.name for field in fields(Configuration)], sort=False)
+    }
+    return dict(sorted(groups.items(), key=lambda group: group[0].reading_order))
+
+
+def _described(configurations: Iterable[Configuration]) -> set[str]:
+    return {name for one in configurations for name in one.described_by()}
+
+
+def _row(
+    run: Run, one: Configuration, cells: pd.DataFrame, marked: set[str], command: str
+) -> dict[str, str | int | float]:
+    return {
+        **{column: mark_of(cells) if column in marked else "" for column in mark_columns()},
+        "Command": command,
+        "Cells passed": _share(cells),
+        "Deviates": int((cells["outcome"] == Outcome.DEVIATES.value).sum()),
+        "Worst × noise": float(cells["error_x_noise"].max()),
+        "Devices": devices(run, one.accelerator),
+    }
+
+
+def _undeclared(
+    run: Run, groups: dict[Configuration, pd.DataFrame], declared: Iterable[Configuration]
+) -> Iterator[dict[str, str | int | float]]:
+    """Yield a row for each accelerator, marked in columns that no declared configuration has."""
+    for accelerator in dict.fromkeys(one.accelerator for one in groups):
+        own = {one: cells for one, cells in groups.items() if one.accelerator == accelerator}
+        first, cells = next(iter(own)), pd.concat(own.values())
+        kinds = undeclared_kinds(unsupported(run, cells))
+        command = f"{first.subject}: not declared" + (f": {kinds}" if kinds else "")
+        yield _row(run, first, cells, _described(own) - _described(declared), command)
+
+
+def _share(cells: pd.DataFrame) -> str:
+    passed, tried = passed_of_tried(cells)
+    counts = cells["outcome"].value_counts()
+    others = ", ".join(f"{counts[name]} {name}" for name in (KNOWN, *NOT_TRIED) if name in counts)
+    return f"{passed}/{tried}" + (f" ({others})" if others else "")

@@ -136,7 +136,7 @@ def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> s
     for cell in cells[:MOST_ROWS]:
         wrong = cell.conformance.wrong
         table.add_row(
-            Text(printable(cell.workload)),
+            Text(printable(cell.at.workload)),
             Text(printable(cell.configuration(several_subjects=several))),
             *(_figure(cell.first(metrics), wrong) for metrics in _SPEED_COLUMNS.values()),
             Text(IN_A_WORD.get(cell.conformance.mark, cell.conformance.mark), style="bold red" if wrong else ""),
