@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from plumbline.report.comparison.alignment import CellPair, CellRecords
 from plumbline.report.comparison.comparison import compare_runs
 from plumbline.report.comparison.figure_changes import FigureVerdict, figure_changes
-from plumbline.results.records import PlannedCell
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def verdict_on(measured, cell):
     """Returns what is said of one metric, from the launches of both sides."""
 
     def say(metric, a, b, *, turns=False, effect=0.05, **others):
-        sides = (CellRecords(PlannedCell.of(cell), (), (measured(cell, metric, side, **others),)) for side in (a, b))
+        sides = (CellRecords((), (measured(cell, metric, side, **others),)) for side in (a, b))
         (change,) = figure_changes([CellPair("a cell", "", *sides)], turns=turns, effect=effect, comparable=True)
         return change
 

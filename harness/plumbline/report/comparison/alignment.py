@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import pandas as pd
+
 from plumbline.core.errors import UsageError
+from plumbline.report.text import counted
 from plumbline.results.header_footer import Header
 from plumbline.results.records import CellRecord, Coordinates, Measurement, Result, by_cell
 from plumbline.results.run import Run
@@ -20,7 +23,6 @@ class NotAligned(UsageError):  # noqa: N818 - named after what is wrong
 class CellRecords:
     """All records of one cell in a run; ``cut_short``: it was being written when the run broke off."""
 
-    cell: CellRecord
     results: tuple[Result, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     cut_short: bool = False
@@ -47,24 +49,11 @@ class Alignment:
     notes: tuple[str, ...] = ()
 
 
-DIMENSIONS: Final[Mapping[str, Callable[[CellRecord], str | int]]] = {
-    "backend": lambda cell: cell.backend,
-    "precision": lambda cell: cell.precision,
-    "gpus": lambda cell: cell.gpus,
-    "subject": lambda cell: cell.subject,
-}
+DIMENSIONS: Final = ("backend", "precision", "gpus", "subject")
 """In what the cells of one run may differ to be compared."""
 
-
-def cell_records(run: Run) -> dict[Coordinates, CellRecords]:
-    cells: dict[Coordinates, CellRecord] = {}
-    results, measurements = by_cell(run.results), by_cell(run.measurements)
-    for cell in (*run.header.planned, *run.results, *run.measurements):
-        cells.setdefault(cell.coordinates, cell)
-    return {
-        key: CellRecords(cell, tuple(results.get(key, ())), tuple(measurements.get(key, ())), key == run.cut_short)
-        for key, cell in cells.items()
-    }
+_PLACE: Final = ("subject", "workload", "backend", "topology", "precision")
+"""What two cells of two runs share. A simulated run can be compared with a real one, so no accelerator."""
 
 
 def align_runs(a: Run, b: Run) -> Alignment:
@@ -73,27 +62,24 @@ def align_runs(a: Run, b: Run) -> Alignment:
     Raises:
         NotAligned: a run has no cells, or the runs have no subject in common.
     """
-    sides = (list(cell_records(a).values()), list(cell_records(b).values()))
-    names = [list(dict.fromkeys(one.cell.subject for one in side)) for side in sides]
-    for run, found in zip((a, b), names, strict=True):
-        if not found:
+    sides = {"A": cell_records(a), "B": cell_records(b)}
+    for run, cells in zip((a, b), sides.values(), strict=True):
+        if cells.empty:
             raise NotAligned(f"run {run.header.run_id} has no cells: nothing to compare")
-    notes: tuple[str, ...] = ()
-    if len(names[0]) == len(names[1]) == 1:
-        if names[0] != names[1]:
-            notes = (f"Subjects are matched by position: {names[0][0]} (A), {names[1][0]} (B).",)
-    elif not set(names[0]) & set(names[1]):
+    names, others = (list(cells["subject"].unique()) for cells in sides.values())
+    by_position = len(names) == len(others) == 1
+    if not by_position and not set(names) & set(others):
         raise NotAligned(
-            f"the subjects of A ({', '.join(names[0])}) and of B ({', '.join(names[1])}) have no name in common: "
+            f"the subjects of A ({', '.join(names)}) and of B ({', '.join(others)}) have no name in common: "
             "compare runs of one subject each"
         )
-    several = not (len(names[0]) == len(names[1]) == 1)
-    # The accelerator is left out, so that a simulated run can be compared with a real one.
-    before, after = ({_place(one.cell, several): one for one in side} for side in sides)
-    pairs = tuple(
-        CellPair(_words(place), "", before.get(place), after.get(place)) for place in dict.fromkeys((*before, *after))
-    )
-    return Alignment(pairs, notes)
+    shared = list(_PLACE[1:] if by_position else _PLACE)
+    pairs = []
+    for place, cells in pd.concat(sides, names=["side"]).groupby(shared, sort=False):
+        records = dict(zip(cells.index.get_level_values("side"), cells["records"], strict=True))
+        pairs.append(CellPair(" ".join(place), "", records.get("A"), records.get("B")))
+    notes = (f"Subjects are matched by position: {names[0]} (A), {others[0]} (B).",)
+    return Alignment(tuple(pairs), notes if by_position and names != others else ())
 
 
 def align_within(run: Run, by: str) -> Alignment:
@@ -105,53 +91,45 @@ def align_within(run: Run, by: str) -> Alignment:
     Raises:
         NotAligned: all cells have the same value, or none has a counterpart.
     """
-    value_of = DIMENSIONS[by]
-    groups: dict[tuple[str | None, ...], dict[str | int, CellRecords]] = {}
-    labels: dict[tuple[str | None, ...], str] = {}
-    cells = list(cell_records(run).values())
-    several = len({one.cell.subject for one in cells}) > 1
-    for one in cells:
-        place = _without(one.cell, by, several)
-        groups.setdefault(place, {})[value_of(one.cell)] = one
-        labels[place] = _words(place)
-    values = list(dict.fromkeys(value_of(one.cell) for one in cells))
-    values.sort(key=lambda value: value if isinstance(value, int) else value == "auto")
+    cells = cell_records(run)
+    values = list(cells[by].unique())
     if len(values) < 2:
         found = f"they have {values[0]}" if values else "there are no cells"
         raise NotAligned(f"run {run.header.run_id} has nothing to compare by {by}: {found}")
+    values.sort(key=lambda value: value == "auto" if by == "backend" else value if by == "gpus" else 0)
+    shared = ["nodes" if by == "gpus" and name == "topology" else name for name in _PLACE if name != by]
+    if cells["subject"].nunique() == 1 and by != "subject":
+        shared.remove("subject")
     pairs = []
     alone = 0
-    for place, group in groups.items():
-        present = [value for value in values if value in group]
-        alone += len(present) == 1
-        pairs += [
-            CellPair(labels[place], f"{present[0]} → {value}", group[present[0]], group[value]) for value in present[1:]
-        ]
+    for place, group in cells.groupby(shared, sort=False):
+        records = group.drop_duplicates(by, keep="last").set_index(by)["records"]
+        first, *others = [value for value in values if value in records.index]
+        alone += not others
+        pairs += [CellPair(" ".join(place), f"{first} → {value}", records[first], records[value]) for value in others]
     if not pairs:
         raise NotAligned(f"run {run.header.run_id} has nothing to compare by {by}: no two cells differ only in it")
     notes = (f"Cells without a counterpart that differs only in {by}: {alone}.",) if alone else ()
     return Alignment(tuple(pairs), notes)
 
 
-def _words(place: tuple[str | None, ...]) -> str:
-    return " ".join(part for part in place if part)
-
-
-def _place(cell: CellRecord, several: bool) -> tuple[str | None, ...]:
-    subject = cell.subject if several else None
-    return subject, cell.workload, cell.backend, cell.place, cell.precision
-
-
-def _without(cell: CellRecord, by: str, several: bool) -> tuple[str | None, ...]:
-    subject, workload, backend, topology, precision = _place(cell, several)
-    nodes = f"{cell.num_nodes} node{'s' if cell.num_nodes > 1 else ''}"
-    return (
-        None if by == "subject" else subject,
-        workload,
-        None if by == "backend" else backend,
-        nodes if by == "gpus" else topology,
-        None if by == "precision" else precision,
-    )
+def cell_records(run: Run) -> pd.DataFrame:
+    """Return one row a cell, planned ones first and in their order, with its ``CellRecords``."""
+    cells: dict[Coordinates, CellRecord] = {}
+    results, measurements = by_cell(run.results), by_cell(run.measurements)
+    for cell in (*run.header.planned, *run.results, *run.measurements):
+        cells.setdefault(cell.coordinates, cell)
+    rows = [
+        {
+            **key._asdict(),
+            "topology": cell.place,
+            "nodes": counted(cell.num_nodes, "node"),
+            "records": CellRecords(tuple(results.get(key, ())), tuple(measurements.get(key, ())), key == run.cut_short),
+        }
+        for key, cell in cells.items()
+    ]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=[*_PLACE, "gpus", "nodes", "records"])
+    return table
 
 
 @dataclass(frozen=True)
