@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.report.comparison.alignment import CellPair, CellRecords
-from plumbline.report.comparison.comparison import compare_runs
+from plumbline.report.comparison.compare import compare_runs
 from plumbline.report.comparison.figure_changes import FigureVerdict, figure_changes
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.comparison.comparison import compare_runs
+from plumbline.report.comparison.compare import compare_runs
 from plumbline.report.comparison.outcomes import OutcomeKind
 from plumbline.results.records import Expected
 

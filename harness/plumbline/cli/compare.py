@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from plumbline.cli.arguments import names
 from plumbline.core.exit_codes import TROUBLE, USAGE
 from plumbline.report.comparison.alignment import DIMENSIONS, NotAligned
-from plumbline.report.comparison.comparison import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
+from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
 from plumbline.report.comparison.output import FORMATS
 from plumbline.report.comparison.significance import MINIMUM_EFFECT
 
 if TYPE_CHECKING:
-    from plumbline.report.comparison.comparison import Comparison
+    from plumbline.report.comparison.compare import Comparison
     from plumbline.results.run import Run
 
 

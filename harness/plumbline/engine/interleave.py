@@ -29,7 +29,7 @@ from plumbline.machine.lease import exclusive_lease
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, check_devices, plan
 from plumbline.planning.topologies import DEFAULT_GPUS
-from plumbline.report.comparison.comparison import IN_TURNS
+from plumbline.report.comparison.compare import IN_TURNS
 from plumbline.report.formats import write_report
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import PERFORMANCE as CHECK

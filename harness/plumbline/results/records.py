@@ -10,7 +10,7 @@ missing one is null.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
@@ -291,14 +291,21 @@ class Measurement(CellRecord):
 
 
 R = TypeVar("R", bound=CellRecord)
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their keys; keys and items in the order in which they come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
-    """Return the records of each cell; cells and their records in the order in which they come."""
-    cells: dict[Coordinates, list[R]] = {}
-    for record in records:
-        cells.setdefault(record.coordinates, []).append(record)
-    return cells
+    """Return the records of each cell."""
+    return grouped(records, lambda record: record.coordinates)
 
 
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:

@@ -1,12 +1,12 @@
 """The difference between the means of two small samples: Welch's t for independent ones, a paired t for rounds.
 
 Welch's t keeps its 5 % error with three launches a side, also where launches are skewed, heavy-tailed, or sometimes
-disturbed: such noise widens its interval sooner than it moves it (``tests/compare/test_estimate.py``). Between equal
+disturbed: such noise widens its interval sooner than it moves it (``tests/comparison/test_estimate.py``). Between equal
 sides a percentile bootstrap of the means, made for 5 % of error, errs in 12 % of cases at five launches and in 19 % at
 three, and BCa is no better.
 
 Where A and B were launched in turns, round by round, a machine that drifts moves both: the difference within each round
-is a sample. Two separate runs do not record what happened between the runs; ``report.comparison.verdict`` allows for
+is a sample. Two separate runs do not record what happened between them; ``report.comparison.significance`` allows for
 that.
 """
 

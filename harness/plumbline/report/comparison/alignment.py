@@ -77,7 +77,7 @@ def align_runs(a: Run, b: Run) -> Alignment:
     pairs = []
     for place, cells in pd.concat(sides, names=["side"]).groupby(shared, sort=False):
         records = dict(zip(cells.index.get_level_values("side"), cells["records"], strict=True))
-        pairs.append(CellPair(" ".join(place), "", records.get("A"), records.get("B")))
+        pairs.append(CellPair(" ".join(map(str, place)), "", records.get("A"), records.get("B")))
     notes = (f"Subjects are matched by position: {names[0]} (A), {others[0]} (B).",)
     return Alignment(tuple(pairs), notes if by_position and names != others else ())
 
@@ -106,7 +106,10 @@ def align_within(run: Run, by: str) -> Alignment:
         records = group.drop_duplicates(by, keep="last").set_index(by)["records"]
         first, *others = [value for value in values if value in records.index]
         alone += not others
-        pairs += [CellPair(" ".join(place), f"{first} → {value}", records[first], records[value]) for value in others]
+        pairs += [
+            CellPair(" ".join(map(str, place)), f"{first} → {value}", records[first], records[value])
+            for value in others
+        ]
     if not pairs:
         raise NotAligned(f"run {run.header.run_id} has nothing to compare by {by}: no two cells differ only in it")
     notes = (f"Cells without a counterpart that differs only in {by}: {alone}.",) if alone else ()

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plumbline.report.comparison.comparison import Comparison
+from plumbline.report.comparison.compare import Comparison
 from plumbline.report.comparison.figure_changes import FigureVerdict
 from plumbline.report.comparison.presentation import (
     LEGEND,
@@ -26,7 +25,8 @@ from plumbline.report.comparison.presentation import (
     reasons,
     remarks,
 )
-from plumbline.report.terminal.console import rendered
+from plumbline.report.markdown.table import markdown_table
+from plumbline.report.terminal.console import plain_table, rendered
 from plumbline.report.text import markdown, printable
 from plumbline.statistics.intervals import CONFIDENCE
 
@@ -53,14 +53,14 @@ def as_markdown(comparison: Comparison) -> str:
         blocks.append(markdown(machines_in_words(comparison)))
     if comparison.outcomes:
         rows = [(change.kind.value, *outcome_texts(change)) for change in comparison.outcomes]
-        blocks.append(_markdown_table(_OUTCOME_COLUMNS, "llll", rows))
+        blocks.append(_markdown(_OUTCOME_COLUMNS, "llll", rows))
     if comparison.figures and not comparison.machine:
         names = ("Cell", "Figure", "A → B", "Change, %", "95 % interval", "Verdict")
         figures = [
             (line.cell, line.figure, line.amounts, line.change, line.interval, line.verdict.value)
             for line in figure_lines(comparison.figures)
         ]
-        blocks.append(_markdown_table(names, "llrrrl", figures))
+        blocks.append(_markdown(names, "llrrrl", figures))
     for lines in _closing(comparison, MOST_MARKDOWN_REASONS):
         blocks.append("\n".join(f"- {markdown(line)}" for line in lines))
     return "\n\n".join(filter(None, blocks)) + "\n"
@@ -116,12 +116,8 @@ def _closing(comparison: Comparison, most_reasons: int) -> Iterator[list[str]]:
     yield remarks(comparison)
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-
-
 def _outcomes(comparison: Comparison) -> Table:
-    table = _table()
+    table = plain_table()
     for name in _OUTCOME_COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name == "Outcome")
     for change in comparison.outcomes[:MOST_TERMINAL_LINES]:
@@ -133,7 +129,7 @@ def _outcomes(comparison: Comparison) -> Table:
 
 
 def _figures(lines: Sequence[FigureLine]) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("Cell, and its figures", overflow="fold")
     for name in ("A → B", "Change\n%", "95 % interval"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -150,9 +146,7 @@ def _figures(lines: Sequence[FigureLine]) -> Table:
     return table
 
 
-def _markdown_table(names: Sequence[str], alignment: str, rows: Sequence[Sequence[str]]) -> str:
-    rules = ["--:" if side == "r" else "---" for side in alignment]
-    lines = [names, rules, *([markdown(part) for part in row] for row in rows[:MOST_MARKDOWN_LINES])]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _markdown(names: Sequence[str], alignment: str, rows: Sequence[Sequence[str]]) -> str:
+    table = markdown_table(names, alignment, ([*map(markdown, row)] for row in rows[:MOST_MARKDOWN_LINES]))
     left = len(rows) - MOST_MARKDOWN_LINES
     return f"{table}\n\n… and {left} more: `--format json` has all of them" if left > 0 else table

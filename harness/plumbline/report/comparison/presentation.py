@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from plumbline.report.comparison.comparison import Comparison
+from plumbline.report.comparison.compare import Comparison
 from plumbline.report.comparison.figure_changes import FigureChange, FigureVerdict
 from plumbline.report.comparison.outcomes import OutcomeChange, OutcomeKind
 from plumbline.report.text import counted, in_words, printable, shortened
+from plumbline.results.records import grouped
 
 LEGEND: Final = "↑ higher is better, ↓ lower is better; pp: percentage points; intervals: 95 % for each figure"
 _LONGEST_REMARK: Final = 500
@@ -30,15 +31,14 @@ class FigureLine:
 
 def figure_lines(figures: Iterable[FigureChange]) -> list[FigureLine]:
     """Return the lines of the table, in the order of the figures; figures that are the same share a line per metric."""
-    moved: dict[tuple[object, ...], list[FigureChange]] = {}
-    same: dict[str, list[FigureChange]] = {}
-    for change in figures:
-        if change.verdict is FigureVerdict.SAME:
-            same.setdefault(change.metric, []).append(change)
-        else:
-            key = (change.cell, change.versus, change.metric, change.rank is None, change.verdict, change.reason)
-            moved.setdefault(key, []).append(change)
+    every = list(figures)
+    moved = grouped((change for change in every if change.verdict is not FigureVerdict.SAME), _line)
+    same = grouped((change for change in every if change.verdict is FigureVerdict.SAME), lambda change: change.metric)
     return [*map(_moved, moved.values()), *map(_same, same.values())]
+
+
+def _line(change: FigureChange) -> tuple[object, ...]:
+    return change.cell, change.versus, change.metric, change.rank is None, change.verdict, change.reason
 
 
 def _moved(changes: Sequence[FigureChange]) -> FigureLine:
@@ -109,7 +109,8 @@ def _interval(changes: Sequence[FigureChange]) -> str:
 def headline(comparison: Comparison) -> str:
     parts = [part for part in (_outcomes(comparison), _figures(comparison)) if part]
     whose = f"By {comparison.by}: " if comparison.by else ""
-    return f"{whose}{_lead(comparison)}: {'; '.join(parts)}."
+    sentence = f"{whose}{_lead(comparison)}: {'; '.join(parts)}."
+    return sentence[0].upper() + sentence[1:]
 
 
 def _lead(comparison: Comparison) -> str:
@@ -122,8 +123,8 @@ def _lead(comparison: Comparison) -> str:
     if better:
         return f"{b} is better than {a}"
     if verdicts[FigureVerdict.INCONCLUSIVE] or verdicts[FigureVerdict.NOT_COMPARABLE] or comparison.incomplete:
-        return f"{b} was not found to differ from {a}, but some comparisons are inconclusive"
-    return f"{b} is nowhere worse than {a}" if kinds else f"{b} is the same as {a}"
+        return f"no difference between {b} and {a} was found, but some comparisons are inconclusive"
+    return f"{b} is no worse than {a}" if kinds else f"{b} is the same as {a}"
 
 
 def _outcomes(comparison: Comparison) -> str:
@@ -156,10 +157,8 @@ def remarks(comparison: Comparison) -> list[str]:
 
 def reasons(comparison: Comparison, most: int) -> list[str]:
     """Return why figures have no verdict, the most frequent reason first, at most ``most`` lines."""
-    found: dict[tuple[FigureVerdict, str], list[FigureChange]] = {}
-    for change in comparison.figures:
-        if change.reason:
-            found.setdefault((change.verdict, change.reason), []).append(change)
+    explained = (change for change in comparison.figures if change.reason)
+    found = grouped(explained, lambda change: (change.verdict, change.reason))
     lines = [
         printable(f"{verdict.value}, {counted(len(changes), 'figure')}: {reason}{_enough(changes)}")
         for (verdict, reason), changes in sorted(found.items(), key=lambda group: -len(group[1]))

@@ -13,7 +13,7 @@ from plumbline.report.history.cell_history import CellHistory, Span
 from plumbline.report.history.figure_history import FigureChange, FigureHistory
 from plumbline.report.history.recorded_runs import differing, traits
 from plumbline.report.text import digits
-from plumbline.results.records import KNOWN
+from plumbline.results.records import KNOWN, grouped
 from plumbline.results.run import Run
 
 Kind = Literal["worse", "better", "other"]
@@ -62,9 +62,7 @@ def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) ->
         for figure in figures
         for change in figure.changes
     ]
-    steps: dict[tuple[str, str, str], list[tuple[str, Run, Run, Change]]] = {}
-    for one in found:
-        steps.setdefault((one[0], one[1].header.run_id, one[2].header.run_id), []).append(one)
+    steps = grouped(found, lambda one: (one[0], one[1].header.run_id, one[2].header.run_id))
     every = [Step(*ones[0][:3], _together(change for *_, change in ones)) for ones in steps.values()]
     return sorted(every, key=lambda step: step.run.header.started, reverse=True)
 

@@ -20,7 +20,7 @@ from plumbline.report.history.recorded_runs import FoundRuns, find_runs, label, 
 from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
 from plumbline.report.text import counted
-from plumbline.results.records import KNOWN
+from plumbline.results.records import KNOWN, grouped
 from plumbline.results.run import Run
 
 INDEX: Final = "index.html"
@@ -52,7 +52,7 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     cells, figures = cell_histories(found.runs), figure_histories(found.runs)
     steps = all_steps(cells, figures)
     (site / BADGES).mkdir(parents=True, exist_ok=True)
-    for subject, own in _by_subject(cells).items():
+    for subject, own in grouped(cells, lambda cell: cell.subject).items():
         write_content(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
     links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
     write_content(site / INDEX, _page(found, cells, figures, steps, links))
@@ -113,21 +113,16 @@ def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse:
 
 
 def _sections(cells: Sequence[CellHistory], figures: Sequence[FigureHistory]) -> list[SubjectSection]:
-    measured: dict[str, list[FigureHistory]] = {}
-    for figure in figures:
-        measured.setdefault(figure.subject, []).append(figure)
-    examined = _by_subject(cells)
+    measured = grouped(figures, lambda figure: figure.subject)
+    examined = grouped(cells, lambda cell: cell.subject)
     return [
         _section(name, examined.get(name, []), measured.get(name, [])) for name in dict.fromkeys([*examined, *measured])
     ]
 
 
 def _section(name: str, cells: list[CellHistory], figures: list[FigureHistory]) -> SubjectSection:
-    shown = [cell for cell in cells if len(cell.spans) > 1 or cell.now.end.wrong]
-    steady: dict[str, list[CellHistory]] = {}
-    for cell in cells:
-        if len(cell.spans) == 1 and not cell.now.end.wrong:
-            steady.setdefault(str(cell.now.end), []).append(cell)
+    shown = filter(_is_shown, cells)
+    steady = grouped((cell for cell in cells if not _is_shown(cell)), lambda cell: str(cell.now.end))
     return SubjectSection(
         name,
         tuple(sorted(shown, key=lambda cell: (not cell.now.end.wrong, cell.cell))),
@@ -137,11 +132,8 @@ def _section(name: str, cells: list[CellHistory], figures: list[FigureHistory]) 
     )
 
 
-def _by_subject(cells: Sequence[CellHistory]) -> dict[str, list[CellHistory]]:
-    subjects: dict[str, list[CellHistory]] = {}
-    for cell in cells:
-        subjects.setdefault(cell.subject, []).append(cell)
-    return subjects
+def _is_shown(cell: CellHistory) -> bool:
+    return len(cell.spans) > 1 or cell.now.end.wrong
 
 
 def _ends(runs: Sequence[Run], cells: Sequence[CellHistory]) -> dict[str, str]:

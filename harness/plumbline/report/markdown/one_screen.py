@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from plumbline.report.formats import ReportFormat
 from plumbline.report.markdown.support_page import support_page
+from plumbline.report.markdown.table import markdown_table
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from plumbline.report.tables.grid import Grid, GridRow, grids
@@ -65,14 +66,17 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     if not rows:
         return
     right = {key: all(row.mark not in _WRONG for row in found.values()) for key, found in rows.items()}
-    shown = sorted(rows, key=right.__getitem__)[:_MOST_ROWS]
+    shown = sorted(rows.items(), key=lambda row: right[row[0]])[:_MOST_ROWS]
+    lines = [
+        [
+            markdown(subject),
+            markdown(backend_in_words(backend)),
+            *(found[name].share if name in found else "" for name in precisions),
+        ]
+        for (subject, backend, _), found in shown
+    ]
     yield ""
-    yield f"| subject | backend | {' | '.join(map(markdown, precisions))} |"
-    yield f"| --- | --- |{' :-: |' * len(precisions)}"
-    for subject, backend, accelerator in shown:
-        found = rows[subject, backend, accelerator]
-        squares = (found[name].share if name in found else "" for name in precisions)
-        yield f"| {markdown(subject)} | {markdown(backend_in_words(backend))} | {' | '.join(squares)} |"
+    yield markdown_table(["subject", "backend", *map(markdown, precisions)], "ll" + "c" * len(precisions), lines)
     yield ""
     left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
     used = dict.fromkeys(row.mark for found in rows.values() for row in found.values())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import pandas as pd
 
+from plumbline.report.markdown.table import markdown_table
 from plumbline.report.tables.cells import cell_table, counts_in_words
 from plumbline.report.tables.failures import (
     as_consequence,
@@ -50,7 +51,7 @@ def support_page(run: Run) -> str:
         _devices(run, table),
         *_warnings(run, cells),
         *_side_by_side(run),
-        markdown_table(table),
+        _support_table(table),
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
@@ -66,26 +67,18 @@ def _side_by_side(run: Run) -> Iterable[str]:
     if table is None:
         return
     yield "## Side by side"
-    rules = ["---", "---", "---", *([":-:"] * (len(table.columns) - len(ROW_COLUMNS)))]
-    rows = [list(map(markdown, row)) for row in table.itertuples(index=False)]
-    yield "\n".join(map(_line, [list(map(markdown, table.columns)), rules, *rows]))
+    subjects = len(table.columns) - len(ROW_COLUMNS)
+    rows = ([*map(markdown, row)] for row in table.itertuples(index=False))
+    yield markdown_table([*map(markdown, table.columns)], "lll" + "c" * subjects, rows)
     yield "A mark, and how many of the cells that were trained passed; the marks are explained below the next table."
     yield "## Each trainer"
 
 
-def markdown_table(table: pd.DataFrame) -> str:
-    columns = list(table.columns)
+def _support_table(table: pd.DataFrame) -> str:
     centred = (*mark_columns(), "Devices")
-    rules = [":-:" if name in centred else "--:" if name in _RIGHT else "---" for name in columns]
-    rows = [
-        [_RENDER.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
-        for row in table.itertuples(index=False)
-    ]
-    return "\n".join(map(_line, [columns, rules, *rows]))
-
-
-def _line(parts: Sequence[str]) -> str:
-    return f"| {' | '.join(parts)} |"
+    sides = ["c" if name in centred else "r" if name in _RIGHT else "l" for name in table.columns]
+    shown = [table[name].map(_RENDER.get(name, str)) for name in table.columns]
+    return markdown_table(list(table.columns), sides, zip(*shown, strict=True))
 
 
 def run_facts(run: Run) -> str:

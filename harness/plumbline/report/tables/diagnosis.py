@@ -11,7 +11,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
 from plumbline.report.tables.failures import FailureGroup, failures, location, message_of, wrong_cells
 from plumbline.report.text import compact, counted, listed
-from plumbline.results.records import Result
+from plumbline.results.records import Result, grouped
 from plumbline.results.run import Run
 
 MOST_NAMES: Final = 4
@@ -49,12 +49,9 @@ class Diagnosis:
 @cached_per_run
 def diagnoses(run: Run) -> list[Diagnosis]:
     """Return what went wrong, a diagnosis a group of ``failures``, in their order."""
-    right: dict[tuple[str, str], list[Result]] = {}
     wrong = {findings[0].coordinates for findings in wrong_cells(run)}
-    for result in run.results:
-        is_right = result.outcome in (Outcome.PASSED, Outcome.DEVIATES) and result.coordinates not in wrong
-        if result.error_grid is not None and is_right:
-            right.setdefault((result.check, result.workload), []).append(result)
+    drawn = (one for one in run.results if one.error_grid is not None and one.coordinates not in wrong)
+    right = grouped((one for one in drawn if one.outcome in (Outcome.PASSED, Outcome.DEVIATES)), _problem)
     return [_diagnosis(group, right.get(_problem(group.findings[0]), ())) for group in failures(run)]
 
 

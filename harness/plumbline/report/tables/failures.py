@@ -13,7 +13,7 @@ from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
 from plumbline.report.text import compact, counted, listed, printable, shortened
-from plumbline.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
+from plumbline.results.records import UNEXPECTED_PASS, Expected, Result, by_cell, grouped
 from plumbline.results.run import Run
 
 LONGEST_CONSEQUENCE: Final = 160
@@ -57,9 +57,8 @@ def wrong_cells(run: Run) -> list[list[Result]]:
 @cached_per_run
 def failures(run: Run) -> list[FailureGroup]:
     """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
-    groups: dict[tuple[str, str, str | None, str], list[Result]] = {}
-    for first, *_ in wrong_cells(run):
-        groups.setdefault((first.subject, _title(first), first.family, _mechanism(first)), []).append(first)
+    firsts = (findings[0] for findings in wrong_cells(run))
+    groups = grouped(firsts, lambda first: (first.subject, _title(first), first.family, _mechanism(first)))
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return [FailureGroup(*key, tuple(findings)) for key, findings in ordered]
 

@@ -16,7 +16,7 @@ from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
 from plumbline.report.tables.failures import FailureGroup, failures, in_one_line, is_wrong
 from plumbline.report.text import counted, printable
-from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, Result
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, grouped
 from plumbline.results.run import Run
 
 SIMULATED: Final = "simulated"
@@ -70,11 +70,8 @@ def notes(run: Run) -> list[str]:
 
     A launch that went well has no finding; one that passed with a finding carries a note.
     """
-    found: dict[tuple[str, str], list[Result]] = {}
-    for result in run.results:
-        if result.check == "launch" and result.outcome is Outcome.PASSED:
-            first = result.message.partition(". ")[0].partition("\n")[0]
-            found.setdefault((result.subject, first), []).append(result)
+    noted = (one for one in run.results if one.check == "launch" and one.outcome is Outcome.PASSED)
+    found = grouped(noted, lambda one: (one.subject, one.message.partition(". ")[0].partition("\n")[0]))
     return [
         f"note on {counted(len(results), 'cell')} of {printable(subject)}, for example {results[0].cell}: "
         f"{printable(results[0].message.partition(chr(10))[0])}"

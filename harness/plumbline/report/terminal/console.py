@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from io import StringIO
 
+from rich import box
 from rich.console import Console, RenderableType
+from rich.table import Table
+
+
+def plain_table(*, expand: bool = False, gap: int = 1) -> Table:
+    """Return an empty table with a line below its headings, and ``gap`` blanks between columns."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False, expand=expand)
 
 
 def rendered(*parts: RenderableType, width: int, colour: bool) -> str:

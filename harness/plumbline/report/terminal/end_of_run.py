@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Final
 
 import pandas as pd
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,7 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.terminal.console import rendered
+from plumbline.report.terminal.console import plain_table, rendered
 from plumbline.report.text import compact, in_words, printable
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Measurement
 from plumbline.results.run import Run
@@ -54,7 +53,7 @@ def support_for_terminal(
 
 def _columns(together: pd.DataFrame) -> Table:
     """Return the table of ``side_by_side`` with one column for a row's name: nine trainers fit into 100 characters."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = plain_table()
     table.add_column("", no_wrap=True)
     for name in together.columns[len(ROW_COLUMNS) :]:
         table.add_column(printable(name).replace("-", "-\n"), overflow="fold")
@@ -72,7 +71,7 @@ def _support(run: Run, *, every: bool) -> Table:
     """
     support = support_table(run, every=True)
     marks = [name for name in mark_columns() if name in support]
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
+    table = plain_table(expand=True, gap=0)
     for name in marks:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
     table.add_column("Command", ratio=1, no_wrap=True, overflow="ellipsis")
@@ -127,7 +126,7 @@ def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> s
     if not cells:
         return ""
     several = has_several_subjects(cells)
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = plain_table(expand=True)
     table.add_column("Workload", no_wrap=True, overflow="ellipsis")
     table.add_column("Configuration", ratio=1, no_wrap=True, overflow="ellipsis")
     for name in _SPEED_COLUMNS:

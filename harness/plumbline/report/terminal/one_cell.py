@@ -6,10 +6,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from plumbline.core.errors import PlumblineError
@@ -20,10 +18,10 @@ from plumbline.report.tables.failures import expectation_details, is_wrong, loca
 from plumbline.report.tables.measured import conformance_of
 from plumbline.report.tables.profiles import HOW_TO_OPEN, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
-from plumbline.report.terminal.console import rendered
+from plumbline.report.terminal.console import plain_table, rendered
 from plumbline.report.text import between, compact, in_words, printable, printable_lines
 from plumbline.results.logs import log_tails, trace_folder
-from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Expected, Measurement, Result, ending
+from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Expected, Measurement, Result, ending, grouped
 from plumbline.results.run import Run
 
 MOST_CANDIDATES: Final = 30
@@ -72,10 +70,7 @@ def cell_outcomes(run: Run) -> dict[str, str]:
     """Return the outcome of each cell of a run by its id: examined cells, then measured ones."""
     cells = cell_table(run)
     outcomes = dict(zip(cells["cell"], cells["outcome"], strict=True))
-    results: dict[str, list[Result]] = {}
-    for result in run.results:
-        if result.cell not in outcomes:
-            results.setdefault(result.cell, []).append(result)
+    results = grouped((one for one in run.results if one.cell not in outcomes), lambda one: one.cell)
     measured = {record.cell: MEASURED for record in run.measurements if record.cell not in outcomes}
     for cell, found in results.items():
         end = ending(found)
@@ -183,7 +178,7 @@ def _figures(run: Run, measurements: Sequence[Measurement]) -> Iterator[Renderab
     conformance = conformance_of(run)(measurements[0].coordinates)
     yield _title("Figures")
     yield Text(f"conformance: {conformance.sentence}", style="bold red" if conformance.wrong else "")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = plain_table()
     table.add_column("metric", overflow="fold")
     table.add_column("rank", justify="right")
     table.add_column("figure", justify="right", overflow="fold")
