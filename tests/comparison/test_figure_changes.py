@@ -82,7 +82,7 @@ def test_what_was_not_there_has_no_ratio(verdict_on):
 def test_where_neither_way_is_better_a_change_is_told_and_not_judged(verdict_on):
     change = verdict_on("step_p50", [1.0, 1.01, 0.99], [2.0, 2.02, 1.98], better=None)
     assert change.verdict is FigureVerdict.INCONCLUSIVE
-    assert "neither direction is better" in change.reason
+    assert "neither direction counts as better" in change.reason
     assert verdict_on("step_p50", [1.0, 1.01, 0.99], [1.0, 1.01, 0.99], better=None).verdict is FigureVerdict.SAME
 
 

@@ -48,7 +48,7 @@ def drive(turns, times):
     for _ in range(times):
         turns.prepare()
         turns.round()
-    turns.settle()
+    turns.finish_round()
 
 
 def test_neighbours_are_paired_and_neither_always_comes_first():
@@ -85,7 +85,7 @@ def test_without_a_loop_by_hand_the_cell_trains_alone():
 def test_what_goes_wrong_by_hand_is_no_fault_of_the_trainer():
     notes = []
     turns = turns_of(notes, 4, failing_by_hand=2)
-    with pytest.raises(TimedLaunchError, match="hand-written loop beside it") as failed:
+    with pytest.raises(TimedLaunchError, match="hand-written loop") as failed:
         drive(turns, 4)
     assert failed.value.finding.outcome is Outcome.ERRORED
     turns.close()

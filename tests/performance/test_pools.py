@@ -104,7 +104,9 @@ def test_those_used_longest_ago_make_room(small):
 def test_where_there_is_no_room_it_is_said_before_anything_is_started(small):
     pools, machine = small
     pools.several("a", count=1)
-    with pytest.raises(LaunchError, match=r"no room for 8 more .* 3.4 GiB are left, and they need 4.2: take fewer --l"):
+    with pytest.raises(
+        LaunchError, match=r"not enough memory for 8 more .* 3.4 GiB are free, 4.2 GiB are needed. Use fewer --l"
+    ):
         pools.several("b", "y", count=4)
     assert living(machine) == ""
     pools.several("b", "y", count=3)

@@ -78,5 +78,5 @@ def test_each_rank_leaves_a_trace(launched):
 
 def test_a_launch_that_fails_is_a_problem_of_the_profile(launched):
     record, folder = launched("raises", "perf-mlp")
-    assert "the launch that was to be profiled failed" in record.problems[0]
+    assert "the profiled launch failed" in record.problems[0]
     assert [f"profiles/raises-perf-mlp-ddp-1x2-32/{file.name}" for file in sorted(folder.iterdir())] == [*record.files]

@@ -143,7 +143,7 @@ def test_a_run_that_stops_at_the_first_failure_is_shown_as_incomplete(project, m
         (("--subject", "nowhere.py"), "*--subject nowhere.py: file nowhere.py not found*"),
         (
             ("--report-dir", "pytest.ini/there"),
-            "*report directory pytest.ini/there cannot be made*pytest.ini is no folder*",
+            "*Cannot create the report directory pytest.ini/there*pytest.ini is not a directory*",
         ),
         (("--cell", "reference-mlp-ddp-1x2-31"), "*unknown cell; did you mean reference-mlp-ddp-1x2-32?*"),
     ],

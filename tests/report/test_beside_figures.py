@@ -82,8 +82,8 @@ def test_a_timeline_shows_each_chunk_once_and_can_be_read_without_colours(run: R
     labels = [text.text for text in root.iter(f"{SVG}text") if "micro" in text.get("class", "")]
     assert labels == [str(chunk.micro_batch) for chunk in chunks()]
     assert one.sentence == (
-        "2 stages, 2 micro-batches, 9 ms; computing: rank 0 44.4 %, rank 1 55.6 %. The bubble is 40.0 % of the ranks’ "
-        "time, over all launches."
+        "2 stages, 2 micro-batches, 9.00 ms; computing: rank 0 44.4 %, rank 1 55.6 %. The bubble is 40.0 % of the "
+        "ranks’ time, over all launches."
     )
 
 
@@ -113,10 +113,10 @@ def test_the_page_links_profiles_and_nothing_else(run: Run) -> None:
 
 def test_what_does_not_apply_and_formulas_stand_on_every_report(run: Run) -> None:
     page, screen, shown = report_page(run), one_screen(run), one_cell(run, CELL.id, width=200)
-    assert "Not applicable: mfu, hfu, since a CPU has &lt;no&gt; peak." in page
+    assert "Not applicable: mfu, hfu, because a CPU has &lt;no&gt; peak." in page
     assert "pipeline bubble = 1 - busy / &lt;all&gt;" in page
-    assert "- not applicable: mfu, hfu, since a CPU has &lt;no&gt; peak; profiles of 1 cell: 2 files in" in screen
+    assert "- not applicable: mfu, hfu, because a CPU has &lt;no&gt; peak; profiles of 1 cell: 2 files in" in screen
     assert "in `profiles/`; 1 problem with these" in screen
-    assert "mfu: not applicable, since a CPU has <no> peak" in shown
+    assert "mfu: not applicable, because a CPU has <no> peak" in shown
     assert FILES[0] in shown
     assert "passwd" not in shown

@@ -97,14 +97,14 @@ def test_a_diagnosis_says_what_where_how_large_how_sure_and_what_to_change(run_o
     assert HINT not in one.observed
     assert one.observed.endswith("from right); it happens in every second step")
     assert one.where == ("step 0", "rank 1", "parameter layers.0.weight", "layer layers.0")
-    assert one.size == "4e6 × rounding noise; a correct trainer stays below 8"
-    assert one.certainty == "The error is 5e5 times the limit. The cause predicts the recorded numbers to 0.9 × noise."
+    assert one.size == "4e6 × noise; a correct trainer stays below 8"
+    assert one.certainty == "The error is 5e5 × the limit. The cause predicts the recorded numbers within 0.9 × noise."
     assert one.advice == HINT
     assert one.extent == "2 cells: mlp · ddp · 1×2, 1×4 · 32"
     assert one.right is not None
     assert one.right.subject == "right"
     page = report_page(run)
-    for text in (HINT, "4e6 × rounding noise", "Right: right", "✗ 1 × rank 0", "pytest -k "):
+    for text in (HINT, "4e6 × noise", "Right: right", "✗ 1 × rank 0", "pytest -k "):
         assert text in page, text
 
 
@@ -112,7 +112,7 @@ def test_a_cause_without_a_name_gets_advice_of_its_outcome(run_of):
     run = run_of({cell(): Finding("launch", Outcome.TIMED_OUT, "rank 1 never came")})
     (one,) = diagnoses(run)
     assert "collective" in one.advice
-    assert "before it could be judged" in one.certainty
+    assert "before its numbers could be checked" in one.certainty
     assert one.right is None
 
 

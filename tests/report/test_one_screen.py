@@ -41,7 +41,7 @@ def test_the_verdict_stands_first_and_a_table_follows(realistic_run: Run) -> Non
 
 def test_what_failed_comes_with_its_cause_and_a_command(realistic_run: Run) -> None:
     page = one_screen(realistic_run)
-    assert "- **sum-instead-of-mean** (averaging) in 3 cells, 4e6 × noise: the gradient is the sum" in page
+    assert "- **sum-instead-of-mean** (averaging) in 3 cells, 4.1e6 × noise: the gradient is the sum" in page
     assert "  - `pytest suites/ -k reference-contrastive-ddp2-2x2-16`" in page
 
 

@@ -86,7 +86,7 @@ def test_the_page_shows_every_finding_that_went_wrong_and_how_to_see_it_again(re
     assert bad
     for result in bad:
         assert f"`{result.reproduce}`" in page
-    assert "4e6 × noise" in page
+    assert "4.1e6 × noise" in page
 
 
 def test_many_findings_are_cut_off_with_their_number(build_run: BuildRun) -> None:

@@ -44,7 +44,9 @@ def test_one_cause_of_all_cells_is_said_once(run_of):
     (summary,) = subject_causes(run_of({cell(gpus=gpus): [wrong()] for gpus in (2, 3, 4)}))
     assert summary.cause == ("not-synchronised", "sync")
     assert not summary.others
-    assert summary.sentences[0].startswith("my-ddp: all 3 wrong cells have one cause, not-synchronised (sync): they")
+    assert summary.sentences[0].startswith(
+        "my-ddp: all 3 failing cells have the same cause, not-synchronised (sync): they"
+    )
 
 
 def test_the_last_words_of_what_is_told_are_shown(run_of):
@@ -59,7 +61,7 @@ def test_what_it_does_not_explain_is_listed(run_of):
     (summary,) = subject_causes(run_of({**cells, other: [wrong(("never-evaluated", "metrics", ""), "validation")]}))
     assert summary.others == (other.id,)
     assert not summary.contradicting
-    assert f"Not explained by it: 1 cell: {other.id}." in summary.sentences
+    assert f"1 cell has another cause, never-evaluated: {other.id}." in summary.sentences
 
 
 def test_a_cell_where_it_would_have_to_show_contradicts_it(run_of):
@@ -67,13 +69,13 @@ def test_a_cell_where_it_would_have_to_show_contradicts_it(run_of):
     other = cell(gpus=4)
     (summary,) = subject_causes(run_of({**cells, other: [wrong(("another-loss", "loss-normalisation", ""))]}))
     assert summary.contradicting == ((other.id, "another-loss"),)
-    assert "one of the two names may be wrong" in summary.sentences[-1]
+    assert "one of the two may be wrong" in summary.sentences[-1]
 
 
 def test_unexplained_cells_are_no_cause(run_of):
     (summary,) = subject_causes(run_of({cell(gpus=n): [wrong(("unexplained", None, ""))] for n in (2, 3)}))
     assert summary.cause is None
-    assert summary.sentences == ("my-ddp: no cause explains most of its 2 wrong cells.",)
+    assert summary.sentences == ("my-ddp: no single cause explains most of its 2 failing cells.",)
 
 
 def test_a_consequence_is_no_cause_of_its_cell(run_of):
@@ -93,7 +95,7 @@ def test_every_page_has_it_and_shows_consequences_after_their_root(run_of):
         support_for_terminal(run, 160), support_page(run), report_page(run), as_json(run),
     ]  # fmt: skip
     for page in pages:
-        assert "2 wrong cells have one cause" in page
+        assert "both failing cells have the same cause" in page
     for page in pages[1:3]:
         assert "consequence of gradients: ranks-agree: rank 1 holds other weights" in page.replace("\\", "")
         assert page.index("never all-reduced") < page.index("consequence of gradients")

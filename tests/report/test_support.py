@@ -106,7 +106,7 @@ def test_the_marks_of_the_legend(build_run: BuildRun, ends: list[str | None], ma
 @pytest.mark.parametrize("backend", ["balanced", "ddp"])
 def test_the_legend_says_into_how_many_micro_batches_a_batch_is_divided(build_run: BuildRun, backend: str) -> None:
     run = build_run({Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu"): [Outcome.PASSED]})
-    sentence = "balanced: each replica's batch passes in 2 micro-batches"
+    sentence = "balanced: each replica splits its batch into 2 micro-batches"
     for shown in (support_for_terminal(run), support_page(run)):
         assert (sentence in shown) is (backend == "balanced")
 

@@ -72,7 +72,7 @@ def test_a_cell_is_shown_with_all_that_is_known_of_it(recorded_run: Path) -> Non
     assert max(map(cell_len, shown.splitlines())) <= 100
     for word in (
         "sum-instead-of-mean (averaging)",
-        "step 0, rank 1, parameter tower.0.weight, 4e6 × noise",
+        "step 0, rank 1, parameter tower.0.weight, 4.1e6 × noise",
         "<b>2.0 × too large</b>",
         "seed: the workload's own",
         "passed  coverage",

@@ -71,7 +71,7 @@ def test_a_tables_cell_stays_one_cell(text: str) -> None:
         (9999.0, "9999"),
         (9999.9, "1e4"),
         (2e6, "2e6"),
-        (1.9e-7, "2e-7"),
+        (1.9e-7, "1.9e-7"),
         (math.inf, "inf"),
         (math.nan, ""),
     ],

@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_after_some_cells_goes_on_though_it_has_a_footer(
         assert list(run.results) == first
 
 
-def test_a_run_that_came_to_its_end_is_not_touched(tmp_path: Path) -> None:
+def test_a_complete_run_is_not_resumed(tmp_path: Path) -> None:
     path = run_broken_off_at(tmp_path, LENGTH + 10_000)
     before = (path / RESULTS).read_bytes()
     with pytest.raises(NothingToResume, match="is already complete"):

@@ -208,7 +208,7 @@ def test_an_unusable_report_directory_is_answered_with_the_way_out(tmp_path: Pat
 
 def test_a_look_at_a_report_directory_makes_nothing_and_a_run_makes_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReportDirUnusable, match="file is no folder"):
+    with pytest.raises(ReportDirUnusable, match="file is not a directory"):
         check_report_dir(tmp_path / "file" / "below")
     report_dir = tmp_path / "there" / "is" / "none"
     check_report_dir(report_dir)

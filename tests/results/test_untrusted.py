@@ -123,7 +123,7 @@ def test_pages_are_written_into_the_run_s_own_folder(run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "results.jsonl").symlink_to(run / "results.jsonl")
-    with pytest.raises(RunNotFound, match="is a link"):
+    with pytest.raises(RunNotFound, match="is a symbolic link"):
         read_run(other)
     (other / "mine").write_text("left as it is")
     (run / "page.parquet").symlink_to(other / "mine")

@@ -38,15 +38,15 @@ class EnergyUse:
             return self._why
         used = {uuid for rank in ranks for uuid in rank.devices}
         if not used:
-            return "this version of torch does not tell which device is which (its UUID)"
+            return "this version of torch does not report the UUIDs of devices"
         if missing := sorted(used - self._joules.keys()):
             return f"{missing[0]} has no energy counter (NVML has one for Volta and newer, not for parts of a device)"
         rounds = zip(*(rank.rounds for rank in ranks), strict=True)
         shortest = min((max(one.seconds for one in each) for each in rounds), default=0.0)
         if shortest < LEAST_ROUND_S:
             return (
-                f"a round lasts {shortest:.2g} s, and a counter may move only every {COUNTER_PERIOD_S:g} s: "
-                f"{LEAST_ROUND_S:g} s are needed"
+                f"a round takes {shortest:.2g} s, but energy counters may update only every {COUNTER_PERIOD_S:g} s: "
+                f"rounds of at least {LEAST_ROUND_S:g} s are needed"
             )
         return sum(self._joules[uuid] for uuid in used)
 

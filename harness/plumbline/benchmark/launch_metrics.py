@@ -192,11 +192,11 @@ def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
     """
     samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
-        raise SamplesError("no samples went through job.model()'s forward in a round: is another model trained?")
+        raise SamplesError("no samples passed through job.model() in a round: train the model that it returns")
     if len(set(samples)) < len(samples):
         raise SamplesError(
-            f"{len(samples)} samples went through the model in a round, and only {len(set(samples))} different ones: "
-            "do all ranks train on the same data?"
+            f"{len(samples)} samples passed through the model in a round, but only {len(set(samples))} of them are "
+            "distinct: check that each rank trains on its own shard"
         )
     return len(samples)
 

@@ -53,7 +53,7 @@ def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | N
     if isinstance(peak, str):
         found |= {"mfu": peak, "hfu": peak}
     elif cell.processes < cell.topology.devices or any(rank.flops is None for rank in looked):
-        found["hfu"] = "what a process executes on several devices is not counted"
+        found["hfu"] = "operations of a process that uses several devices are not counted"
     energy = next((launch.timed.energy for launch in launches if isinstance(launch.timed.energy, str)), None)
     if energy is not None:
         found |= {"energy_per_step": energy, "energy_per_sample": energy}

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class PairedRounds:
-    """``rounds`` rounds of a launch, then those of the next one. For each ``prepare``, then ``round``; last ``settle``.
+    """``rounds`` rounds of a launch, then those of the next: ``prepare`` and ``round`` for each, then ``finish_round``.
 
     Only ``round`` is to be timed. The yardstick's rounds are paired with the cell's, one before, one after, one before,
     …: a machine that grows slower slows both equally. ``launches`` has the ones that are over. Where a method raises
@@ -31,13 +31,13 @@ class PairedRounds:
         self._begin_yardstick = yardstick
         self._rounds = rounds
         self._done = 0
-        self._unsettled = False
+        self._unfinished = False
         self._timed: TimedLaunch | None = None
         self._yardstick: TimedLaunch | None = None
 
     def prepare(self) -> None:
         """Do what comes before a round: begin a new launch or train the yardstick's round, if it is their turn."""
-        self.settle()
+        self.finish_round()
         if self._done == 0:
             number = len(self.launches)
             self._timed = self._begin(number)
@@ -48,14 +48,14 @@ class PairedRounds:
 
     def round(self) -> None:
         assert self._timed is not None
-        self._unsettled = True
+        self._unfinished = True
         self._timed.round()
 
-    def settle(self) -> None:
+    def finish_round(self) -> None:
         """Do what comes after a round, once; ``prepare`` does it for the round before."""
-        if not self._unsettled:
+        if not self._unfinished:
             return
-        self._unsettled = False
+        self._unfinished = False
         if self._done % 2 == 1:
             self._train_yardstick()
         self._done += 1
@@ -85,6 +85,6 @@ def _blaming_yardstick(do: Callable[[], T]) -> T:
     try:
         return do()
     except TimedLaunchError as failed:
-        message = f"the hand-written loop beside it went wrong: {failed.finding.message}"
+        message = f"the hand-written loop that it is compared with failed: {failed.finding.message}"
         finding = replace(failed.finding, outcome=Outcome.ERRORED, message=message)
         raise TimedLaunchError(finding, failed.folder) from failed

@@ -37,4 +37,4 @@ def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: S
 
 
 def _failed(why: str) -> str:
-    return f"the launch that was to be profiled failed: {why}"[:500]
+    return f"the profiled launch failed: {why}"[:500]

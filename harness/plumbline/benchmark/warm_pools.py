@@ -58,9 +58,9 @@ class WarmPools:
         while more and (left := self._left()) is not None and left < more * SERVER + SPARE:
             if not others:
                 raise LaunchError(
-                    f"there is no room for {more} more interpreters, one for each launch and as many for the loop by "
-                    f"hand: {left / GIB:.1f} GiB are left, and they need {(more * SERVER + SPARE) / GIB:.1f}: "
-                    "take fewer --launches, or end other processes"
+                    f"not enough memory for {more} more interpreters (each launch needs one for the trainer and one "
+                    f"for the hand-written loop): {left / GIB:.1f} GiB are free, {(more * SERVER + SPARE) / GIB:.1f} "
+                    "GiB are needed. Use fewer --launches, or end other processes"
                 )
             for pool in self._pools.pop(others.pop(0)):
                 pool.close()

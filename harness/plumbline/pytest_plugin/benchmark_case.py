@@ -72,7 +72,7 @@ class BenchmarkCase(ConformanceCase):
                     for _ in range(launches * rounds):
                         paired.prepare()
                         paired.round()
-                paired.settle()
+                paired.finish_round()
             return paired, self._profiled(own[0]) if session.options.profile else None
 
     def _profiled(self, pool: Pool) -> Profile:

@@ -59,7 +59,7 @@ def report_format(name: str) -> ReportFormat:
         KeyError: there is no such format.
     """
     found = resolve_name(_locations()[name])
-    assert isinstance(found, ReportFormat), f"{name}: {found!r} is no ReportFormat"
+    assert isinstance(found, ReportFormat), f"{name}: {found!r} is not a ReportFormat"
     return found
 
 

@@ -21,7 +21,7 @@ def metrics_parquet(run: Run) -> bytes:
     try:
         content: bytes = metrics_table(run).to_parquet(index=False)
     except ImportError as error:
-        raise NoParquet("--format parquet needs pyarrow: pip install pyarrow, or use --format csv") from error
+        raise NoParquet("--format parquet needs pyarrow: run pip install pyarrow, or use --format csv") from error
     return content
 
 

@@ -91,26 +91,26 @@ def percent(share: float) -> str:
 
 
 def compact(number: float) -> str:
-    """Return a number in few characters: ``0.8``, ``57``, ``2e6``, ``inf``; nothing for a missing one (NaN)."""
+    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; nothing for a missing one (NaN)."""
     if math.isnan(number):
         return ""
     if math.isinf(number):
         return str(number)
     size = abs(number)
-    if size >= 9999.5:
-        mantissa, exponent = f"{number:.0e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    if size >= 9.95:
-        return f"{number:.0f}"
-    if size >= 1e-3 or size == 0:
-        return f"{number:.2g}"
-    mantissa, exponent = f"{number:.0e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    if size == 0 or 1e-3 <= size < 9999.5:
+        return f"{number:.0f}" if size >= 9.95 else f"{number:.2g}"
+    mantissa, exponent = f"{number:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return for example ``1 cell``, ``3 cells``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def x_noise(error: float) -> str:
+    """Return an error in multiples of rounding noise: ``57 × noise``."""
+    return f"{compact(error)} × noise"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return for example ``1 cell``, ``3 cells``; ``plural`` is needed where it is not the noun with an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 def listed(names: Iterable[str], most: int) -> str:
@@ -121,7 +121,14 @@ def listed(names: Iterable[str], most: int) -> str:
 
 
 def in_words(value: float, unit: str) -> str:
-    """Return a figure with its unit, in three digits: ``12.3 ms``, ``1.5 GiB``, ``87 %``, ``12,300 samples/s``."""
+    """Return a figure with its unit, in three digits: ``12.3 ms``, ``1.50 GiB``, ``87.0 %``, ``12,300 samples/s``.
+
+    Durations from a minute on are in whole seconds: ``3 min 20 s``.
+    """
+    if unit == "s" and 60 <= value < LARGEST:
+        minutes, seconds = divmod(round(value), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     size, name = unit_size(value, unit)
     return with_unit(digits(value / size), name)
 

@@ -23,11 +23,11 @@ class RunTooLarge(ResultsError):
 
 
 class NothingToResume(ResultsError):
-    """The run came to its end, another process is writing it, or it is not the run that was asked for."""
+    """The run is complete, another process is writing it, or it is not the run that was asked for."""
 
 
 class MissingHeader(ResultsError):
-    """The file does not begin with a whole header: it is empty, cut off, or something else altogether."""
+    """The file does not begin with a whole header: it is empty, truncated, or not a results file."""
 
 
 class CorruptRecord(ResultsError):

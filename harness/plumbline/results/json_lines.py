@@ -39,5 +39,5 @@ def record_of(line: bytes) -> Line:
 
     """
     if (found := _CHECKSUM.search(line)) and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
-        raise ChecksumError("its checksum is another")
+        raise ChecksumError("its checksum does not match")
     return _RECORD.validate_json(line, strict=True)

@@ -84,7 +84,7 @@ def read_run(path: Path) -> Run:
     # os.path returns False for a name that is too long; Path would raise.
     file = path / RESULTS if os.path.isdir(path) else path
     if os.path.islink(file):  # pages would be written to where it leads
-        raise RunNotFound(f"{file} is a link: name the folder that holds the run itself.")
+        raise RunNotFound(f"{file} is a symbolic link: name the folder of the run itself.")
     if not os.path.isfile(file):  # also refuses a pipe or a device, which might never end
         raise RunNotFound(
             f"There is no run at {path}: name a folder that holds a {RESULTS}, "
@@ -97,7 +97,7 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise ResultsError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
     if len(content) > LARGEST_FILE:
-        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs.")
+        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not a run of plumbline.")
     return _assemble(content, file.resolve())
 
 
@@ -118,7 +118,7 @@ def _assemble(content: bytes, file: Path) -> Run:
             torn = True
         elif isinstance(record, Header) or footer is not None:
             kind = record.type
-            raise CorruptRecord(f"{file}, line {number}: a {kind} has no place here. {_WAY_OUT}")
+            raise CorruptRecord(f"{file}, line {number}: a {kind} is not allowed here. {_WAY_OUT}")
         elif isinstance(record, Footer):
             footer = record
         elif isinstance(record, Measurement):
@@ -128,7 +128,7 @@ def _assemble(content: bytes, file: Path) -> Run:
     return Run(header, tuple(results), footer, file.parent, torn, tuple(measurements))
 
 
-_WAY_OUT = "The file was changed after it was written: take it from its source again, or run again."
+_WAY_OUT = "The file was changed after it was written: copy it from its source again, or repeat the run."
 
 
 def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
@@ -158,19 +158,19 @@ class _Envelope(BaseModel):
 
 def _read_header(file: Path, number: int, line: bytes) -> Header:
     if len(line) > LARGEST_LINE:
-        raise MissingHeader(f"{file} does not begin with a header: it is not one of plumbline's runs.")
+        raise MissingHeader(f"{file} does not begin with a header: it is not a run of plumbline.")
     try:
         envelope = _Envelope.model_validate_json(line, strict=True)
     except ValidationError as error:
         raise MissingHeader(
-            f"{file} does not begin with a whole header: the run ended before it began, or it is not one of "
-            "plumbline's. Delete its folder, or name another run."
+            f"{file} does not begin with a complete header: the run ended before it began, or it is not a run of "
+            "plumbline. Delete its folder, or name another run."
         ) from error
     if envelope.type != "header" or envelope.schema_version is None:
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     if envelope.schema_version > SCHEMA_VERSION:
         raise NewerSchema(
-            f"{file} was written in schema {envelope.schema_version} and this plumbline reads up to "
+            f"{file} has schema version {envelope.schema_version}, and this plumbline reads up to "
             f"{SCHEMA_VERSION}: upgrade plumbline."
         )
     record = _record(file, number, line, may_be_torn=False)

@@ -41,8 +41,8 @@ class RunWriter:
         except OSError as error:
             where = error.filename2 or error.filename
             raise ReportDirUnusable(
-                f"Cannot begin a run in the report directory {report_dir} ({error.strerror}: {where}): "
-                "make it writable or name another with --report-dir."
+                f"Cannot start a run in the report directory {report_dir} ({error.strerror}: {where}): "
+                "make it writable or choose another with --report-dir."
             ) from error
 
     @classmethod
@@ -103,7 +103,7 @@ class RunWriter:
             self._file.seek(self._file.truncate(end))  # all of them or none
             raise ResultsError(
                 f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
-                "make room on the disk or name another with --report-dir."
+                "free disk space or choose another directory with --report-dir."
             ) from error
 
 
@@ -116,15 +116,15 @@ def check_report_dir(report_dir: Path) -> None:
     nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         raise ReportDirUnusable(
-            f"The report directory {report_dir} cannot be made: {nearest} is no folder. "
-            "Move it away or name another directory with --report-dir."
+            f"Cannot create the report directory {report_dir}: {nearest} is not a directory. "
+            "Move it away or choose another directory with --report-dir."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if read_only else "is not writable"
         raise ReportDirUnusable(
-            f"Nothing can be written to the report directory {report_dir}: {nearest} {reason}. "
-            "Make it writable or name another with --report-dir."
+            f"Cannot write to the report directory {report_dir}: {nearest} {reason}. "
+            "Make it writable or choose another with --report-dir."
         )
 
 

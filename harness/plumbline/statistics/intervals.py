@@ -123,6 +123,4 @@ def figure_interval(samples: Sequence[float], *, share: bool = False) -> FigureI
 def why_unstable(low: float, high: float, *, share: bool = False) -> str | None:
     """Return, in a sentence, why a figure between these bounds is too uncertain to report; None where it is not."""
     wide = high - low >= WIDEST_SHARE if share else high >= WIDEST_RATIO * low
-    return (
-        f"unstable: it lies somewhere between {low:.3g} and {high:.3g}; more --launches narrow that" if wide else None
-    )
+    return f"unstable: between {low:.3g} and {high:.3g}; increase --launches to narrow it" if wide else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plumbline.report.tables.failures import FailureGroup, failures, location, message_of
-from plumbline.report.text import compact, counted, listed
+from plumbline.report.text import counted, listed, x_noise
 from plumbline.results.records import Result, SourceLine
 from plumbline.results.run import Run
 
@@ -70,7 +70,7 @@ def _lines(findings: Sequence[Result]) -> Iterator[str]:
     yield message_of(first)
     where = ", ".join(location(first))
     if first.error_x_noise is not None:
-        yield f"{compact(first.error_x_noise)} × rounding noise{f' at {where}' if where else ''}"
+        yield f"{x_noise(first.error_x_noise)}{f' at {where}' if where else ''}"
     yield f"cells: {listed([finding.cell for finding in findings], MOST_CELLS)}"
     if first.reproduce:
         yield f"reproduce: {first.reproduce}"

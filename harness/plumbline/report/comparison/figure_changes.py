@@ -73,22 +73,22 @@ def figure_changes(
     ``turns``: the launches of both sides alternated, so samples of equal index are pairs. ``effect`` is the minimum
     effect, 0.05 for 5 %. Not ``comparable``: the machines differ, and no figure is compared.
     """
-    settled: list[FigureChange] = []
+    found: list[FigureChange] = []
     estimated: list[_Estimated] = []
     for pair in pairs:
         for a, b in figures_of_both(pair):
             change = _plain(pair, a, b)
             if not comparable:
-                settled.append(replace(change, verdict=FigureVerdict.NOT_COMPARABLE, reason="the machines differ"))
+                found.append(replace(change, verdict=FigureVerdict.NOT_COMPARABLE, reason="the machines differ"))
             elif verdict := _without_numbers(a, b, one_run=bool(pair.versus)):
-                settled.append(replace(change, verdict=verdict[0], reason=verdict[1]))
+                found.append(replace(change, verdict=verdict[0], reason=verdict[1]))
             elif one := _estimated(change, a, b, turns=turns, effect=effect):
                 estimated.append(one)
             else:
-                settled.append(replace(change, reason="the launches differ so much that the estimate overflows"))
+                found.append(replace(change, reason="the launches differ so much that the estimate overflows"))
     family = decide([one.case for one in estimated])
-    settled += [_decided(one, size) for one, size in zip(estimated, family, strict=True)]
-    return tuple(sorted(settled, key=_worst_first))
+    found += [_decided(one, size) for one, size in zip(estimated, family, strict=True)]
+    return tuple(sorted(found, key=_worst_first))
 
 
 def figures_of_both(pair: CellPair) -> list[tuple[Measurement, Measurement]]:
@@ -183,13 +183,13 @@ def _decided(one: _Estimated, size: Decision) -> FigureChange:
         return replace(one.change, verdict=FigureVerdict.SAME)
     if size is Decision.CHANGED:
         verdict = _verdict(one.change.better, more=one.case.estimate.mean > 0)
-        reason = "it changed, and neither direction is better" if one.change.better is None else ""
+        reason = "it changed, but neither direction counts as better" if one.change.better is None else ""
         return replace(one.change, verdict=verdict, reason=reason)
     return replace(
         one.change,
         enough=one.case.enough(max(one.change.launches)),
         reason=(
-            "it would count if it were the only figure; among so many, one such change is expected by chance"
+            "significant on its own, but among this many figures one such change is expected by chance"
             if size is Decision.CHANCE
             else "the interval includes changes above and below the minimum effect"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from plumbline.report.text import compact, counted, digits, in_words, printable_lines, shortened
+from plumbline.report.text import compact, counted, digits, in_words, printable_lines, shortened, x_noise
 
 
 def page_environment(*packages: str) -> Environment:
@@ -23,6 +23,7 @@ def page_environment(*packages: str) -> Environment:
         "digits": digits,
         "in_words": in_words,
         "shortened": shortened,
+        "x_noise": x_noise,
     }
     return environment
 

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from plumbline.report.text import compact, counted, printable, shortened
+from plumbline.report.text import compact, counted, printable, shortened, x_noise
 from plumbline.results.records import ErrorGrid, RankShares, Result
 
-SQUARE_WIDTH: Final = 40
+SQUARE_WIDTH: Final = 46
 SQUARE_HEIGHT: Final = 20
 HEAD: Final = 18
 LETTER: Final = 6.6
@@ -148,10 +148,10 @@ def _in_a_sentence(grid: ErrorGrid, limit: float) -> str:
     parameters, steps = counted(len(grid.parameters), "parameter"), counted(len(grid.steps), "step")
     of = f"{counted(len(places), 'error')} of {parameters} over {steps}"
     if not wrong:
-        return f"None of {of} is above the limit of {compact(limit)} × noise."
+        return f"None of {of} is above the limit of {x_noise(limit)}."
     first, worst = min(wrong), max(wrong, key=lambda place: place[2])
     return (
-        f"{len(wrong)} of {of} are above the limit of {compact(limit)} × noise: first at step {first[0]} in "
+        f"{len(wrong)} of {of} are above the limit of {x_noise(limit)}: first at step {first[0]} in "
         f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in {printable(worst[1])}."
     )
 

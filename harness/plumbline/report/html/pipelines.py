@@ -8,7 +8,7 @@ from typing import Final
 
 from markupsafe import Markup
 
-from plumbline.drawing.timeline import Box, duration, timeline
+from plumbline.drawing.timeline import Box, timeline
 from plumbline.report.tables.measured import MeasuredCell, has_several_subjects
 from plumbline.report.text import counted, in_words
 from plumbline.results.records import TimelineChunk
@@ -50,7 +50,7 @@ def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
             chunk.begin,
             chunk.end,
             f"{chunk.kind} of micro-batch {chunk.micro_batch}, stage {chunk.stage}, rank {chunk.rank}: "
-            f"{duration(chunk.end - chunk.begin)} from {duration(chunk.begin)} on",
+            f"{in_words(chunk.end - chunk.begin, 's')} from {in_words(chunk.begin, 's')} on",
         )
         for chunk in chunks
     ]
@@ -77,5 +77,5 @@ def _sentence(chunks: tuple[TimelineChunk, ...]) -> str:
     labels = (
         " Boxes are labelled stage:micro-batch." if _have_several({(one.rank, one.stage) for one in chunks}) else ""
     )
-    number = counted(1 + max(chunk.micro_batch for chunk in chunks), "micro-batch").replace("batchs", "batches")
-    return f"{counted(stages, 'stage')}, {number}, {duration(span)}; computing: {shares}.{labels}"
+    number = counted(1 + max(chunk.micro_batch for chunk in chunks), "micro-batch", "micro-batches")
+    return f"{counted(stages, 'stage')}, {number}, {in_words(span, 's')}; computing: {shares}.{labels}"

@@ -22,7 +22,7 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import IN_A_WORD
-from plumbline.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
+from plumbline.report.text import between, counted, in_words, markdown, markdown_code, shortened, x_noise
 from plumbline.results.run import PROFILES, Run
 
 MOST_LINES = 40
@@ -97,7 +97,7 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
     for place, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
-        error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
+        error = "" if finding.error_x_noise is None else f", {x_noise(finding.error_x_noise)}"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
         of = f" of {markdown(group.subject)}" if several else ""
         yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"
@@ -133,7 +133,7 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
 
 def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
     for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
-        yield f"not applicable: {markdown(', '.join(names))}, since {markdown(shortened(reason, _LONGEST_REASON))}"
+        yield f"not applicable: {markdown(', '.join(names))}, because {markdown(shortened(reason, _LONGEST_REASON))}"
     profiles = [cell.profile for cell in cells if cell.profile is not None]
     if profiles:
         files = counted(sum(len(profile_files(one)) for one in profiles), "file")

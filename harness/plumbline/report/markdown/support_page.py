@@ -28,7 +28,7 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import MARKS, REFERENCE, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
+from plumbline.report.text import compact, markdown, markdown_code, markdown_table_code, shortened, x_noise
 from plumbline.results.records import Expected, Result
 from plumbline.results.run import Run
 
@@ -163,7 +163,7 @@ def _finding(result: Result) -> str:
     if result.cause is not None:
         details.insert(0, f"{result.cause} ({result.family})" if result.family else result.cause)
     if result.error_x_noise is not None:
-        details.append(f"{compact(result.error_x_noise)} × noise")
+        details.append(x_noise(result.error_x_noise))
     shown = f" ({markdown('; '.join(details))})" if details else ""
     line = f"- {markdown_code(result.cell)} **{outcome_in_words(result)}** {markdown(result.check)}{shown}: "
     line += markdown(shortened(message_of(result), LONGEST_MESSAGE)) or "no message"

@@ -10,17 +10,17 @@ from plumbline.core.finding import UNEXPLAINED
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
 from plumbline.report.tables.failures import FailureGroup, failures, location, message_of, wrong_cells
-from plumbline.report.text import compact, counted, listed
+from plumbline.report.text import compact, counted, listed, x_noise
 from plumbline.results.records import Result, grouped
 from plumbline.results.run import Run
 
 MOST_NAMES: Final = 4
 
 _ADVICE: Final = {
-    Outcome.FAILED: "No known mistake predicts this. The errors of single parameters and steps show where it begins.",
-    Outcome.ERRORED: "Read the message, then the log of the rank below the cell.",
-    Outcome.CRASHED: "Read the ends of the ranks' logs below the cell: the first rank that ended comes first.",
-    Outcome.TIMED_OUT: "Look for a collective that not every rank calls: the ranks' logs show where each one waits.",
+    Outcome.FAILED: "No known mistake explains this. The errors of single parameters and steps show where it begins.",
+    Outcome.ERRORED: "Read the message, then the rank's log below the cell.",
+    Outcome.CRASHED: "Read the last lines of the ranks' logs below the cell, beginning with the first rank that ended.",
+    Outcome.TIMED_OUT: "Look for a collective that not all ranks call: the ranks' logs show where each one waits.",
 }
 
 
@@ -73,29 +73,29 @@ def size(finding: Result) -> str:
     allowed = (
         "" if limit is None else f"; a correct trainer stays below {compact(limit)}" if limit else "; it must be 0"
     )
-    return f"{compact(finding.error_x_noise)} × rounding noise{allowed}"
+    return f"{x_noise(finding.error_x_noise)}{allowed}"
 
 
 def certainty(finding: Result) -> str:
     """Return by how much a verdict is clear, and how well its cause predicts what was recorded."""
     if finding.is_unexpectedly_good:
-        return "Certain: the expectation names this check, and it did not fail."
+        return "Certain: this check was expected to fail, and passed."
     sentences = []
     error, limit = finding.error_x_noise, finding.limit_x_noise
     if error is not None and limit:
-        sentences.append(f"The error is {compact(error / limit)} times the limit.")
+        sentences.append(f"The error is {compact(error / limit)} × the limit.")
     elif error is not None and limit == 0:
         sentences.append("The numbers are exact, so any difference is an error.")
     elif finding.outcome is Outcome.FAILED:
-        sentences.append("Counted or compared bit for bit: rounding plays no part.")
+        sentences.append("Counted or compared bit for bit: rounding plays no role.")
     else:
-        sentences.append("It ended before it could be judged; nothing is known about its numbers.")
+        sentences.append("It ended before its numbers could be checked.")
     if finding.cause_x_noise is not None:
-        sentences.append(f"The cause predicts the recorded numbers to {compact(finding.cause_x_noise)} × noise.")
+        sentences.append(f"The cause predicts the recorded numbers within {x_noise(finding.cause_x_noise)}.")
     elif finding.cause not in (None, UNEXPLAINED):
         sentences.append("The cause explains all that was recorded.")
     elif finding.outcome is Outcome.FAILED:
-        sentences.append("That it is wrong is certain; why is not.")
+        sentences.append("It is certainly wrong, but the cause is unknown.")
     return " ".join(sentences)
 
 

@@ -112,11 +112,12 @@ def expectation_details(expected: Expected) -> list[str]:
 
 @dataclass(frozen=True)
 class SubjectCauses:
-    """The wrong cells of one subject. ``cause`` is the one that most of them name, None where there is none.
+    """The failing cells of one subject. ``cause`` is the one that most of them name, None where there is none.
 
     ``example`` is its finding in the first such cell, ``explained`` are the cells that name it, ``others`` those that
-    do not. ``contradicting`` are those of ``others`` in which the same mistake would have to show, and where the same
-    check names another cause: the same workload, backend and precision on another number of devices.
+    do not, ``other_causes`` what these name. ``contradicting`` are those of ``others`` in which the same mistake would
+    have to show, and where the same check names another cause: the same workload, backend and precision on another
+    number of devices.
     """
 
     subject: str
@@ -125,27 +126,31 @@ class SubjectCauses:
     example: Result | None
     explained: tuple[str, ...]
     others: tuple[str, ...]
+    other_causes: tuple[str, ...]
     contradicting: tuple[tuple[str, str], ...]
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The summary in words, its first sentence first."""
         if self.cause is None or self.example is None:
-            return (f"{self.subject}: no cause explains most of its {self.wrong} wrong cells.",)
+            return (f"{self.subject}: no single cause explains most of its {self.wrong} failing cells.",)
         name, family = self.cause
         named = f"{name} ({family})" if family else name
-        which = f"all {self.wrong}" if not self.others else f"{len(self.explained)} of {self.wrong}"
+        whole = "both failing cells" if self.wrong == 2 else f"all {self.wrong} failing cells"
+        which = f"{len(self.explained)} of {self.wrong} failing cells" if self.others else whole
         told = in_one_line(self.example, LONGEST_EXAMPLE)
         told += "" if told.endswith((".", "?", "!")) else "."
-        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {told}"]
+        sentences = [f"{self.subject}: {which} have the same cause, {named}: {told}"]
         if self.others:
+            have = "has" if len(self.others) == 1 else "have"
+            cause = f", {self.other_causes[0]}" if len(self.other_causes) == 1 else ""
             cells = listed(self.others, MOST_CELLS)
-            sentences.append(f"Not explained by it: {counted(len(self.others), 'cell')}: {cells}.")
+            sentences.append(f"{counted(len(self.others), 'cell')} {have} another cause{cause}: {cells}.")
         if self.contradicting:
             cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
             sentences.append(
-                f"The same mistake would also show in {cells}, where another cause was named: "
-                "one of the two names may be wrong, or the trainer makes several mistakes."
+                f"The same mistake would also show in {cells}, but another cause was found there: "
+                "one of the two may be wrong, or the trainer makes several mistakes."
             )
         return tuple(sentences)
 
@@ -218,7 +223,7 @@ def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCaus
     counts = Counter(_cause(result) for result in first.values() if not is_unexplained(result))
     cause, count = counts.most_common(1)[0] if counts else (None, 0)
     if cause is None or count < 2 or 2 * count < len(cells):
-        return SubjectCauses(subject, len(cells), None, None, (), tuple(cells), ())
+        return SubjectCauses(subject, len(cells), None, None, (), tuple(cells), (), ())
     explained = tuple(cell for cell in cells if cause in roots[cell])
     others = tuple(cell for cell in cells if cause not in roots[cell])
     example = next(result for result in first.values() if _cause(result) == cause)
@@ -228,7 +233,8 @@ def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCaus
         for cell in others
         if _problem(first[cell]) in shows and not is_unexplained(first[cell])
     )
-    return SubjectCauses(subject, len(cells), cause, example, explained, others, contradicting)
+    other_causes = tuple(dict.fromkeys(_title(first[cell]) for cell in others))
+    return SubjectCauses(subject, len(cells), cause, example, explained, others, other_causes, contradicting)
 
 
 def _cause(result: Result) -> Cause:

@@ -1,4 +1,4 @@
-"""What a reader finds beside the figures of a measured cell: files of its profiled launch, formulas, what has none."""
+"""Profiles, formulas, and metrics that do not apply: what a page shows beside the figures of a measured cell."""
 
 from __future__ import annotations
 

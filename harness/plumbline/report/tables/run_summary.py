@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final, Literal
 
 import pandas as pd
@@ -15,7 +14,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
 from plumbline.report.tables.failures import FailureGroup, failures, in_one_line, is_wrong
-from plumbline.report.text import counted, printable
+from plumbline.report.text import counted, digits, in_words, printable
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, grouped
 from plumbline.results.run import Run
 
@@ -51,14 +50,14 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
     bad = {words: counts[name] for name, words in _BAD.items() if name in counts}
     if bad or unmeasured:
         sentences = [_what_went_wrong(bad, tried)] if bad else []
-        sentences += [f"Measuring {unmeasured} of {counted(measured, 'cell')} went wrong."] if unmeasured else []
+        sentences += [f"{unmeasured} of {counted(measured, 'measurement')} failed."] if unmeasured else []
         return RunVerdict("bad", " ".join(sentences), _commonest(failures(run), sum(bad.values()) + unmeasured))
     if not tried:
         sentence = f"{counted(measured, 'cell')} measured, none examined." if measured else "Nothing was examined."
         return RunVerdict("unclear", sentence)
     if missing := counts.get(MISSING, 0):
         sentence = f"{missing} of {counted(tried, 'cell')} {'has' if missing == 1 else 'have'} no result."
-        return RunVerdict("unclear", sentence, "In the others nothing went wrong.")
+        return RunVerdict("unclear", sentence, "Nothing went wrong in the others.")
     if run.incomplete:
         return RunVerdict("unclear", "The run did not finish.", _how_cells_ended(counts))
     sentence = "Nothing unexpected happened in" if KNOWN in counts else "Nothing went wrong in"
@@ -87,11 +86,11 @@ def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
     if run.footer is None:
         reasons.append("the run has no footer (it stopped early, or is still running)")
     if run.torn:
-        reasons.append("its last record was cut off")
+        reasons.append("its last record is truncated")
     if missing := outcome_counts(cells["outcome"]).get(MISSING):
-        reasons.append(f"{missing} of {len(cells)} cells have no complete result")
+        reasons.append(f"{missing} of {counted(len(cells), 'cell')} without a complete result")
     if unmeasured := sum(planned.measured for planned in run.missing):
-        reasons.append(f"{unmeasured} cells that were to be measured have no figures")
+        reasons.append(f"{counted(unmeasured, 'cell')} without the planned measurements")
     return f"INCOMPLETE: {'; '.join(reasons)}."
 
 
@@ -113,7 +112,7 @@ def facts(run: Run) -> dict[str, str]:
     found = {
         "run": header.run_id,
         "started": f"{header.started:%Y-%m-%d %H:%M} UTC",
-        "took": _duration(run.footer.finished - header.started) if run.footer else "",
+        "took": in_words((run.footer.finished - header.started).total_seconds(), "s") if run.footer else "",
         "machine": machine_in_words(header.fingerprint),
         "software": software_in_words(run),
         "command": " ".join(header.command),
@@ -145,7 +144,7 @@ def micro_batches_in_words(run: Run) -> list[str]:
     """Return a sentence for each backend of the run's cells that divides batches: into how many micro-batches."""
     names = dict.fromkeys(cell.backend for cell in (*run.header.planned, *run.results))
     dividing = [BACKENDS[name] for name in names if name in BACKENDS and BACKENDS[name].micro_batches > 1]
-    return [f"{one.name}: each replica's batch passes in {one.micro_batches} micro-batches" for one in dividing]
+    return [f"{one.name}: each replica splits its batch into {one.micro_batches} micro-batches" for one in dividing]
 
 
 def backend_in_words(name: str) -> str:
@@ -166,7 +165,7 @@ def other_facts(run: Run) -> dict[str, str]:
     found = {name: value for name in ("platform", "python", "torch", "pandas") if (value := getattr(machine, name))}
     found |= {"plumbline's commit": machine.commit or ""}
     found |= {"compute capability": machine.compute_capability or "", "cpu governor": machine.cpu_governor or ""}
-    found |= {name: f"{value:,.10g}" for name, value in machine.clocks_and_load.items()}
+    found |= {name: digits(value) for name, value in machine.clocks_and_load.items()}
     found |= machine.environment
     found |= {f"subject {name}": str(software) for name, software in run.header.subjects.items()}
     for name, code in run.header.code.items():
@@ -196,9 +195,9 @@ def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
     if not groups or groups[0].family is None or len(groups[0].findings) < 2:
         return ""
     count = len(groups[0].findings)
-    which = f"All {count} cells" if count == bad else f"{count} cells"
+    which = f"{count} cells" if count < bad else f"All {count} cells" if count > 2 else "Both cells"
     message = in_one_line(groups[0].findings[0]).rstrip(".")
-    return f"{which} share one cause, {groups[0].title}{f': {message}' if message else ''}."
+    return f"{which} have the same cause, {groups[0].title}{f': {message}' if message else ''}."
 
 
 def _how_cells_ended(counts: Mapping[str, int]) -> str:
@@ -215,10 +214,3 @@ def _option(value: JsonValue) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "yes" if value is True else str(value)
-
-
-def _duration(length: timedelta) -> str:
-    seconds = max(0, round(length.total_seconds()))
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -19,7 +19,7 @@ from plumbline.report.tables.measured import conformance_of
 from plumbline.report.tables.profiles import HOW_TO_OPEN, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
 from plumbline.report.terminal.console import plain_table, rendered
-from plumbline.report.text import between, compact, in_words, printable, printable_lines
+from plumbline.report.text import between, compact, in_words, printable, printable_lines, x_noise
 from plumbline.results.logs import log_tails, trace_folder
 from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Expected, Measurement, Result, ending, grouped
 from plumbline.results.run import Run
@@ -54,7 +54,7 @@ def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
             return only[0]
     if not found:
         raise NoSuchCell(
-            f"no cell of this run has all words of {printable(name)!r} in its id, which is "
+            f"no cell of this run has all words of {printable(name)!r} in its id. Ids have the form "
             "SUBJECT-WORKLOAD-BACKEND-NODESxGPUS-PRECISION, for example reference-mlp-ddp-1x2-32"
         )
     raise NoSuchCell(
@@ -89,7 +89,7 @@ def _listed(found: list[str], outcomes: Mapping[str, str]) -> list[str]:
     if len(listed) > len(shown):
         lines.append(f"  … and {len(listed) - len(shown)} more")
     if len(listed) < len(found):
-        lines.append(f"  and {len(found) - len(listed)} that the subject does not declare")
+        lines.append(f"  and {len(found) - len(listed)} that the subject does not claim to support")
     return lines
 
 
@@ -155,7 +155,7 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
         details = location(result)
         if result.error_x_noise is not None:
             limit = "" if result.limit_x_noise is None else f" (at most {compact(result.limit_x_noise)} allowed)"
-            details.append(f"{compact(result.error_x_noise)} × noise{limit}")
+            details.append(f"{x_noise(result.error_x_noise)}{limit}")
         yield head
         lines = [", ".join(details)] if details else []
         lines += [printable_lines(result.message)] if result.message else []
@@ -208,7 +208,7 @@ def _beside_figures(
             yield Text(printable(f"{one.metric} = {one.formula}"), overflow="fold")
     for result in results:
         for metric, reason in result.not_applicable.items():
-            yield Text(printable(f"{metric}: not applicable, since {reason}"), overflow="fold")
+            yield Text(printable(f"{metric}: not applicable, because {reason}"), overflow="fold")
         if result.profile is None:
             continue
         yield _title("Profile")
