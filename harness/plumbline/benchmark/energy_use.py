@@ -33,7 +33,6 @@ class EnergyUse:
                 self._joules[uuid] = self._joules.get(uuid, 0.0) + now - self._before[uuid]
 
     def of(self, ranks: Sequence[RankTiming]) -> float | str:
-        """Return the joules of the devices that ``ranks`` used, in all rounds; or why that is not known."""
         if self._why:
             return self._why
         used = {uuid for rank in ranks for uuid in rank.devices}

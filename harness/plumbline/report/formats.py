@@ -1,6 +1,6 @@
 """The formats of a report: the registry that ``plumbline report --format`` and the end of a run read.
 
-A format is one module with a ``FORMAT``, and one line in ``FORMATS``. A package of one's own adds a line with
+A format is a ``ReportFormat`` in a module, and one line in ``FORMATS``. A package of one's own adds a line with
 ``FORMATS["yaml"] = "my_package.yaml_report:FORMAT"``, or without any call by an entry point in the group
 ``plumbline.report_formats`` with the same name and value.
 """
@@ -24,9 +24,9 @@ ENTRY_POINTS: Final = "plumbline.report_formats"
 FORMATS: Final[dict[str, str]] = {
     "md": "plumbline.report.markdown.one_screen:FORMAT",
     "html": "plumbline.report.html.page:FORMAT",
-    "csv": "plumbline.report.csv_tables:FORMAT",
+    "csv": "plumbline.report.data_files:CSV",
     "json": "plumbline.report.json_report:FORMAT",
-    "parquet": "plumbline.report.parquet:FORMAT",
+    "parquet": "plumbline.report.data_files:PARQUET",
     "sarif": "plumbline.report.annotations.sarif:FORMAT",
     "github": "plumbline.report.annotations.github:FORMAT",
 }

@@ -151,7 +151,6 @@ class RankShares(Record):
 
 
 def fields_of(finding: Finding) -> dict[str, Any]:
-    """Return a finding's fields, as records take them."""
     return vars(finding) | {
         "parameters": dict(finding.parameters),
         "error_grid": finding.error_grid and vars(finding.error_grid),

@@ -31,7 +31,6 @@ class Annotation:
 
 
 def annotations_of(run: Run) -> list[Annotation]:
-    """Return what went wrong in a run and is not known, the most frequent cause first."""
     return [_annotation(run, group) for group in failures(run)]
 
 

@@ -174,5 +174,4 @@ DEFAULT_GATES: Final = ("outcome", "regression", "incomplete")
 
 
 def failing_gates(comparison: Comparison, gates: Collection[str]) -> list[str]:
-    """Return which of the ``gates`` catch something, in the order of ``GATES``."""
     return [name for name, gate in GATES.items() if name in gates and gate.catches(comparison)]

@@ -30,7 +30,6 @@ class FigureLine:
 
 
 def figure_lines(figures: Iterable[FigureChange]) -> list[FigureLine]:
-    """Return the lines of the table, in the order of the figures; figures that are the same share a line per metric."""
     every = list(figures)
     moved = grouped((change for change in every if change.verdict is not FigureVerdict.SAME), _line)
     same = grouped((change for change in every if change.verdict is FigureVerdict.SAME), lambda change: change.metric)
@@ -156,7 +155,6 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def reasons(comparison: Comparison, most: int) -> list[str]:
-    """Return why figures have no verdict, the most frequent reason first, at most ``most`` lines."""
     explained = (change for change in comparison.figures if change.reason)
     found = grouped(explained, lambda change: (change.verdict, change.reason))
     lines = [

@@ -77,7 +77,6 @@ def _together(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 def anchor(*words: object) -> str:
-    """Return an address within a page, of letters, digits and signs that need no escape."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
 
 

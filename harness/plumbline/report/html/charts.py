@@ -131,7 +131,6 @@ def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
 
 
 def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
-    """Return what the time of a step goes into, a row a configuration; the text is the share of computing."""
     cells = [cell for cell in cells if all(cell.value(metric) is not None for metric in STEP_SHARES)]
     return _bar_chart("What the time of a step goes into", Axis(1.0, "share"), cells, _share_bar)
 

@@ -26,7 +26,6 @@ class PipelineTimeline:
 
 
 def pipeline_timelines(cells: Iterable[MeasuredCell]) -> Iterator[PipelineTimeline]:
-    """Yield the timeline of each of the first cells that have one."""
     drawn = [cell for cell in cells if "pipeline_bubble" in cell.figures and cell.figures["pipeline_bubble"].timeline]
     several = has_several_subjects(drawn)
     for cell in drawn[:MOST_TIMELINES]:

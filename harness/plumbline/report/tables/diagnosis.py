@@ -56,7 +56,6 @@ def diagnoses(run: Run) -> list[Diagnosis]:
 
 
 def observed(finding: Result) -> str:
-    """Return a finding's message without the hint at its end."""
     message = message_of(finding)
     for sign in (": ", "; "):
         head, found, tail = message.rpartition(f"{sign}{finding.hint}") if finding.hint else ("", "", "")
@@ -66,7 +65,6 @@ def observed(finding: Result) -> str:
 
 
 def size(finding: Result) -> str:
-    """Return how large an error is, with its limit; empty where nothing was measured."""
     if finding.error_x_noise is None:
         return ""
     limit = finding.limit_x_noise
@@ -77,7 +75,6 @@ def size(finding: Result) -> str:
 
 
 def certainty(finding: Result) -> str:
-    """Return by how much a verdict is clear, and how well its cause predicts what was recorded."""
     if finding.is_unexpectedly_good:
         return "Certain: this check was expected to fail, and passed."
     sentences = []

@@ -64,7 +64,6 @@ def failures(run: Run) -> list[FailureGroup]:
 
 
 def known_failures(run: Run) -> dict[Expected, dict[str, list[str]]]:
-    """Return what went wrong as expected: for each reason the cells, and for each cell the checks."""
     reasons: dict[Expected, dict[str, list[str]]] = {}
     for result in run.results:
         if result.expected is not None and result.is_known:
@@ -73,7 +72,6 @@ def known_failures(run: Run) -> dict[Expected, dict[str, list[str]]]:
 
 
 def nothing_went_wrong(run: Run) -> str:
-    """Return the sentence for a run in which nothing went wrong; it says so if failures were expected."""
     expected = ", except where a failure was expected" if any(result.is_known for result in run.results) else ""
     return f"No recorded check failed, raised an error, crashed or timed out{expected}."
 

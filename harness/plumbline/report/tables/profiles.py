@@ -31,7 +31,6 @@ class ProfileFile:
 
 
 def profile_files(profile: Profile | None) -> list[ProfileFile]:
-    """Return the files of a profile, each with what it is."""
     found = [_FILE.fullmatch(path) for path in (profile.files if profile else ())]
     return [ProfileFile(f"{_KINDS[match[2]]} of rank {match[1]}", match[0]) for match in found if match]
 
@@ -49,7 +48,6 @@ def not_applicable(cells: Iterable[MeasuredCell]) -> dict[str, list[str]]:
 
 
 def formulas(cells: Iterable[MeasuredCell]) -> dict[str, str]:
-    """Return how figures are made that depend on the machine or the cell, by the metric's name for readers."""
     return {
         metric_in_words(metric): printable(figure.formula)
         for cell in cells

@@ -43,7 +43,6 @@ class RunVerdict:
 
 
 def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
-    """Return the verdict on a run, given its cell table. Cells that a subject does not declare do not count."""
     counts = outcome_counts(cells["outcome"])
     tried = len(cells) - sum(counts.get(name, 0) for name in DECLINED)
     measured, unmeasured = _measuring(run)
@@ -65,10 +64,6 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
 
 
 def notes(run: Run) -> list[str]:
-    """Return what a reader should know beside the verdict, one sentence for all cells of a subject with the same note.
-
-    A launch that went well has no finding; one that passed with a finding carries a note.
-    """
     noted = (one for one in run.results if one.check == "launch" and one.outcome is Outcome.PASSED)
     found = grouped(noted, lambda one: (one.subject, one.message.partition(". ")[0].partition("\n")[0]))
     return [
@@ -95,7 +90,6 @@ def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
 
 
 def devices(run: Run, accelerator: str) -> str:
-    """Return what the cells of this accelerator ran on: ``simulated``, or the device's name."""
     if run.header.simulated or accelerator == "cpu":
         return SIMULATED
     return printable(run.header.fingerprint.key.device or accelerator)
@@ -107,7 +101,6 @@ def computed_by(run: Run) -> list[str]:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return what a reader wants to know before the results."""
     header = run.header
     found = {
         "run": header.run_id,
@@ -135,7 +128,6 @@ def machine_in_words(machine: Fingerprint) -> str:
 
 
 def seed_in_words(run: Run) -> str:
-    """Return which seed the run's weights, data and order came from."""
     seed = run.header.options.get("seed")
     return "the workload's own" if seed is None else str(seed)
 
@@ -148,19 +140,16 @@ def micro_batches_in_words(run: Run) -> list[str]:
 
 
 def backend_in_words(name: str) -> str:
-    """Return how a backend is called in a report."""
     return "one device" if name == "none" else name
 
 
 def comparability(machine: Fingerprint) -> dict[str, str]:
-    """Return the comparability key; a missing value is shown as a dash."""
     return {
         name.replace("_", " "): "–" if value is None else str(value) for name, value in machine.key.model_dump().items()
     }
 
 
 def other_facts(run: Run) -> dict[str, str]:
-    """Return the rest of the fingerprint except packages, the run's options, and the software of each subject."""
     machine = run.header.fingerprint
     found = {name: value for name in ("platform", "python", "torch", "pandas") if (value := getattr(machine, name))}
     found |= {"plumbline's commit": machine.commit or ""}

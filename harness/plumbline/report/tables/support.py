@@ -83,7 +83,6 @@ class Configuration:
     accelerator: str
 
     def described_by(self) -> set[str]:
-        """Return the columns that describe the configuration; bfloat16 is a 16-bit format too."""
         backend, precision = BACKENDS.get(self.backend), PRECISIONS.get(self.precision)
         described = {"1+ GPUs" if self.several_devices else "1 GPU"}
         if backend and backend.column:

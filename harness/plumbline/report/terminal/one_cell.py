@@ -67,7 +67,6 @@ def matching(name: str, outcomes: Mapping[str, str]) -> list[str]:
 
 
 def cell_outcomes(run: Run) -> dict[str, str]:
-    """Return the outcome of each cell of a run by its id: examined cells, then measured ones."""
     cells = cell_table(run)
     outcomes = dict(zip(cells["cell"], cells["outcome"], strict=True))
     results = grouped((one for one in run.results if one.cell not in outcomes), lambda one: one.cell)
