@@ -87,7 +87,7 @@ def test_where_energy_is_not_known_there_is_a_reason():
     use = used({"a": 0.0}, {"a": 3.0})
     assert "no energy counter" in use.of([rank(0, "a"), rank(1, "b")])
     assert "UUID" in use.of([rank(0)])
-    assert "a round lasts 0.5 s" in use.of([rank(0, "a", seconds=0.5)])
+    assert "a round takes 0.5 s" in use.of([rank(0, "a", seconds=0.5)])
     simulated = EnergyUse(meter_of("cpu"))
     simulated.begin_round()
     assert simulated.of([rank(0)]) == "simulated devices have no energy counter"
