@@ -23,14 +23,14 @@ FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), r
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run that has loaded every file of the page, of a trainer that mirrors gradients."""
+    """The folder of a run that has loaded every file of the page, of a trainer that halves the last micro-batch."""
     folder = tmp_path_factory.mktemp("reader")
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    trainer = Path(__file__).parent / "outside" / "mistake.py"
+    trainer = Path(__file__).parent / "outside" / "halved_last.py"
     command = [sys.executable, "-m", "pytest", str(suites() / "conformance"), "-q", "-p", "no:cacheprovider"]
     command += [word for name in FILES for word in ("-p", Path(name).stem)]
-    command += ["--gpus", "1", "--workloads", "mlp", "--precisions", "32", "--subject", str(trainer)]
+    command += ["--gpus", "1", "--workloads", "accumulation", "--precisions", "32", "--subject", str(trainer)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [*command, "--report-dir", "reports"], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -54,8 +54,8 @@ def test_its_check_is_asked(results):
 
 
 def test_its_cause_explains(results):
-    assert (results["gradients"]["cause"], results["gradients"]["family"]) == ("mirrored", "data")
-    assert "look for flip()" in results["gradients"]["message"]
+    assert (results["gradients"]["cause"], results["gradients"]["family"]) == ("last-halved", "accumulation")
+    assert "divide each micro-batch" in results["gradients"]["message"]
 
 
 def test_its_report_format_is_written(run):

@@ -41,3 +41,10 @@ def test_of_ranks_that_raised_the_first_is_named_and_of_none_that_the_launch_end
     ends = [ended(0, 2.0, 1, raised=True), ended(1, 1.0, 1, raised=True), ended(2, 0.5, -signal.SIGKILL, late=True)]
     assert first_to_fail(ends).rank == 1
     assert first_to_fail(ends[2:]) is None
+
+
+def test_a_rank_that_ended_unseen_is_named_before_one_that_only_lost_its_connection_to_it():
+    """torchrun reaps the processes that it starts: how they ended is not known."""
+    ends = [ended(0, 1.1, 1, raised=True), ended(1, 1.0, None)]
+    assert first_to_fail(ends).rank == 0
+    assert first_to_fail(ends, cut_off={0}).rank == 1

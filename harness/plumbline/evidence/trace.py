@@ -146,6 +146,12 @@ class Logged:
     micro_batches: int = 0
 
 
+CONNECTION_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
+)  # fmt: skip
+"""What torch.distributed raises on a rank that waits for another one that has ended."""
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank recorded. ``world_size`` is that of torch.distributed, 1 where there was no group.
@@ -171,6 +177,11 @@ class RankTrace:
     torch: str = ""
     blocks: dict[str, Block] = field(default_factory=dict)
     holds_nothing: bool = False
+
+    @property
+    def has_lost_connection(self) -> bool:
+        """Whether it raised because another rank had ended."""
+        return any(words in (self.error or "") for words in CONNECTION_LOST)
 
     @property
     def tensor_sets(self) -> Iterator[Tensors]:

@@ -48,14 +48,17 @@ class ChildEnd:
         return self.evidence is None and self.code not in (None, -signal.SIGTERM, -signal.SIGABRT)
 
 
-def first_to_fail(children: Iterable[ChildEnd]) -> ChildEnd | None:
+def first_to_fail(children: Iterable[ChildEnd], cut_off: Collection[int] = ()) -> ChildEnd | None:
     """Return the child that failed first. The others end because of it.
 
-    The time alone does not decide, because a busy machine may report the ends in another order. A rank that died breaks
-    the connections of others, which then raise; and when one has raised, others are terminated.
+    ``cut_off`` has the ranks that raised because they lost the connection to another one. The time alone does not
+    decide, because a busy machine may report the ends in another order. A rank that died breaks the connections of
+    others, which then raise; and when one has raised, others are terminated.
     """
     bad = (one for one in children if one.is_bad)
-    return min(bad, key=lambda one: (not one.died, not one.failed, one.at), default=None)
+    return min(
+        bad, key=lambda one: (not one.died, not (one.failed and one.evidence not in cut_off), one.at), default=None
+    )
 
 
 class Children:

@@ -39,7 +39,8 @@ def gather(
         unfinished.unlink()  # its process was ended while it wrote
     found = {rank.rank: rank for rank in map(read_rank, folder.glob("rank-*.safetensors"))}
     exits: dict[int, Exit] = {}
-    origin = first_to_fail(child for end in ends for child in end.children)
+    cut_off = {rank.rank for rank in found.values() if rank.has_lost_connection}
+    origin = first_to_fail((child for end in ends for child in end.children), cut_off)
     for node, end in zip(started, ends, strict=True):
         first = _take_first_process(node, end)
         if end.silent or (first is None and not end.evidence and end.code is not None and origin is None):

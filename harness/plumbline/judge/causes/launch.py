@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import RankTrace, Trace
+from plumbline.evidence.trace import CONNECTION_LOST, RankTrace, Trace
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
-
-CONNECTION_LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
-)  # fmt: skip
-"""What torch.distributed raises on a rank that waits for another one that has ended."""
 
 
 @dataclass(frozen=True, eq=False)
