@@ -60,12 +60,12 @@ def test_what_can_be_checked_is_let_through(words):
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        (["--steps", "0"], "take at least 1"),
-        (["--steps", "-3"], "take at least 1"),
+        (["--steps", "0"], "must be 1 or more"),
+        (["--steps", "-3"], "must be 1 or more"),
         (["--steps", "many"], "invalid number value: 'many'"),
-        (["--after", "-1"], "take at least 0"),
-        (["--time-limit", "0"], "take a number of seconds above 0"),
-        (["--time-limit", "nan"], "take a number of seconds above 0"),
+        (["--after", "-1"], "must be 0 or more"),
+        (["--time-limit", "0"], "must be a number above 0"),
+        (["--time-limit", "nan"], "must be a number above 0"),
         (["--json", "no/folder/file.json"], "make it first"),
         (["--html", "/"], "is a folder: name a file"),
     ],

@@ -85,5 +85,5 @@ def test_a_form_of_the_verdict_is_refused_before_anything_starts(option, tmp_pat
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-c", "open('started', 'x')"]
     assert main(["check", "--dry-run", *option, "--", *command]) == 4
-    assert "--dry-run gives no verdict: leave out --html, --sarif and --github" in capsys.readouterr().err
+    assert "--dry-run gives no verdict: remove --html, --sarif and --github" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

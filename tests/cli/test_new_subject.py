@@ -24,11 +24,11 @@ def test_a_file_that_is_there_stays_as_it_is(tmp_path, capsys):
     file.write_text("mine")
     assert main(["new-subject", str(file)]) == 2
     assert file.read_text() == "mine"
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("nowhere/mine.py", "there is no folder"), ("mine", "call it mine.py"), ("m.txt", "m.py")]
+    ("path", "said"), [("nowhere/mine.py", "does not exist"), ("mine", "use the name mine.py"), ("m.txt", "m.py")]
 )
 def test_it_says_what_cannot_be_written(path, said, tmp_path, capsys):
     assert main(["new-subject", str(tmp_path / path)]) == 2

@@ -134,7 +134,7 @@ def test_candidates_that_went_wrong_come_first_and_undeclared_ones_are_counted()
     head, *shown, last = str(raised.value).splitlines()
     assert head == "8 cells of this run match 'ddp':"
     assert [line.split()[1] for line in shown] == ["failed", "timed", "missing", "known", "deviates", "passed"]
-    assert last == "  and 2 that the subject does not declare"
+    assert last == "  and 2 that the subject does not claim to support"
     del outcomes["mine-w7-ddp-1x2-32"]
     assert cell_called("ddp", outcomes) == "mine-w4-ddp-1x2-32"
     assert cell_called("w0", outcomes) == "mine-w0-ddp-1x2-32", "who asks for it is shown it"

@@ -105,7 +105,7 @@ def test_a_subject_that_starts_cuda_when_it_is_imported_is_refused(tmp_path, how
 @pytest.mark.parametrize(
     ("locator", "said"),
     [
-        ("nowhere/trainer.py", "there is no file nowhere/trainer.py"),
+        ("nowhere/trainer.py", "file nowhere/trainer.py not found"),
         ("no_such_module_anywhere", "cannot be imported"),
         ("plumbline.core.cell", "declares no subject"),
         ("torch::nobody", "has no subject 'nobody'; it has torch"),
@@ -119,12 +119,12 @@ def test_a_locator_that_names_nothing_is_answered_in_a_sentence(locator, said):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("def train(job): pass", "declares no subject: put @subject"),
+        ("def train(job): pass", "declares no subject: decorate"),
         ("import a_library_that_is_not_here", "cannot be imported: ModuleNotFoundError"),
         ("def train(job:", "cannot be imported: SyntaxError"),
         (
             "from plumbline import subject\n@subject(name='x', backends=['dpp'])\ndef train(job): pass",
-            "no backend 'dpp'",
+            "unknown backend 'dpp'",
         ),
         ("from plumbline import subject\n@subject(name='x', backends=[], precisions=['8'])\ndef t(job): pass", "'8'"),
         ("from plumbline import subject\n@subject(name='a/b', backends=['ddp'])\ndef t(job): pass", "'a/b'"),

@@ -53,7 +53,7 @@ def test_a_profiler_that_fails_is_a_problem_and_no_error(profile, monkeypatch):
 def test_a_file_that_no_browser_opens_is_not_kept(profile, tmp_path, monkeypatch):
     monkeypatch.setattr(step_profile, "MOST_BYTES", 10)
     train(profile)
-    assert "at most" in profile.problems[0]
+    assert "the limit is" in profile.problems[0]
     assert list(tmp_path.iterdir()) == []
 
 

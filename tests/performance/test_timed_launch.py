@@ -102,7 +102,7 @@ def test_a_trainer_that_does_not_step_once_a_batch_has_no_figures(timed, subject
     with pytest.raises(TimedLaunchError) as failed:
         timed(subject, topology)
     assert failed.value.finding.outcome is Outcome.ERRORED
-    assert "one step a batch" in failed.value.finding.message
+    assert "one step per batch" in failed.value.finding.message
 
 
 def test_ranks_that_never_meet_are_no_group(timed):

@@ -121,7 +121,9 @@ def test_a_report_is_judged_where_there_is_one(training):
 
 
 def test_a_number_of_runs_that_measures_nothing_is_refused(capsys):
-    assert main(["power", "--subject", "torch", "--runs", "0"]) == USAGE
+    with pytest.raises(SystemExit) as ended:
+        main(["power", "--subject", "torch", "--runs", "0"])
+    assert ended.value.code == USAGE
     assert "must be 1 or more" in capsys.readouterr().err
 
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_left_out_and_named(
     (tmp_path / "reports" / "broken").mkdir()
     (tmp_path / "reports" / "broken" / "results.jsonl").write_text("nonsense")
     assert main(["history", str(tmp_path / "reports")]) == 0
-    assert "left out" in capsys.readouterr().err
+    assert "skipped: " in capsys.readouterr().err
     assert "Left out" in (tmp_path / "reports" / "history" / "index.html").read_text()
 
 

@@ -23,7 +23,7 @@ HOSTILE = "evil|\\|`<script>alert(1)</script>\n\n# title [link](http://x) \x1b[3
 
 def test_what_is_not_declared_is_one_line(realistic_run: Run) -> None:
     page = one_screen(realistic_run)
-    assert page.count("not declared") == 1
+    assert page.count("does not claim to support") == 1
     assert "5 cells skipped: my-ddp does not claim to support them (precision 16: 5)." in page
     assert "| my-ddp | ddp | C 4/5 |  |" in page
 
