@@ -460,3 +460,18 @@ def test_nothing_contradicts_that_one_of_two_modules_is_not_synchronised(judged)
     assert messages["ranks-agree"].endswith("DistributedDataParallel wraps only some of the trained modules")
     assert messages["objective"] == "The loss is the mean over all 8 terms of cross_entropy."
     assert messages["samples"].endswith("(32 rows in the recorded steps)")
+
+
+def test_parameters_that_keep_only_the_last_micro_batch_are_named(plumbline):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for _ in range(3):
+                model[0].weight.grad = None
+                (functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,))) / 3).backward()
+            optimizer.step()
+
+    (training,) = plumbline.check(train, ranks=1, steps=STEPS).trainings
+    assert (answer_of(training), causes(training)) == (Answer.WRONG, {"micro-batch-missing"})

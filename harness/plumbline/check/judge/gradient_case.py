@@ -177,13 +177,13 @@ class ReceivedGradient(GradientCase):
         None without any.
         """
         shares = list(self._shares(combination.weight))
-        parts = [weight * one.exact for weight, one in shares if one.exact is not None]
+        parts = [weight * one.exact for _, weight, one in shares if one.exact is not None]
         return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == len(shares) else None
 
     def value(self, combination: Combination) -> Tensor:
         """Return the combination of local gradients."""
         total = torch.zeros_like(self.received)
-        for weight, one in self._shares(combination.weight):
+        for _, weight, one in self._shares(combination.weight):
             if weight:
                 total = total + weight * one.local
         if self.previous is not None and combination.earlier is not None:
@@ -206,7 +206,7 @@ class ReceivedGradient(GradientCase):
     def _sizes(self, combination: Combination) -> Tensor:
         """Return the sum of the norms of what a combination adds, for each parameter."""
         total = self.zero
-        for weight, one in self._shares(combination.weight):
+        for _, weight, one in self._shares(combination.weight):
             if weight:
                 total = total + abs(weight) * self.norms(one.local)
         if self.previous is not None and combination.earlier is not None:
@@ -215,11 +215,11 @@ class ReceivedGradient(GradientCase):
             total = total + abs(combination.left_over) * self.norms(self.previous.received)
         return total
 
-    def _shares(self, weight: Weight) -> Iterator[tuple[float, BackwardPass]]:
-        """Yield each backward pass of each rank with what it is multiplied by: a right share weighs 1."""
+    def _shares(self, weight: Weight) -> Iterator[tuple[int, float, BackwardPass]]:
+        """Yield each rank with each of its backward passes, and the factor of that pass: a right share weighs 1."""
         for rank, step in self.ranks.items():
             for place, one in enumerate(step.passes):
-                yield weight(rank, place, len(step.passes)) / self.world / one.scale, one
+                yield rank, weight(rank, place, len(step.passes)) / self.world / one.scale, one
 
     @cached_property
     def units(self) -> Tensor:
@@ -233,14 +233,16 @@ class ReceivedGradient(GradientCase):
 
     def _underflow(self, weight: Weight) -> Tensor:
         """Return the norm of the constant part of one rounding of each parameter's gradient on every rank."""
-        total = 0.0
-        for rank, step in self.ranks.items():
-            count = len(step.passes)
-            weights = [abs(weight(rank, place, count)) / one.scale for place, one in enumerate(step.passes)]
-            total += max(weights, default=0.0) / self.world
+        largest = dict.fromkeys(self.ranks, 0.0)
+        for rank, factor, _ in self._shares(weight):
+            largest[rank] = max(largest[rank], abs(factor))
         constants = [max(_UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
         entries = [one.entries for one in self.parameters]
-        return total * torch.tensor(constants, dtype=torch.float64) * torch.tensor(entries, dtype=torch.float64).sqrt()
+        return (
+            sum(largest.values())
+            * torch.tensor(constants, dtype=torch.float64)
+            * torch.tensor(entries, dtype=torch.float64).sqrt()
+        )
 
     def fit(self, combination: Combination) -> Fit:
         """Compare a combination with what was received, up to a common factor where there may be one."""
@@ -281,7 +283,7 @@ class ReceivedGradient(GradientCase):
         roundings = [self.norms(value - target), additions**0.5 * self.units * self.norms(value)]
         if self.hook_format:
             roundings.append(self._underflow(combination.weight))
-            roundings += [abs(w) * self.units * self.norms(one.local) for w, one in self._shares(combination.weight)]
+            roundings += [abs(w) * self.units * self.norms(one.local) for _, w, one in self._shares(combination.weight)]
         noise = factor * torch.stack(roundings).norm(dim=0)
         bound = factor * (SKETCH_MARGIN * self.bound(combination) + self.norms(value - target))
         counted = self.covered.double()

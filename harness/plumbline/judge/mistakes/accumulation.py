@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plumbline.judge.mistakes.combination import Combination, Weight, even, scaled
+from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, even, scaled
 from plumbline.judge.mistakes.gradient_case import GradientCase, GradientMistake, Predictions
 
 
@@ -38,6 +38,11 @@ def _only_last(case: GradientCase) -> Predictions:
         # Each micro-batch replaces the gradient of the ones before, and none is averaged.
         world, own = case.world, case.rank
         yield Combination(lambda r, b, n: float(world * (r == own and b == n - 1)))
+
+
+def _some_only_last(case: GradientCase) -> Predictions:
+    if case.micro_batches > 1:
+        yield SomeParameters(Combination(lambda r, b, n: float(b == n - 1)))
 
 
 def _first_missing(case: GradientCase) -> Predictions:
@@ -126,6 +131,9 @@ MISTAKES = (
         "divided by the number of micro-batches, and by that of a full window too",
         "divide once: in the loss, or after the backward pass", 640),
     PREVIOUS_STEP_NOT_ZEROED,
+    GradientMistake("micro-batch-missing", "accumulation", _some_only_last,
+        "those of the last of {micro_batches} micro-batches for some parameters",
+        "do not zero the gradients of these parameters for every micro-batch", 335),
     GradientMistake("some-micro-batches-not-synchronised", "accumulation", _partly_synchronised,
         "averaged over ranks for some of {micro_batches} micro-batches and rank {rank}'s own for others",
         "run all micro-batches but the last inside no_sync(), and the last one outside", 320),

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, even
 from plumbline.judge.mistakes.gradient_case import GradientCase, GradientMistake, Predictions
 
-MOST_RANKS = 8
-"""Up to this world size, every evenly spaced set of ranks is tried; above it, only groups of equal size."""
+MOST_RANKS = 16
+"""Up to this world size, every evenly spaced set of ranks is tried; above it, only this rank's own groups, for time."""
 
 
 def only(ranks: Collection[int], factor: float = 1.0) -> Weight:
@@ -45,8 +45,8 @@ def _sets_of_ranks(case: GradientCase) -> Iterator[tuple[int, ...]]:
         return
     for size in range(2, world):
         if world % size == 0:
-            yield tuple(rank for rank in range(world) if rank // size == own // size)
-            yield tuple(rank for rank in range(world) if rank % size == own % size)
+            yield tuple(range(own // size * size, (own // size + 1) * size))
+            yield tuple(range(own % size, world, size))
 
 
 def _some_parameters_own(case: GradientCase) -> Predictions:
