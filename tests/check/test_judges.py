@@ -587,3 +587,12 @@ def test_a_step_before_that_is_unscaled_again_is_named() -> None:
     steps = (replace(first, received=right), replace(second, received=right + right / 1024))
     (finding,) = judge_gradients(RecordedTraining((RecordedRank(0, 1, steps),)))
     assert finding.cause == "previous-step-not-zeroed"
+
+
+def test_a_step_before_is_left_in_as_it_was_clipped() -> None:
+    first, second = a_rank(0, [{}, {}]).steps
+    right = first.passes[0].local
+    clipped, both = right / 8, right + right / 8
+    steps = (replace(first, received=clipped, unclipped=right), replace(second, received=both / 9, unclipped=both))
+    (finding,) = judge_gradients(RecordedTraining((RecordedRank(0, 1, steps),)))
+    assert finding.cause == "previous-step-not-zeroed"

@@ -118,8 +118,12 @@ class ReceivedGradient(GradientCase):
     @cached_property
     def received(self) -> Tensor:
         """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
-        given = self.step.received if self.step.unclipped is None else self.step.unclipped
-        return torch.where(given.isnan(), 0.0, given)
+        return _zero_where_missing(self.step.received if self.step.unclipped is None else self.step.unclipped)
+
+    @property
+    def left(self) -> Tensor:
+        """What the step left in the gradients for the next one, if nobody zeroes them: clipped where it was clipped."""
+        return _zero_where_missing(self.step.received)
 
     @cached_property
     def covered(self) -> Tensor:
@@ -189,7 +193,7 @@ class ReceivedGradient(GradientCase):
         if self.previous is not None and combination.earlier is not None:
             total = total + self.previous.value(Combination(combination.earlier))
         if self.previous is not None and combination.left_over:
-            total = total + combination.left_over * self.previous.received
+            total = total + combination.left_over * self.previous.left
         return total
 
     def bound(self, combination: Combination) -> Tensor:
@@ -212,7 +216,7 @@ class ReceivedGradient(GradientCase):
         if self.previous is not None and combination.earlier is not None:
             total = total + self.previous._sizes(Combination(combination.earlier))
         if self.previous is not None and combination.left_over:
-            total = total + abs(combination.left_over) * self.norms(self.previous.received)
+            total = total + abs(combination.left_over) * self.norms(self.previous.left)
         return total
 
     def _shares(self, weight: Weight) -> Iterator[tuple[int, float, BackwardPass]]:
@@ -295,3 +299,7 @@ class ReceivedGradient(GradientCase):
 
 def _all(step: RecordedStep) -> Sequence[BackwardPass]:
     return (*step.passes, *step.other_passes)
+
+
+def _zero_where_missing(vector: Tensor) -> Tensor:
+    return torch.where(vector.isnan(), 0.0, vector)
