@@ -9,13 +9,14 @@ import struct
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plumbline.core.errors import TraceError
 from plumbline.evidence.rank_file import flatten, write_rank
-from plumbline.evidence.read import read_rank
+from plumbline.evidence.read import read_file, read_rank
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
@@ -72,6 +73,33 @@ def test_numbers_that_are_not_finite_are_kept(tmp_path):
     write_rank(str(tmp_path / "rank"), trace_of({"weight": weight}))
     read = read_rank(tmp_path / "rank").steps[0].after["weight"]
     assert read.view(torch.int32).tolist() == weight.view(torch.int32).tolist()
+
+
+def test_a_file_is_one_of_the_format_safetensors(whole):
+    content, trace = whole
+    (step,) = trace.steps
+    read = safetensors.torch.load(content)
+    assert torch.equal(read["0/before/weight"], step.before["weight"])
+    assert torch.equal(read["0/after/bias"], step.after["bias"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "size"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, 8),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, 8),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, 8),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, 4),
+        ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, 4),
+        ({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, 4),
+        ({"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}, 4),
+    ],
+)
+def test_a_tensor_that_does_not_fill_its_place_is_refused(tmp_path, entry, size):
+    header = json.dumps({"__metadata__": {"plumbline": "{}"}, "w": entry}).encode()
+    (tmp_path / "hostile").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * size)
+    with pytest.raises((LookupError, TypeError, ValueError, RuntimeError)):
+        read_file(tmp_path / "hostile")
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path):

@@ -1,8 +1,8 @@
 """The file that one rank writes: a safetensors file, with everything that is no tensor in its metadata.
 
-It is written without the library, because a rank has only torch. The format (8 bytes little-endian header length, a
-JSON header, raw bytes) is documented at https://github.com/huggingface/safetensors#format; the parent reads it with the
-library.
+It is written and read without the library, because a rank has only torch, and `plumbline check` needs nothing else.
+The format (8 bytes little-endian header length, a JSON header, raw bytes) is documented at
+https://github.com/huggingface/safetensors#format. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from torch import Tensor
 
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Shard, Step, StoredTensor, Tensors
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 CHECKSUM = "crc32"
@@ -67,7 +68,7 @@ def write_file(path: str, values: dict[str, Any], tensors: Tensors) -> None:
     chunks: list[bytes] = []
     offset = 0
     for name, tensor in tensors.items():
-        data = _bytes(tensor)
+        data = tensor_bytes(tensor)
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -94,8 +95,8 @@ def write_file(path: str, values: dict[str, Any], tensors: Tensors) -> None:
         raise
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    # By its address: torch's own conversion to bytes needs numpy, which a rank need not have.
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor on the cpu. torch's own conversion needs numpy, which a rank need not have."""
     flat = tensor.detach().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from plumbline.core.errors import TraceError
 from plumbline.evidence.dtypes import dtype_name
-from plumbline.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
+from plumbline.evidence.rank_file import CHECKSUM, DTYPES, NO_CHECKSUM, unflatten
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.tensor_store import load as load_stored
 from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index
@@ -84,7 +82,7 @@ def read_rank(path: Path) -> RankTrace:
     """
     try:
         return unflatten(*read_file(path))
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise TraceError(
             f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
         ) from error
@@ -94,18 +92,38 @@ def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Return the JSON values and the tensors that ``rank_file.write_file`` wrote.
 
     Raises:
-        SafetensorError, OSError, LookupError, TypeError, ValueError: the file is missing, truncated or another one's.
+        OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError: the file is missing, truncated or
+            another one's.
     """
     content = _content(path)
     _check(content)
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one order,
-    # by which ties are broken; and copied, because the order of summation depends on the alignment.
-    loaded = load(content)
-    return json.loads(header["__metadata__"]["plumbline"]), {name: loaded[name].clone() for name in sorted(loaded)}
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    values = json.loads(header.pop("__metadata__")["plumbline"])
+    tensors = _tensors(header, content, 8 + size)
+    # Always in one order, by which ties are broken.
+    return values, {name: tensors[name] for name in sorted(tensors)}
 
 
-def _content(path: Path) -> bytes:
+def _tensors(header: dict[str, Any], content: bytearray, begin: int) -> Tensors:
+    """Return the tensors of a file's header. Their bytes must fill the rest of the file, without gaps or overlaps."""
+    tensors = {}
+    end = begin
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        count = prod(shape)
+        if entry["data_offsets"] != [end - begin, end - begin + count * dtype.itemsize] or min(shape, default=0) < 0:
+            raise ValueError(f"the place of {name!r} does not fit its type and shape")
+        # Copied, because the order of summation depends on the alignment.
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=end) if count else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(shape).clone()
+        end += count * dtype.itemsize
+    if end != len(content):
+        raise ValueError(f"it has {len(content)} bytes, and its header describes {end}")
+    return tensors
+
+
+def _content(path: Path) -> bytearray:
     """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened.
 
     Raises:
@@ -117,10 +135,13 @@ def _content(path: Path) -> bytes:
             raise ValueError("it is no plain file")
         if found.st_size > LARGEST_FILE:
             raise ValueError(f"it has {found.st_size} bytes, and the limit is {LARGEST_FILE}")
-        return stream.read()
+        content = bytearray(found.st_size)
+        if stream.readinto(content) != found.st_size:
+            raise ValueError("it became shorter while it was read")
+        return content
 
 
-def _check(content: bytes) -> None:
+def _check(content: bytearray) -> None:
     """Verify a file's checksum, if it has one.
 
     Raises:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
@@ -51,7 +50,7 @@ def _read_rank(folder: Path) -> RecordedRank | None:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         return read_file(path)
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise TraceError(f"{path} is not whole ({type(error).__name__}: {error}); run the command again") from error
 
 

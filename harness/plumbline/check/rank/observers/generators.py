@@ -13,6 +13,7 @@ from torch import nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observer import Observer
+from plumbline.evidence.rank_file import tensor_bytes
 
 
 class GeneratorObserver(Observer):
@@ -61,9 +62,9 @@ class GeneratorObserver(Observer):
 
 def generator_states() -> dict[str, str]:
     """Return a digest of the state of each generator that a forward usually draws from, by its name."""
-    states = {"torch": _digest(bytes(torch.get_rng_state().numpy())), "python": _digest(repr(random.getstate()))}
+    states = {"torch": _digest(tensor_bytes(torch.get_rng_state())), "python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = _digest(bytes(torch.cuda.get_rng_state().numpy()))
+        states["cuda"] = _digest(tensor_bytes(torch.cuda.get_rng_state()))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = _digest(pickle.dumps(numpy.random.get_state()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plumbline.check.rank.sharding import is_shard, local
 from plumbline.evidence.projection import ROWS, fingerprint, row_weights, sketch
+from plumbline.evidence.rank_file import tensor_bytes
 
 SMALL = 1024
 """Entries up to which bytes are hashed as they are: many small tensors would cost more calls than memory."""
@@ -59,7 +60,7 @@ def _hashed(values: Tensor) -> str:
     # + 0 turns -0.0 into 0.0, as for larger tensors: what is equal has equal bits.
     same = values + 0 if values.dtype in _DENSE else values
     raw = same.contiguous().cpu().reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0)
-    return hashlib.blake2b(bytes(raw.numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(tensor_bytes(raw), digest_size=8).hexdigest()
 
 
 def _hexadecimal(number: int) -> str:
