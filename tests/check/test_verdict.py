@@ -76,7 +76,7 @@ def test_gradients_without_an_answer_are_no_part_of_the_share_that_was_judged():
 
 def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():
     sentence = verdict_of(checked(training(FOLLOWS, WRONG))).sentence
-    assert sentence == "gradients: not synchronised (3,900,000 × rounding noise)"
+    assert sentence == "gradients: not synchronised (3.9e6 × rounding noise)"
 
 
 def test_the_sentence_has_no_noise_where_nothing_differs():

@@ -14,9 +14,9 @@ from sarif_pydantic import Sarif
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.report.annotations.annotation import Annotation, annotations_of
-from plumbline.report.annotations.github import github_commands, run_commands
-from plumbline.report.annotations.sarif import run_sarif
+from plumbline.report.annotations.annotation import Annotation
+from plumbline.report.annotations.github import github_commands
+from plumbline.report.annotations.of_run import annotations_of, run_commands, run_sarif
 from plumbline.results.records import Expected, Result, SourceLine
 from plumbline.results.run import Run
 
@@ -35,7 +35,7 @@ def test_each_cause_of_a_subject_is_one_annotation_at_its_function(run: Run) -> 
     named = {one.rule: one for one in annotations_of(run)}
     assert set(named) == {"sum-instead-of-mean", "crashed: launch"}
     summed = named["sum-instead-of-mean"]
-    assert summed.source == TRAINER
+    assert summed.source == (TRAINER.file, TRAINER.line)
     assert summed.details["parameter"] == "tower.0.weight"
     assert len(summed.details["cells"]) > 1
     assert "reproduce: pytest suites/ -k" in summed.message
@@ -83,14 +83,15 @@ def test_an_expectation_that_is_not_met_is_shown_at_its_entry(run: Run, cells: l
     results = tuple(
         one.model_copy(update={"expected": expected}) if one.cell == cells[0].id else one for one in run.results
     )
-    found = [one for one in annotations_of(dataclasses.replace(run, results=results)) if one.source == entry]
+    annotations = annotations_of(dataclasses.replace(run, results=results))
+    found = [one for one in annotations if one.source == (entry.file, entry.line)]
     assert len(found) == 1
     assert "it is known" in found[0].message
 
 
 @given(st.text(), st.text(), st.text())
 def test_text_of_a_run_is_never_a_command(title: str, message: str, file: str) -> None:
-    hostile = Annotation("rule", f"{title}\n::stop::", f"{message}\r\n::error::x", "key", SourceLine(file=file, line=1))
+    hostile = Annotation("rule", f"{title}\n::stop::", f"{message}\r\n::error::x", "key", (file, 1))
     (line,) = github_commands([hostile]).split("\n")[:-1]
     command, properties, *_ = line.split("::")[1:]
     assert command.startswith("error file=")

@@ -114,6 +114,26 @@ class AnyFinding(Protocol):
         """The named mistake, if one is known."""
 
     @property
+    def family(self) -> str | None:
+        """The family of the cause."""
+
+    @property
+    def error_x_noise(self) -> float | None:
+        """The error in multiples of rounding noise."""
+
+    @property
+    def step(self) -> int | None:
+        """The step at which it was observed."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank on which it was observed."""
+
+    @property
+    def parameter(self) -> str | None:
+        """The parameter in which it was observed."""
+
+    @property
     def consequence_of(self) -> str | None:
         """The check whose finding explains this one, None if it stands by itself."""
 

@@ -27,8 +27,8 @@ FORMATS: Final[dict[str, str]] = {
     "csv": "plumbline.report.data_files:CSV",
     "json": "plumbline.report.json_report:FORMAT",
     "parquet": "plumbline.report.data_files:PARQUET",
-    "sarif": "plumbline.report.annotations.sarif:FORMAT",
-    "github": "plumbline.report.annotations.github:FORMAT",
+    "sarif": "plumbline.report.annotations.of_run:SARIF",
+    "github": "plumbline.report.annotations.of_run:GITHUB",
 }
 """``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
 

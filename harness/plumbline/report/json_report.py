@@ -22,10 +22,10 @@ from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failur
 from plumbline.report.tables.measured import metrics_table
 from plumbline.report.tables.run_summary import RunVerdict, comparability, facts, verdict_of
 from plumbline.report.tables.support import support_table
+from plumbline.results.document_schema import document_schema
 from plumbline.results.fields import Count, Text, XNoise
 from plumbline.results.records import CellRecord
 from plumbline.results.run import Run
-from plumbline.results.schema import DIALECT
 
 VERSION: Final = 1
 """Of the schema; a field may be added without a new one."""
@@ -170,8 +170,7 @@ def as_json(run: Run) -> str:
 
 
 def report_schema() -> dict[str, Any]:
-    schema = ReportDocument.model_json_schema(mode="serialization")
-    return {"$schema": DIALECT, "$id": f"urn:plumbline:report:{VERSION}", **schema}
+    return document_schema(ReportDocument, "report", VERSION)
 
 
 def _rows(table: pd.DataFrame) -> Any:

@@ -158,33 +158,18 @@ def fields_of(finding: Finding) -> dict[str, Any]:
     }
 
 
-class Profile(Record):
-    """What the launch of a measured cell left that was profiled apart from the timed ones.
+class FindingRecord(Record):
+    """A finding, of a cell or of a user's own training.
 
-    ``files`` are relative to the run's folder, ``problems`` say what could not be written.
+    ``step`` counts optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains,
+    ``limit_x_noise`` the largest error of a right trainer, and ``parameters`` has each parameter's error at that step
+    on that rank, in the model's order. ``consequence_of`` is the check whose finding beside it explains this one; runs
+    recorded by older versions have None. ``undeclared`` is what an unsupported cell needs and its subject does not
+    declare: ``backend dp``, ``precision 16``, or capabilities by their names. ``hint`` is what to look at, as in the
+    message; ``cause_x_noise`` how far the evidence is from what the cause predicts. ``error_grid`` and ``rank_shares``
+    are drawn on the page. What does not apply is None.
     """
 
-    files: tuple[Text, ...] = ()
-    problems: tuple[Text, ...] = ()
-
-
-class Result(CellRecord):
-    """One finding about one cell.
-
-    ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
-    optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
-    ``limit_x_noise`` is the largest error of a right trainer; ``parameters`` has each parameter's error at that step
-    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is the
-    expectation about it. ``findings`` is how many of them its cell has. ``consequence_of`` is the check whose
-    finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
-    unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
-    names. ``hint`` is what to look at, as in the message; ``cause_x_noise`` how far the evidence is from what the cause
-    predicts. ``error_grid`` and ``rank_shares`` are drawn on the page. ``profile`` is that of a measured cell, if it
-    was asked for; ``not_applicable`` says of metrics, by their names, why a measured cell has none. What does not apply
-    is None.
-    """
-
-    type: Literal["result"] = "result"
     check: Text
     outcome: Outcome
     cause: Text | None = None
@@ -196,16 +181,38 @@ class Result(CellRecord):
     limit_x_noise: XNoise | None = None
     parameters: dict[Text, XNoise] = {}
     message: Text = ""
-    reproduce: Text = ""
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    expected: Expected | None = None
-    findings: AtLeastOne | None = None
     consequence_of: Text | None = None
     undeclared: tuple[Text, ...] = ()
     hint: Text | None = None
     cause_x_noise: XNoise | None = None
     error_grid: ErrorGrid | None = None
     rank_shares: RankShares | None = None
+
+
+class Profile(Record):
+    """What the launch of a measured cell left that was profiled apart from the timed ones.
+
+    ``files`` are relative to the run's folder, ``problems`` say what could not be written.
+    """
+
+    files: tuple[Text, ...] = ()
+    problems: tuple[Text, ...] = ()
+
+
+class Result(FindingRecord, CellRecord):
+    """One finding about one cell.
+
+    ``reproduce`` is a command that runs just this cell. ``seconds`` is the wall time of the cell's launch, the same on
+    each of its findings. ``expected`` is the expectation about it. ``findings`` is how many of them its cell has.
+    ``profile`` is that of a measured cell, if it was asked for; ``not_applicable`` says of metrics, by their names, why
+    a measured cell has none. What does not apply is None.
+    """
+
+    type: Literal["result"] = "result"
+    reproduce: Text = ""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    expected: Expected | None = None
+    findings: AtLeastOne | None = None
     profile: Profile | None = None
     not_applicable: dict[Text, Text] = {}
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
+from plumbline.results.document_schema import DIALECT
 from plumbline.results.header_footer import SCHEMA_VERSION
 from plumbline.results.json_lines import Line
 
-DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 FILE: Final = Path(__file__).with_name("results.schema.json")
 
 

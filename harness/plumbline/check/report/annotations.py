@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from plumbline.check.command.command import CheckedCommand
 from plumbline.check.judge.judging import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations
 from plumbline.core.finding import Finding, is_unexplained
-from plumbline.report.annotations.annotation import Annotation
+from plumbline.report.annotations.annotation import Annotation, annotate
 from plumbline.report.annotations.sarif import sarif
-from plumbline.report.text import digits
-from plumbline.results.records import SourceLine
 
 
 def annotations_on(checked: CheckedCommand) -> list[Annotation]:
@@ -32,28 +28,12 @@ def check_sarif(checked: CheckedCommand, verdict: Verdict) -> str:
 
 
 def _annotation(one: CheckedTraining, finding: Finding) -> Annotation:
-    place = describe(one.training).steps_at
     rule = finding.check if is_unexplained(finding) else str(finding.cause)
-    return Annotation(
+    return annotate(
+        finding,
+        finding.message,
         rule=rule,
         title=f"{finding.check}: {rule.replace('-', ' ')}",
-        message="\n".join(_lines(finding)),
         key=f"{finding.check}/{rule}",
-        source=place and SourceLine(file=place[0], line=place[1]),
-        details={
-            "family": finding.family,
-            "check": finding.check,
-            "step": finding.step,
-            "rank": finding.rank,
-            "parameter": finding.parameter,
-        },
+        source=describe(one.training).steps_at,
     )
-
-
-def _lines(finding: Finding) -> Iterator[str]:
-    yield finding.message
-    where = {"step": finding.step, "rank": finding.rank, "parameter": finding.parameter}
-    named = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
-    noise = None if finding.error_x_noise is None else f"{digits(finding.error_x_noise)} × rounding noise"
-    if noise or named:
-        yield f"{noise or 'first'}{f' at {named}' if named else ''}"

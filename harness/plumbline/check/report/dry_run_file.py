@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from plumbline.check.command.command import CheckedCommand
 from plumbline.check.judge.estimate import CostEstimate
 from plumbline.check.report.json_file import Script
+from plumbline.results.document_schema import document_schema
 from plumbline.results.fields import Count, Text
-from plumbline.results.schema import DIALECT
 
 VERSION: Final = 1
 """Of the schema; a field may be added without a new one."""
@@ -87,5 +87,4 @@ def dry_run_json(checked: CheckedCommand, steps: int, obstacle: str | None, exit
 
 def dry_run_schema() -> dict[str, Any]:
     """Return the schema of the document."""
-    schema = DryRunDocument.model_json_schema(mode="serialization")
-    return {"$schema": DIALECT, "$id": f"urn:plumbline:dry-run:{VERSION}", **schema}
+    return document_schema(DryRunDocument, "dry-run", VERSION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from plumbline.check.command.command import CheckedCommand
 from plumbline.check.command.running import EndedBy
@@ -16,10 +16,9 @@ from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.notes import notes_on
 from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.core.outcome import Outcome
-from plumbline.results.fields import Count, Text, XNoise
-from plumbline.results.records import ErrorGrid, RankShares, fields_of
-from plumbline.results.schema import DIALECT
+from plumbline.results.document_schema import document_schema
+from plumbline.results.fields import Count, Text
+from plumbline.results.records import FindingRecord, SourceLine, fields_of
 
 VERSION: Final = 1
 """Of the schema; a field may be added without a new one."""
@@ -27,33 +26,11 @@ VERSION: Final = 1
 FILE: Final = Path(__file__).with_name("check.schema.json")
 
 
-class ScriptPlace(BaseModel):
-    """A line of the script: the file as the script's process knew it, relative to where the command was called."""
-
-    file: Text
-    line: Count
-
-
-class CheckFinding(BaseModel):
+class CheckFinding(FindingRecord):
     """The answer to one question. What does not apply is null; ``information``: it is no verdict."""
 
-    check: Text
-    outcome: Outcome
-    message: Text
-    cause: Text | None
-    family: Text | None
-    error_x_noise: XNoise | None
-    step: Count | None
-    parameter: Text | None
-    rank: Count | None
-    limit_x_noise: XNoise | None
-    parameters: dict[Text, XNoise]
-    consequence_of: Text | None
-    undeclared: tuple[Text, ...]
-    hint: Text | None
-    cause_x_noise: XNoise | None
-    error_grid: ErrorGrid | None
-    rank_shares: RankShares | None
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
     information: bool
 
     @classmethod
@@ -119,7 +96,7 @@ class CheckTraining(BaseModel):
     optimizers: tuple[Text, ...]
     precision: tuple[Text, ...]
     wrappers: tuple[Text, ...]
-    steps_at: ScriptPlace | None
+    steps_at: SourceLine | None
     coverage: CheckCoverage
     findings: tuple[CheckFinding, ...]
 
@@ -138,7 +115,7 @@ class CheckTraining(BaseModel):
             optimizers=tuple(what.optimizers),
             precision=tuple(what.precision),
             wrappers=tuple(what.wrappers),
-            steps_at=place and ScriptPlace(file=place[0], line=place[1]),
+            steps_at=place and SourceLine(file=place[0], line=place[1]),
             coverage=CheckCoverage.of(one.coverage),
             findings=tuple(map(CheckFinding.of, one.findings)),
         )
@@ -184,5 +161,4 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
 
 def check_schema() -> dict[str, Any]:
     """Return the schema of the document."""
-    schema = CheckDocument.model_json_schema(mode="serialization")
-    return {"$schema": DIALECT, "$id": f"urn:plumbline:check:{VERSION}", **schema}
+    return document_schema(CheckDocument, "check", VERSION)

@@ -16,7 +16,7 @@ from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import counted, digits, in_words, listed, percent, shortened
+from plumbline.report.text import counted, in_words, listed, percent, shortened, x_noise
 
 MOST_NAMES = 3
 
@@ -49,9 +49,9 @@ def lines_of(one: CheckedTraining) -> list[Line]:
 def _line(finding: Finding) -> Line:
     text = finding.message.removeprefix("not judged: ")
     if finding.error_x_noise is not None and "× noise" not in text:
-        text += f" ({digits(finding.error_x_noise)} × noise)"
+        text += f" ({x_noise(finding.error_x_noise)})"
     if is_accusation(finding) and finding.consequence_of is not None:
-        text = f"follows from {finding.consequence_of}: {text}"
+        text = f"consequence of {finding.consequence_of}: {text}"
     return Line(_sign(finding), finding.check, text, finding)
 
 

@@ -17,6 +17,7 @@ from plumbline.check.verdict.notes import notes_on
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.machine.installed_software import plumbline_version
+from plumbline.report.finding_words import place_and_size
 from plumbline.report.html.environment import page_environment
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
@@ -60,6 +61,7 @@ def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
             kind=_KIND,
             sign=_SIGN,
             mark=_MARK,
+            place_and_size=place_and_size,
         )
     )
 

@@ -15,7 +15,7 @@ from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorde
 from plumbline.core.exit_codes import TROUBLE
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import counted, digits, percent
+from plumbline.report.text import compact, counted, percent
 
 RIGHT, WRONG = 0, 1
 
@@ -129,7 +129,7 @@ def _cause(wrong: Finding) -> str:
 
 def _noise(finding: Finding) -> str:
     # Without any difference there is no noise to count in.
-    return "" if not finding.error_x_noise else f" ({digits(finding.error_x_noise)} × rounding noise)"
+    return "" if not finding.error_x_noise else f" ({compact(finding.error_x_noise)} × rounding noise)"
 
 
 def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:

@@ -1,22 +1,18 @@
-"""A finding at a line: one for each cause of each subject in a run."""
+"""A finding at a line of a file, for the systems that run CI."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from plumbline.report.tables.failures import FailureGroup, failures, location, message_of
-from plumbline.report.text import counted, listed, x_noise
-from plumbline.results.records import Result, SourceLine
-from plumbline.results.run import Run
-
-MOST_CELLS = 5
+from plumbline.core.finding import AnyFinding
+from plumbline.report.finding_words import place_and_size
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is wrong, and where it is to be looked for; ``source`` is None where no line is known.
+    """What is wrong, and where it is to be looked for; ``source`` is a file and a line, None where none is known.
 
     ``rule`` is the cause's name. ``key`` is the same in every run that has the same problem. ``details`` are further
     facts for programs, as JSON values.
@@ -26,50 +22,22 @@ class Annotation:
     title: str
     message: str
     key: str
-    source: SourceLine | None = None
+    source: tuple[str, int] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def annotations_of(run: Run) -> list[Annotation]:
-    return [_annotation(run, group) for group in failures(run)]
-
-
-def _annotation(run: Run, group: FailureGroup) -> Annotation:
-    findings = group.findings
-    first = findings[0]
-    family = f" ({group.family})" if group.family else ""
-    return Annotation(
-        rule=group.title,
-        title=f"{group.subject}: {group.title}{family} in {counted(len(findings), 'cell')}",
-        message="\n".join(_lines(findings)),
-        key="/".join(filter(None, (group.subject, group.title, group.mechanism))),
-        source=_source(run, first),
-        details={
-            "subject": group.subject,
-            "family": group.family,
-            "check": first.check,
-            "step": first.step,
-            "rank": first.rank,
-            "parameter": first.parameter,
-            "cells": [finding.cell for finding in findings],
-            "reproduce": first.reproduce,
-        },
-    )
-
-
-def _source(run: Run, finding: Result) -> SourceLine | None:
-    """Return the entry of an expectation that is not met any more, otherwise where the subject's function begins."""
-    if finding.expected is not None and finding.is_unexpectedly_good:
-        return finding.expected.source
-    return run.header.sources.get(finding.subject)
-
-
-def _lines(findings: Sequence[Result]) -> Iterator[str]:
-    first = findings[0]
-    yield message_of(first)
-    where = ", ".join(location(first))
-    if first.error_x_noise is not None:
-        yield f"{x_noise(first.error_x_noise)}{f' at {where}' if where else ''}"
-    yield f"cells: {listed([finding.cell for finding in findings], MOST_CELLS)}"
-    if first.reproduce:
-        yield f"reproduce: {first.reproduce}"
+def annotate(
+    finding: AnyFinding,
+    message: str,
+    *,
+    rule: str,
+    title: str,
+    key: str,
+    source: tuple[str, int] | None,
+    lines: Iterable[str] = (),
+    **details: Any,
+) -> Annotation:
+    """Return the annotation of a finding: its message, where and how large it is, and then ``lines``."""
+    known = {name: getattr(finding, name) for name in ("family", "check", "step", "rank", "parameter")}
+    text = "\n".join(filter(None, [message, place_and_size(finding), *lines]))
+    return Annotation(rule, title, text, key, source, known | details)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plumbline.report.annotations.annotation import Annotation, annotations_of
-from plumbline.report.formats import ReportFormat
+from plumbline.report.annotations.annotation import Annotation
 from plumbline.report.text import printable_lines
-from plumbline.results.run import Run
 
 _IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _IN_PROPERTY = {**_IN_MESSAGE, **str.maketrans({":": "%3A", ",": "%2C"})}
@@ -22,14 +20,7 @@ def github_commands(annotations: Iterable[Annotation]) -> str:
 
 
 def _command(one: Annotation) -> str:
-    place = {} if one.source is None else {"file": one.source.file, "line": str(one.source.line)}
+    place = {} if one.source is None else {"file": one.source[0], "line": str(one.source[1])}
     properties = {**place, "title": one.title}
     written = ",".join(f"{name}={printable_lines(value).translate(_IN_PROPERTY)}" for name, value in properties.items())
     return f"::error {written}::{printable_lines(one.message).translate(_IN_MESSAGE)}"
-
-
-def run_commands(run: Run) -> str:
-    return github_commands(annotations_of(run))
-
-
-FORMAT = ReportFormat("annotations of GitHub Actions, for a step to print", run_commands)

@@ -9,11 +9,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from plumbline.machine.installed_software import plumbline_version
-from plumbline.report.annotations.annotation import Annotation, annotations_of
-from plumbline.report.formats import ReportFormat
+from plumbline.report.annotations.annotation import Annotation
 from plumbline.report.text import printable_lines
-from plumbline.results.records import SourceLine
-from plumbline.results.run import Run
 
 SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -44,18 +41,10 @@ def _result(one: Annotation, rule: int) -> dict[str, Any]:
         "partialFingerprints": {"problem/v1": one.key},
         "properties": {name: value for name, value in one.details.items() if value is not None},
     }
-    return result if one.source is None else {**result, "locations": [_location(one.source)]}
+    return result if one.source is None else {**result, "locations": [_location(*one.source)]}
 
 
-def _location(source: SourceLine) -> dict[str, Any]:
-    path = Path(source.file)
-    file = {"uri": path.as_uri()} if path.is_absolute() else {"uri": quote(source.file), "uriBaseId": "%SRCROOT%"}
-    return {"physicalLocation": {"artifactLocation": file, "region": {"startLine": source.line}}}
-
-
-def run_sarif(run: Run) -> str:
-    about = {"run": run.header.run_id, "command": list(run.header.command)}
-    return sarif(annotations_of(run), succeeded=not run.incomplete, properties=about)
-
-
-FORMAT = ReportFormat("SARIF 2.1.0, for code scanning and editors", run_sarif)
+def _location(name: str, line: int) -> dict[str, Any]:
+    path = Path(name)
+    file = {"uri": path.as_uri()} if path.is_absolute() else {"uri": quote(name), "uriBaseId": "%SRCROOT%"}
+    return {"physicalLocation": {"artifactLocation": file, "region": {"startLine": line}}}

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from jinja2 import Environment
 
+from plumbline.report.finding_words import location
 from plumbline.report.formats import ReportFormat
 from plumbline.report.html.charts import (
     MEMORY_PARTS,
@@ -270,7 +271,7 @@ def _environment() -> Environment:
         "between": between,
         "expectation_details": finding_texts.expectation_details,
         "is_link": _is_link,
-        "location": finding_texts.location,
+        "location": location,
         "message_of": finding_texts.message_of,
         "formulas": formulas,
         "names_itself": names_itself,

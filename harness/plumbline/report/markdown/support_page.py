@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 import pandas as pd
 
+from plumbline.report.finding_words import location
 from plumbline.report.markdown.table import markdown_table
 from plumbline.report.tables.cells import cell_table, counts_in_words
 from plumbline.report.tables.failures import (
     as_consequence,
     expectation_details,
     known_failures,
-    location,
     message_of,
     nothing_went_wrong,
     outcome_in_words,

@@ -95,12 +95,6 @@ def outcome_in_words(result: Result) -> str:
     return UNEXPECTED_PASS if result.is_unexpectedly_good else result.outcome.value.replace("_", " ")
 
 
-def location(result: Result) -> list[str]:
-    """Return where a finding was observed, for example ``["step 0", "rank 1", "parameter head.weight"]``."""
-    where = {"step": result.step, "rank": result.rank, "parameter": result.parameter}
-    return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
-
-
 def expectation_details(expected: Expected) -> list[str]:
     """Return where an expected failure comes from: its library, what it was measured with, a program that shows it."""
     library = expected.library and f"known of {expected.library}"

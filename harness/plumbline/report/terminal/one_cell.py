@@ -13,8 +13,9 @@ from rich.text import Text
 from plumbline.core.errors import PlumblineError
 from plumbline.core.finding import in_reading_order
 from plumbline.core.outcome import Outcome
+from plumbline.report.finding_words import location
 from plumbline.report.tables.cells import DECLINED, MISSING, cell_table
-from plumbline.report.tables.failures import expectation_details, is_wrong, location, outcome_in_words, parameter_table
+from plumbline.report.tables.failures import expectation_details, is_wrong, outcome_in_words, parameter_table
 from plumbline.report.tables.measured import conformance_of
 from plumbline.report.tables.profiles import HOW_TO_OPEN, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
