@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+import sys
 import venv
 import zipfile
 from importlib import metadata
@@ -14,7 +17,7 @@ from packaging.requirements import Requirement
 HANG_S = 300
 """No command of these tests takes this long, however busy the machine is."""
 
-TRAIN = """
+ALONE = """
 import torch
 from torch import nn
 
@@ -27,6 +30,25 @@ for start in range(0, 32, 8):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+"""
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+wrapped = nn.parallel.DistributedDataParallel(module)
+optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    loss = {model}(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
 """
 
 MAIN = "import sys; from plumbline.cli.main import main; sys.exit(main())"
@@ -90,6 +112,13 @@ def python(bare_environment, tmp_path, monkeypatch):
     return run
 
 
+def verdict_in(stderr):
+    """Return the verdict on a screen, without its last line, which has durations."""
+    answer = re.search(r"^(RIGHT|WRONG|NOT JUDGED)", stderr, re.MULTILINE)
+    assert answer, stderr
+    return stderr[answer.start() :].rpartition("\n\n")[0]
+
+
 @pytest.mark.parametrize("name", ["numpy", "pandas", "pydantic", "rich", "safetensors", "scipy", "psutil"])
 def test_the_environment_has_none_of_our_requirements(python, name):
     assert "ModuleNotFoundError" in python("-c", f"import {name}").stderr
@@ -100,15 +129,35 @@ def test_the_command_line_starts(python):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="plumbline.check imports pydantic, rich and safetensors on its way to the verdict in the terminal",
-)
-def test_check_gives_a_verdict(python, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
-    done = python("-c", MAIN, "check", "--", "python", "train.py")
+@pytest.mark.parametrize(("model", "code", "answer"), [("wrapped", 0, "RIGHT: "), ("module", 1, "WRONG: ")])
+def test_check_gives_the_verdict_of_a_full_installation(python, tmp_path, model, code, answer):
+    (tmp_path / "train.py").write_text(TRAIN.format(model=model))
+    command = ["-c", MAIN, "check", "--", "python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "train.py"]
+    bare = python(*command)
+    full = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+    assert (bare.returncode, full.returncode) == (code, code), bare.stderr
+    assert verdict_in(bare.stderr).startswith(answer)
+    assert verdict_in(bare.stderr) == verdict_in(full.stderr)
+
+
+def test_annotations_and_the_page_need_no_other_library_either(python, tmp_path):
+    (tmp_path / "train.py").write_text(ALONE)
+    files = ["--github", "--sarif", "check.sarif", "--html", "check.html"]
+    done = python("-c", MAIN, "check", *files, "--", "python", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "RIGHT" in done.stderr
+    assert json.loads((tmp_path / "check.sarif").read_text())["runs"][0]["results"] == []
+    assert "<h1>Right: " in (tmp_path / "check.html").read_text()
+
+
+def test_json_without_pydantic_is_refused_before_the_training_starts(python, tmp_path):
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = python("-c", MAIN, "check", "--json", "check.json", "--", "python", "train.py")
+    assert done.returncode == 4
+    assert "--json needs pydantic: pip install pydantic" in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_test_with_the_marker_ranks_passes(python, tmp_path):

@@ -92,7 +92,7 @@ def check(options: argparse.Namespace) -> int:
     """
     from plumbline.check.command.command_line import command_in
     from plumbline.check.evidence.options import RecordingOptions
-    from plumbline.check.report.files import refuse_unwritable
+    from plumbline.check.report.files import refuse_unwritable, refuse_without
 
     command = command_in(options.command)
     if options.dry_run and (options.html or options.sarif or options.github):
@@ -100,6 +100,8 @@ def check(options: argparse.Namespace) -> int:
             "--dry-run gives no verdict: remove --html, --sarif and --github, or use --json for the estimate"
         )
     refuse_unwritable(options.html, options.json, options.sarif)
+    if options.json:
+        refuse_without("pydantic", "--json")
     _import(options.modules)
     if options.dry_run:
         return _dry_run(command, options)
@@ -142,7 +144,6 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     from plumbline.check.command.command import check as run_check
     from plumbline.check.evidence.options import RecordingOptions
     from plumbline.check.judge.estimate import PLAIN_STEPS
-    from plumbline.check.report.dry_run_file import dry_run_json
     from plumbline.check.report.files import write_whole
     from plumbline.check.report.terminal import dry_run_screen
     from plumbline.check.verdict.obstacles import why_no_estimate
@@ -153,13 +154,16 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     why = why_no_estimate(checked)
     code = 0 if why is None else TROUBLE
     if options.json is not None:
+        from plumbline.check.report.dry_run_file import dry_run_json
+
         write_whole(options.json, dry_run_json(checked, options.steps, why, code))
     return code
 
 
 def _form() -> dict[str, Any]:
     is_terminal = sys.stderr.isatty()
-    return {"width": min(shutil.get_terminal_size().columns, 100) if is_terminal else 80, "colour": is_terminal}
+    colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return {"width": min(shutil.get_terminal_size().columns, 100) if is_terminal else 80, "colour": colour}
 
 
 def _print(screen: str) -> None:

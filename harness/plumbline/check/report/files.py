@@ -1,12 +1,12 @@
-"""Writes the verdict to files, whole or not at all."""
+"""Writes the verdict to files, whole or not at all. Only what was asked for is imported."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from plumbline.check.command.command import CheckedCommand
-from plumbline.check.report.json_file import as_json
 from plumbline.check.verdict.verdict import Verdict
 from plumbline.core.errors import PlanError
 
@@ -26,6 +26,16 @@ def refuse_unwritable(*files: Path | None) -> None:
             raise PlanError(f"{file} cannot be written: choose another place")
 
 
+def refuse_without(library: str, option: str) -> None:
+    """Refuse an option before a training is started for it, where the library that it needs is not installed.
+
+    Raises:
+        PlanError: the library is missing.
+    """
+    if find_spec(library) is None:
+        raise PlanError(f"{option} needs {library}: pip install {library}")
+
+
 def write_files(
     checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
 ) -> None:
@@ -35,6 +45,8 @@ def write_files(
         OSError: a file cannot be written.
     """
     if json is not None:
+        from plumbline.check.report.json_file import as_json
+
         write_whole(json, as_json(checked, verdict))
     if sarif is not None:
         from plumbline.check.report.annotations import check_sarif

@@ -1,13 +1,9 @@
-"""The verdict on one screen."""
+"""The verdict on one screen, as plain text: it needs the standard library alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+import textwrap
+from typing import Final
 
 from plumbline.check.command.command import CheckedCommand
 from plumbline.check.judge.estimate import estimate_lines
@@ -17,86 +13,121 @@ from plumbline.check.verdict.notes import notes_on
 from plumbline.check.verdict.obstacles import why_no_estimate
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.report.terminal.console import rendered
+from plumbline.report.finding_words import location
 from plumbline.report.text import printable, shortened
 
 LONGEST_MESSAGE = 180
 """Characters of a line that says that something is right; the page and the JSON file have all of it."""
 
-_STYLES = {
-    Answer.RIGHT: "bold green",
-    Answer.RIGHT_IN_PART: "bold yellow",
-    Answer.NOT_JUDGED: "bold yellow",
-    Answer.WRONG: "bold red",
+LEAST_WIDTH = 20
+"""Columns that a text has at least, on however narrow a terminal."""
+
+_CODES: Final = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+"""Parameters of the terminal sequence that sets a style (ECMA-48, SGR)."""
+
+_COLOURS: Final = {
+    Answer.RIGHT: "green",
+    Answer.RIGHT_IN_PART: "yellow",
+    Answer.NOT_JUDGED: "yellow",
+    Answer.WRONG: "red",
 }
-_SIGN_STYLES = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMATION: "cyan", Sign.NOT_JUDGED: "yellow"}
+_SIGN_STYLES: Final = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMATION: "cyan", Sign.NOT_JUDGED: "yellow"}
 
 
 def verdict_screen(checked: CheckedCommand, verdict: Verdict, *, width: int = 80, colour: bool = False) -> str:
     """Return the screen, in lines of at most ``width``."""
-    parts: list[RenderableType] = [_headline(verdict.answer, verdict.sentence)]
-    parts += [_indented(f"! {one}", "yellow") for one in verdict.incidents]
-    several = len(checked.trainings) > 1
-    for place, one in enumerate(checked.trainings):
-        if several:
-            answer = answer_of(one)
-            parts += [Text(), _headline(answer, sentence_on(one), f"training {place + 1}: ")]
-        parts += _training(one, checked.options.truth)
-    parts += [Text(), _indented(ran(checked), "dim")]
-    return rendered(*parts, width=width, colour=colour)
+    screen = _Screen(width, colour)
+    screen.headline(verdict.answer, verdict.sentence)
+    for incident in verdict.incidents:
+        screen.indented(f"! {incident}", "yellow")
+    for place, one in enumerate(checked.trainings, 1):
+        if len(checked.trainings) > 1:
+            screen.blank()
+            screen.headline(answer_of(one), sentence_on(one), f"training {place}: ")
+        _show_training(screen, one, checked.options.truth)
+    return screen.ended(checked)
 
 
 def dry_run_screen(checked: CheckedCommand, steps: int, *, width: int = 80, colour: bool = False) -> str:
     """Return what recording ``steps`` steps will cost, or why that is not known."""
-    parts: list[RenderableType] = []
-    for one in checked.trainings:
-        if one.estimate is not None:
-            first, *others = estimate_lines(one.estimate, steps)
-            parts += [Text.assemble("DRY RUN: ", (first, "bold"), overflow="fold"), *map(_indented, others)]
-    if (why := why_no_estimate(checked)) is not None:
-        parts = [Text.assemble("DRY RUN: ", why)]
-    return rendered(*parts, Text(), _indented(ran(checked), "dim"), width=width, colour=colour)
+    screen = _Screen(width, colour)
+    why = why_no_estimate(checked)
+    if why is not None:
+        screen.wrapped(f"DRY RUN: {why}")
+    for estimate in (one.estimate for one in checked.trainings if one.estimate is not None):
+        first, *others = estimate_lines(estimate, steps)
+        screen.wrapped(f"DRY RUN: {first}", "bold")
+        for line in others:
+            screen.indented(line)
+    return screen.ended(checked)
 
 
-def _headline(answer: Answer, sentence: str, before: str = "") -> Text:
-    line = Text.assemble(before, (answer.value.upper(), _STYLES[answer]), ": ", overflow="fold")
-    return line.append(printable(sentence), style="bold")
+class _Screen:
+    """Lines of a screen, wrapped and styled as they are added."""
+
+    def __init__(self, width: int, colour: bool) -> None:
+        self._width = width
+        self._colour = colour
+        self._lines: list[str] = []
+
+    def blank(self) -> None:
+        self._lines.append("")
+
+    def wrapped(self, text: str, style: str = "", indent: str = "") -> None:
+        self._lines += [indent + self._styled(line, style) for line in self._wrap(text, len(indent))]
+
+    def indented(self, text: str, style: str = "") -> None:
+        self.wrapped(text, style, "  ")
+
+    def headline(self, answer: Answer, sentence: str, before: str = "") -> None:
+        word = answer.value.upper()
+        first, *others = self._wrap(f"{before}{word}: {sentence}")
+        before, found, after = first.partition(word)
+        self._lines.append(before + self._styled(found, f"bold {_COLOURS[answer]}") + self._styled(after, "bold"))
+        self._lines += [self._styled(line, "bold") for line in others]
+
+    def questions(self, lines: list[Line]) -> None:
+        signs = max(len(line.sign.value) for line in lines) + 2
+        checks = max(len(printable(line.check)) for line in lines) + 2
+        for line in lines:
+            text = shortened(line.text, LONGEST_MESSAGE) if line.sign is Sign.RIGHT else line.text
+            begin = self._styled(line.sign.value, _SIGN_STYLES[line.sign]) + " " * (signs - len(line.sign.value))
+            begin += f"{printable(line.check):{checks}}"
+            for part in self._wrap(text, 2 + signs + checks):
+                self._lines.append(f"  {begin}{part}".rstrip())
+                begin = " " * (signs + checks)
+
+    def ended(self, checked: CheckedCommand) -> str:
+        """Return the whole screen, with how the command ended in its last lines."""
+        self.blank()
+        self.indented(ran(checked), "dim")
+        return "\n".join(self._lines)
+
+    def _wrap(self, text: str, indent: int = 0) -> list[str]:
+        width = max(self._width - indent, LEAST_WIDTH)
+        return textwrap.wrap(printable(text), width, break_on_hyphens=False) or [""]
+
+    def _styled(self, text: str, style: str) -> str:
+        if not (self._colour and style and text):
+            return text
+        return f"\x1b[{';'.join(str(_CODES[name]) for name in style.split())}m{text}\x1b[0m"
 
 
-def _training(one: CheckedTraining, truth: str) -> Iterator[RenderableType]:
+def _show_training(screen: _Screen, one: CheckedTraining, truth: str) -> None:
     wrong = next(accusations(one), None)
     if wrong is not None:
-        yield _first(wrong)
+        _show_first(screen, wrong)
     for note in notes_on(one):
-        yield _indented(f"Note: {note}", "cyan")
+        screen.indented(f"Note: {note}", "cyan")
     if lines := lines_of(one):
-        yield Text()
-        yield _questions(lines)
-    yield Text()
-    yield _indented(training_line(one))
-    for line in coverage_lines(one.coverage, truth):
-        yield _indented(line)
+        screen.blank()
+        screen.questions(lines)
+    screen.blank()
+    for line in (training_line(one), *coverage_lines(one.coverage, truth)):
+        screen.indented(line)
 
 
-def _first(wrong: Finding) -> RenderableType:
-    where = {"step": wrong.step, "rank": wrong.rank, "parameter": wrong.parameter}
-    place = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
-    lines = [Text(printable(f"first at {place}" if wrong.step is not None else place), style="bold")] if place else []
-    return Padding(Group(*lines, Text(printable(wrong.message), overflow="fold")), (0, 0, 0, 2))
-
-
-def _questions(lines: list[Line]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
-    for line in lines:
-        text = shortened(line.text, LONGEST_MESSAGE) if line.sign is Sign.RIGHT else line.text
-        table.add_row(
-            Text(line.sign.value, style=_SIGN_STYLES[line.sign]), Text(printable(line.check)), Text(printable(text))
-        )
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _indented(text: str, style: str = "") -> RenderableType:
-    return Padding(Text(printable(text), style=style, overflow="fold"), (0, 0, 0, 2))
+def _show_first(screen: _Screen, wrong: Finding) -> None:
+    if place := ", ".join(location(wrong)):
+        screen.indented(f"first at {place}" if wrong.step is not None else place, "bold")
+    screen.indented(wrong.message)
