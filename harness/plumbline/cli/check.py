@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -92,7 +93,7 @@ def check(options: argparse.Namespace) -> int:
     """
     from plumbline.check.command.command_line import command_in
     from plumbline.check.evidence.options import RecordingOptions
-    from plumbline.check.report.files import refuse_unwritable, refuse_without
+    from plumbline.check.report.files import refuse_unwritable
 
     command = command_in(options.command)
     if options.dry_run and (options.html or options.sarif or options.github):
@@ -100,8 +101,8 @@ def check(options: argparse.Namespace) -> int:
             "--dry-run gives no verdict: remove --html, --sarif and --github, or use --json for the estimate"
         )
     refuse_unwritable(options.html, options.json, options.sarif)
-    if options.json:
-        refuse_without("pydantic", "--json")
+    if options.json and importlib.util.find_spec("pydantic") is None:
+        raise PlanError("--json needs pydantic: pip install pydantic")
     _import(options.modules)
     if options.dry_run:
         return _dry_run(command, options)

@@ -99,43 +99,26 @@ WHOLE_TRAININGS = ("checkpoint", "training")
 
 
 class AnyFinding(Protocol):
-    """A finding of the judge or of a recorded run."""
+    """What a ``Finding`` of the judge and one of a recorded run have in common."""
 
     @property
-    def check(self) -> str:
-        """The name of the check."""
-
+    def check(self) -> str: ...
     @property
-    def outcome(self) -> Outcome:
-        """How it ended."""
-
+    def outcome(self) -> Outcome: ...
     @property
-    def cause(self) -> str | None:
-        """The named mistake, if one is known."""
-
+    def cause(self) -> str | None: ...
     @property
-    def family(self) -> str | None:
-        """The family of the cause."""
-
+    def family(self) -> str | None: ...
     @property
-    def error_x_noise(self) -> float | None:
-        """The error in multiples of rounding noise."""
-
+    def error_x_noise(self) -> float | None: ...
     @property
-    def step(self) -> int | None:
-        """The step at which it was observed."""
-
+    def step(self) -> int | None: ...
     @property
-    def rank(self) -> int | None:
-        """The rank on which it was observed."""
-
+    def parameter(self) -> str | None: ...
     @property
-    def parameter(self) -> str | None:
-        """The parameter in which it was observed."""
-
+    def rank(self) -> int | None: ...
     @property
-    def consequence_of(self) -> str | None:
-        """The check whose finding explains this one, None if it stands by itself."""
+    def consequence_of(self) -> str | None: ...
 
 
 F = TypeVar("F", bound=AnyFinding)

@@ -58,7 +58,7 @@ class Coordinates(NamedTuple):
 class Record(BaseModel):
     """The base of every line and of its parts."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", from_attributes=True)
 
 
 class CellRecord(Record):
@@ -97,7 +97,6 @@ class PlannedCell(CellRecord):
 
     @classmethod
     def of(cls, cell: Cell, *, measured: bool = False, behavior: TrainingBehavior = ORDINARY) -> PlannedCell:
-        """Return the record of a cell."""
         return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
 
 
@@ -151,11 +150,7 @@ class RankShares(Record):
 
 
 def fields_of(finding: Finding) -> dict[str, Any]:
-    return vars(finding) | {
-        "parameters": dict(finding.parameters),
-        "error_grid": finding.error_grid and vars(finding.error_grid),
-        "rank_shares": finding.rank_shares and vars(finding.rank_shares),
-    }
+    return vars(finding) | {"parameters": dict(finding.parameters)}
 
 
 class FindingRecord(Record):
@@ -310,7 +305,6 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
-    """Return the records of each cell."""
     return grouped(records, lambda record: record.coordinates)
 
 

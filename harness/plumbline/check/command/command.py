@@ -97,6 +97,5 @@ def _folder() -> Iterator[Path]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return the environment in which every Python process records to ``folder``."""
     path = os.pathsep.join(filter(None, [str(START_FOLDER), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, ENVIRONMENT: folder, "PYTHONPATH": path}

@@ -55,17 +55,12 @@ def _process(pid: int, facts: Mapping[str, Any]) -> PythonProcess | None:
     if "python" not in facts:  # a forked process: it began as another one
         return None
     rank = str(facts.get("rank") or "")
+    as_noted = ("torch", "ended", "raised", "optimizers", "passes", "steps", "begun")
     return PythonProcess(
         pid,
         facts["python"],
         tuple(facts.get("words", ())),
         int(rank) if rank.isdigit() else None,
-        facts.get("torch", ""),
-        facts.get("obstacle") or (facts.get("error") and f"recording failed: {facts['error']}") or "",
-        facts.get("ended", False),
-        facts.get("raised", ""),
-        facts.get("optimizers", 0),
-        facts.get("passes", 0),
-        facts.get("steps", 0),
-        facts.get("begun", 0),
+        obstacle=facts.get("obstacle") or (facts.get("error") and f"recording failed: {facts['error']}") or "",
+        **{name: facts[name] for name in as_noted if name in facts},
     )

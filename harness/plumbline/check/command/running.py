@@ -47,7 +47,6 @@ class CommandEnd:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the command itself says that it failed."""
         return self.by is EndedBy.ITSELF and self.exit_code != 0
 
     @property

@@ -28,7 +28,6 @@ class RecordingOptions:
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:
-    """Write the options to ``folder``."""
     (folder / FILE).write_text(json.dumps(asdict(options)), encoding="utf-8")
 
 

@@ -38,7 +38,6 @@ def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
 
 
 def length(tensor: Tensor) -> int:
-    """Return the number of entries of a parameter's segment."""
     return min(as_real(tensor).numel(), SEGMENT)
 
 
@@ -67,12 +66,10 @@ class Parameter:
 
     @property
     def entries(self) -> int:
-        """The number of its entries."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def length(self) -> int:
-        """The number of entries of its segment."""
         return min(self.entries, SEGMENT) if self.sampled else 0
 
 
@@ -146,12 +143,10 @@ class RecordedStep:
         )
 
     def parts(self, vector: Tensor) -> Sequence[Tensor]:
-        """Return the segments of a vector, one for each parameter."""
         lengths = [parameter.length for parameter in self.parameters]
         return torch.split(vector, lengths) if lengths else ()
 
     def norms(self, vector: Tensor) -> Tensor:
-        """Return the norm of each parameter's segment."""
         norms = [part.norm() for part in self.parts(vector)]
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
@@ -179,7 +174,6 @@ class RecordedTraining:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of torch.distributed."""
         return self.ranks[0].world_size
 
     def at(self, place: int) -> Mapping[int, RecordedStep]:

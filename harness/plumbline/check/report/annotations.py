@@ -22,7 +22,6 @@ def annotations_on(checked: CheckedCommand) -> list[Annotation]:
 
 
 def check_sarif(checked: CheckedCommand, verdict: Verdict) -> str:
-    """Return the verdict as SARIF."""
     about = {"command": list(checked.command), "verdict": verdict.answer.value, "sentence": verdict.sentence}
     return sarif(annotations_on(checked), succeeded=verdict.answer is not Answer.NOT_JUDGED, properties=about)
 

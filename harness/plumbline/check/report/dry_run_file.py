@@ -44,7 +44,6 @@ class TrainingCost(BaseModel):
 
     @classmethod
     def of(cls, one: CostEstimate, steps: int) -> TrainingCost:
-        """Return the record of an estimate for so many recorded steps."""
         return cls(
             ranks=one.ranks,
             seconds=one.checked_s(steps),
@@ -72,19 +71,16 @@ class DryRunDocument(BaseModel):
 
 
 def dry_run_json(checked: CheckedCommand, steps: int, obstacle: str | None, exit_code: int) -> str:
-    """Return the document for ``steps`` recorded steps."""
-    end = checked.end
     document = DryRunDocument(
         command=checked.command,
         exit_code=exit_code,
         steps=steps,
         obstacle=obstacle,
-        script=Script(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds),
+        script=Script.of(checked.end),
         trainings=tuple(TrainingCost.of(one.estimate, steps) for one in checked.trainings if one.estimate),
     )
     return f"{document.model_dump_json(indent=2)}\n"
 
 
 def dry_run_schema() -> dict[str, Any]:
-    """Return the schema of the document."""
     return document_schema(DryRunDocument, "dry-run", VERSION)

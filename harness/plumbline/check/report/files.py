@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from plumbline.check.command.command import CheckedCommand
@@ -26,24 +25,10 @@ def refuse_unwritable(*files: Path | None) -> None:
             raise PlanError(f"{file} cannot be written: choose another place")
 
 
-def refuse_without(library: str, option: str) -> None:
-    """Refuse an option before a training is started for it, where the library that it needs is not installed.
-
-    Raises:
-        PlanError: the library is missing.
-    """
-    if find_spec(library) is None:
-        raise PlanError(f"{option} needs {library}: pip install {library}")
-
-
 def write_files(
     checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
 ) -> None:
-    """Write the files that were asked for.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the files that were asked for, with ``write_whole``."""
     if json is not None:
         from plumbline.check.report.json_file import as_json
 

@@ -8,13 +8,12 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from plumbline.check.command.command import CheckedCommand
-from plumbline.check.command.running import EndedBy
-from plumbline.check.judge.coverage import Coverage, Share
+from plumbline.check.command.running import CommandEnd, EndedBy
+from plumbline.check.judge.coverage import Coverage
 from plumbline.check.judge.judging import CheckedTraining
 from plumbline.check.judge.noted import Information
 from plumbline.check.verdict.description import describe
-from plumbline.check.verdict.notes import notes_on
-from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, sentence_on
+from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.results.document_schema import document_schema
 from plumbline.results.fields import Count, Text
@@ -35,12 +34,13 @@ class CheckFinding(FindingRecord):
 
     @classmethod
     def of(cls, finding: Finding) -> CheckFinding:
-        """Return the record of a finding."""
         return cls(**fields_of(finding), information=isinstance(finding, Information))
 
 
 class Uncovered(BaseModel):
     """Parameters that were not judged, and why; ``entries`` of them."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     names: tuple[Text, ...]
     entries: Count
@@ -64,20 +64,16 @@ class CheckCoverage(BaseModel):
 
     @classmethod
     def of(cls, coverage: Coverage) -> CheckCoverage:
-        """Return the record of a training's coverage."""
-        return cls(
-            parameters=coverage.entries,
-            compared=coverage.gradients.part,
-            updates=coverage.updates.part,
-            replayed=coverage.replays.part,
-            uncovered=_left_out(coverage.replays),
-            gradients_left_out=_left_out(coverage.gradients),
-            updates_left_out=_left_out(coverage.updates),
-        )
-
-
-def _left_out(share: Share) -> tuple[Uncovered, ...]:
-    return tuple(Uncovered(names=one.names, entries=one.entries, why=one.why) for one in share.left_out)
+        values = {
+            "parameters": coverage.entries,
+            "compared": coverage.gradients.part,
+            "updates": coverage.updates.part,
+            "replayed": coverage.replays.part,
+            "uncovered": coverage.replays.left_out,
+            "gradients_left_out": coverage.gradients.left_out,
+            "updates_left_out": coverage.updates.left_out,
+        }
+        return cls.model_validate(values)
 
 
 class CheckTraining(BaseModel):
@@ -102,7 +98,6 @@ class CheckTraining(BaseModel):
 
     @classmethod
     def of(cls, one: CheckedTraining) -> CheckTraining:
-        """Return the record of a training that was judged."""
         what = describe(one.training)
         place = what.steps_at
         return cls(
@@ -128,6 +123,10 @@ class Script(BaseModel):
     ended_by: EndedBy
     seconds: float
 
+    @classmethod
+    def of(cls, end: CommandEnd) -> Script:
+        return cls(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds)
+
 
 class CheckDocument(BaseModel):
     """What ``plumbline check --json`` writes."""
@@ -145,14 +144,13 @@ class CheckDocument(BaseModel):
 
 def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
     """Return the document; what does not apply is null, an infinite number the string ``inf``."""
-    end = checked.end
     document = CheckDocument(
         command=tuple(checked.command),
         exit_code=verdict.exit_code,
         verdict=verdict.answer,
         sentence=verdict.sentence,
         incidents=tuple(verdict.incidents),
-        script=Script(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds),
+        script=Script.of(checked.end),
         judging_seconds=checked.judging_s,
         trainings=tuple(map(CheckTraining.of, checked.trainings)),
     )
@@ -160,5 +158,4 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
 
 
 def check_schema() -> dict[str, Any]:
-    """Return the schema of the document."""
     return document_schema(CheckDocument, "check", VERSION)

@@ -64,7 +64,6 @@ def _sign(finding: Finding) -> Sign:
 
 
 def training_line(one: CheckedTraining) -> str:
-    """Return what kind of training it is, in a line."""
     what = describe(one.training)
     low, high = what.passes
     optimizers = [
@@ -110,7 +109,6 @@ def _left_out(one: Uncovered, share: Share) -> str:
 
 
 def ran(checked: CheckedCommand) -> str:
-    """Return the command, how it ended, and how long that and judging took."""
     return f"{shortened(shlex.join(checked.command), 300)}: {script_end(checked)}, {durations(checked)}"
 
 
@@ -122,5 +120,4 @@ def script_end(checked: CheckedCommand) -> str:
 
 
 def durations(checked: CheckedCommand) -> str:
-    """Return how long the command ran, and how long judging took."""
     return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from jinja2 import Environment
 
 from plumbline.check.command.command import CheckedCommand
-from plumbline.check.judge.judging import CheckedTraining
-from plumbline.check.report.lines import Line, coverage_lines, durations, lines_of, script_end, training_line
-from plumbline.check.verdict.notes import notes_on
-from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
-from plumbline.core.finding import Finding
+from plumbline.check.judge.coverage import Coverage
+from plumbline.check.report.lines import coverage_lines, durations, lines_of, script_end, training_line
+from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on
 from plumbline.machine.installed_software import plumbline_version
 from plumbline.report.finding_words import place_and_size
 from plumbline.report.html.environment import page_environment
@@ -32,22 +29,7 @@ _SIGN: Final = {
 _MARK: Final = {"ok": "✓", "right": "✓", "right in part": "◐", "wrong": "✗", "not judged": "?", "note": "i"}
 
 
-@dataclass(frozen=True)
-class TrainingSection:
-    """What the page says of one training."""
-
-    answer: Answer
-    sentence: str
-    line: str
-    wrong: Finding | None
-    notes: list[str]
-    lines: list[Line]
-    coverage: list[str]
-    uncovered: list[tuple[str, str, tuple[str, ...]]]
-
-
 def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
-    """Return the whole page."""
     return (
         _environment()
         .get_template("check.html.jinja")
@@ -57,41 +39,37 @@ def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
             script=script_end(checked),
             seconds=durations(checked),
             plumbline=plumbline_version(),
-            trainings=list(_sections(checked)),
-            kind=_KIND,
-            sign=_SIGN,
-            mark=_MARK,
-            place_and_size=place_and_size,
+            trainings=checked.trainings,
+            truth=checked.options.truth,
         )
     )
 
 
-def _sections(checked: CheckedCommand) -> Iterator[TrainingSection]:
-    for one in checked.trainings:
-        yield _section(one, checked.options.truth)
-
-
-def _section(one: CheckedTraining, truth: str) -> TrainingSection:
-    return TrainingSection(
-        answer_of(one),
-        sentence_on(one),
-        training_line(one),
-        next(accusations(one), None),
-        notes_on(one),
-        lines_of(one),
-        list(coverage_lines(one.coverage, truth)),
-        [
-            (what, group.why, group.names)
-            for what, share in (
-                ("gradient not judged", one.coverage.gradients),
-                ("update not judged", one.coverage.updates),
-                ("gradient not computed again", one.coverage.replays),
-            )
-            for group in share.left_out
-        ],
-    )
+def _uncovered(coverage: Coverage) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    shares = {
+        "gradient not judged": coverage.gradients,
+        "update not judged": coverage.updates,
+        "gradient not computed again": coverage.replays,
+    }
+    for what, share in shares.items():
+        yield from ((what, group.why, group.names) for group in share.left_out)
 
 
 @cache
 def _environment() -> Environment:
-    return page_environment("plumbline.check.report")
+    environment = page_environment("plumbline.check.report")
+    environment.globals |= {
+        "accusations": accusations,
+        "answer_of": answer_of,
+        "coverage_lines": coverage_lines,
+        "kind": _KIND,
+        "lines_of": lines_of,
+        "mark": _MARK,
+        "notes_on": notes_on,
+        "place_and_size": place_and_size,
+        "sentence_on": sentence_on,
+        "sign": _SIGN,
+        "training_line": training_line,
+        "uncovered": _uncovered,
+    }
+    return environment

@@ -29,7 +29,6 @@ class Description:
 
 
 def describe(training: RecordedTraining) -> Description:
-    """Return what kind of training it is."""
     passes = [len(step.passes) for rank in training.ranks for step in rank.steps]
     return Description(
         training.world_size,

@@ -18,7 +18,6 @@ ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that tr
 
 
 def why_nothing_was_recorded(checked: CheckedCommand) -> str:
-    """Return why a command left no optimizer step."""
     if checked.has_lost_folder:
         return "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not clear"
     if checked.full_folder is not None:

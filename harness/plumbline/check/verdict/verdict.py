@@ -10,6 +10,7 @@ from plumbline.check.command.command import CheckedCommand
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.exit_codes import TROUBLE
@@ -90,6 +91,11 @@ def is_accusation(finding: Finding) -> bool:
 def accusations(one: CheckedTraining) -> Iterator[Finding]:
     """Yield what is wrong, the finding that explains the others first."""
     return (finding for finding in one.findings if is_accusation(finding))
+
+
+def notes_on(one: CheckedTraining) -> list[str]:
+    """Return what stands right under the verdict although it decides nothing, each in whole sentences."""
+    return [finding.message for finding in one.findings if isinstance(finding, HeadlineNote)]
 
 
 def sentence_on(one: CheckedTraining) -> str:
