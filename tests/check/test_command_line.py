@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from plumbline.check.command.command_line import command_in
+from plumbline.cli.check import _form
 from plumbline.cli.main import main
 from plumbline.core.errors import PlanError
 
@@ -77,3 +79,15 @@ def test_an_option_that_cannot_be_meant_is_a_usage_error(options, way_out, capsy
         code = ended.code
     assert code == 4
     assert way_out in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_a_screen_is_coloured_on_a_terminal_unless_the_user_objects(monkeypatch, variables, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
+    assert _form()["colour"] is coloured
