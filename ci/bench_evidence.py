@@ -24,11 +24,12 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from plumbline.evidence import rank_file as evidence
 from plumbline.evidence.tensor_store import TensorStore
@@ -42,16 +43,19 @@ class Timed(Recorder):
     on = False
     seconds = 0.0
 
-    def _before_step(self, *arguments: Any) -> None:
-        self._timed(super()._before_step, arguments)
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self._timed(super().step_begins, optimizer)
 
-    def _after_step(self, *arguments: Any) -> None:
-        self._timed(super()._after_step, arguments)
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        self._timed(super().gradients_ready, optimizer)
 
-    def _timed(self, record: Any, arguments: Any) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
+        self._timed(super().step_ends, optimizer)
+
+    def _timed(self, record: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         if self.on:
             begun = time.process_time()
-            record(*arguments)
+            record(optimizer)
             self.seconds += time.process_time() - begun
 
 

@@ -10,9 +10,9 @@ import torch.distributed
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
-from plumbline.check.rank.observer import Observer
-from plumbline.check.rank.parameters import parameters_of
-from plumbline.check.rank.pause import paused
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pause import paused
 
 
 class Observed:

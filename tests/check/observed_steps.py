@@ -26,14 +26,16 @@ from plumbline.check.evidence.training import (
     RecordedTraining,
     segment,
 )
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
 from plumbline.check.rank.optimizer.update_replay import UpdateReplay
-from plumbline.check.rank.parameters import parameters_of
 from plumbline.check.rank.sharding import local
+from plumbline.recording.grad_scaler import skips_in_its_kernel
+from plumbline.recording.observer import Observer
+from plumbline.recording.optimizer_steps import OptimizerSteps
+from plumbline.recording.parameters import parameters_of
 
 LOSS_SCALE = LossScale()
 OBSERVERS: tuple[Observer, ...] = (
@@ -56,7 +58,6 @@ class Watch:
         self._count = 0
         self._numbers: dict[int, int] = {}
         self._order: list[Optimizer] = []
-        self._nested = 0
         self._received: Tensor | None = None
 
     def backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -67,26 +68,14 @@ class Watch:
         facts = {one.name: noted for one in OBSERVERS if (noted := one.backward_ends(number)) is not None}
         self._passes.append(BackwardPass(number, torch.zeros(0), scale=LOSS_SCALE.scale, facts=facts))
 
-    def before(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> tuple[Any, Any] | None:
-        self._nested += 1
-        if self._nested > 1:
-            return None
-        closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
-        if closure is None:
-            self._prepare(optimizer)
-            return None
+    def step_begins(self, optimizer: Optimizer) -> None:
+        pass
 
-        def followed() -> Any:
-            loss = closure()
-            self._prepare(optimizer)
-            return loss
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        self._prepare(optimizer)
 
-        return (optimizer, followed, *args[2:]), {k: v for k, v in (kwargs or {}).items() if k != "closure"}
-
-    def after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._nested -= 1
-        if not self._nested:
-            self._complete(optimizer, skipped=LOSS_SCALE.skips_inside(optimizer))
+    def step_ends(self, optimizer: Optimizer) -> None:
+        self._complete(optimizer, skipped=skips_in_its_kernel(optimizer))
 
     def skipped(self, optimizer: Optimizer) -> None:
         self._prepare(optimizer)
@@ -127,12 +116,13 @@ def _received(parameter: Tensor) -> Tensor:
 @contextmanager
 def watching() -> Iterator[Watch]:
     watch = Watch()
+    steps = OptimizerSteps(watch)
     backward = torch.autograd.backward
     torch.autograd.backward = lambda *args, **kwargs: watch.backward(backward, *args, **kwargs)
     outside = torch._compile._disable_dynamo
     handles = [
-        register_optimizer_step_pre_hook(outside(lambda *args: watch.before(*args))),
-        register_optimizer_step_post_hook(outside(lambda *args: watch.after(*args))),
+        register_optimizer_step_pre_hook(outside(lambda *args: steps.before(*args))),
+        register_optimizer_step_post_hook(outside(lambda *args: steps.after(*args))),
     ]
     LOSS_SCALE.on_skipped = watch.skipped
     for one in OBSERVERS:

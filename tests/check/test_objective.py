@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.objective import ObjectiveObserver
-from plumbline.check.rank.pause import paused
+from plumbline.recording.pause import paused
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, dataloader
 
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.generators import GeneratorObserver
-from plumbline.check.rank.observers.guarded import GuardedObserver
 from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
 from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
+from plumbline.recording.observer import Facts, Observer
+from plumbline.recording.observers import Observers
 
 
 @pytest.fixture
@@ -207,10 +207,21 @@ def test_an_observer_that_fails_stops_alone() -> None:
         def stop(self) -> None:
             self.stopped = True
 
+    class Well(Observer):
+        name = "well"
+
+        def backward_ends(self, number: int) -> Facts | None:
+            return {"pass": number}
+
     broken = Broken()
-    guarded = GuardedObserver(broken)
-    guarded.forward_begins(nn.Linear(1, 1), (), {})
-    assert guarded.backward_ends(0) is None
-    guarded.stop()
+    well = Well()
+    observers = Observers([broken, well])
+    observers.tell(lambda one: one.forward_begins(nn.Linear(1, 1), (), {}))
+    assert observers.tell(lambda one: one.backward_ends(0)) == {"well": {"pass": 0}}
+    observers.stop()
     assert broken.stopped
-    assert guarded.final_facts() == {"error": "ValueError: no"}
+    assert observers.final_facts() == {"broken": {"error": "ValueError: no"}}
+
+    broken.essential = True
+    with pytest.raises(ValueError, match="no"):
+        Observers([broken, well]).tell(lambda one: one.forward_begins(nn.Linear(1, 1), (), {}))

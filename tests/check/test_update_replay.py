@@ -68,12 +68,12 @@ def steps(optimizer: Optimizer, count: int = 3, change: Callable[[list[Tensor], 
     with watching() as watch, torch.no_grad():
         for place in range(count):
             with_gradients(optimizer, without=place - 1)
-            watch.before(optimizer)
+            watch.gradients_ready(optimizer)
             before = [p.clone() for p in parameters]
             _plain_step(optimizer)
             if change is not None and place == count - 1:
                 change(before, parameters)
-            watch.after(optimizer)
+            watch.step_ends(optimizer)
     return RecordedTraining((watch.rank(),))
 
 
@@ -106,9 +106,9 @@ def test_a_step_that_overflows_in_its_own_precision_is_told_from_a_wrong_one():
     optimizer = torch.optim.RMSprop([weights], momentum=0.9)  # whose eps is 0 in float16
     with watching() as watch, torch.no_grad():
         weights.grad = torch.tensor([1.0, 1e-4, 1.0], dtype=torch.float16)  # and so is the square of 1e-4
-        watch.before(optimizer)
+        watch.gradients_ready(optimizer)
         _plain_step(optimizer)
-        watch.after(optimizer)
+        watch.step_ends(optimizer)
     assert causes(RecordedTraining((watch.rank(),))) == ["update-not-finite"]
 
 

@@ -23,8 +23,8 @@ def test_gradients_are_those_that_the_closure_computed():
     recorder, model = Recorder(), Model()
     recorder.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(recorder._before_step)
-    optimizer.register_step_post_hook(recorder._after_step)
+    optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+    optimizer.register_step_post_hook(recorder.optimizer_steps.after)
     batch = {"x": torch.randn(6, 4), "index": torch.arange(6)}
 
     def closure():

@@ -21,8 +21,8 @@ def recorded():
     recorder, model = Recorder(), WORKLOAD.model()
     recorder.watch(model)
     optimizer = WORKLOAD.optimizer(model.parameters())
-    optimizer.register_step_pre_hook(recorder._before_step)
-    optimizer.register_step_post_hook(recorder._after_step)
+    optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+    optimizer.register_step_post_hook(recorder.optimizer_steps.after)
 
     def train(forward=lambda model, batch: model(batch), loss=recorder.on_loss):
         batch = WORKLOAD.dataset(1).batch(SAMPLES)

@@ -74,8 +74,8 @@ def hooked(**options):
     recorder, model = Recorder(), nn.Linear(3, 2)
     recorder.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    optimizer.register_step_pre_hook(recorder._before_step)
-    optimizer.register_step_post_hook(recorder._after_step)
+    optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+    optimizer.register_step_post_hook(recorder.optimizer_steps.after)
     return recorder, model, optimizer
 
 

@@ -30,8 +30,8 @@ def training():
     recorder.watch(model)
     optimizers = [torch.optim.SGD(model.trunk.parameters(), lr=0.1), torch.optim.Adam(model.head.parameters(), lr=0.01)]
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(recorder._before_step)
-        optimizer.register_step_post_hook(recorder._after_step)
+        optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+        optimizer.register_step_post_hook(recorder.optimizer_steps.after)
 
     def backward(batch=BATCH):
         loss = model(batch).square().mean()
@@ -45,8 +45,8 @@ def test_one_optimizer_that_is_given_one_group_after_the_other_makes_one_step(tr
     recorder, model, _, backward = training
     groups = [{"params": list(model.trunk.parameters())}, {"params": list(model.head.parameters()), "lr": 0.5}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    optimizer.register_step_pre_hook(recorder._before_step)
-    optimizer.register_step_post_hook(recorder._after_step)
+    optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+    optimizer.register_step_post_hook(recorder.optimizer_steps.after)
     every = optimizer.param_groups
     for _ in range(2):
         backward()

@@ -33,8 +33,8 @@ class Watched:
         return loss
 
     def step(self):
-        self.recorder._before_step(self.optimizer, (), {})
-        self.recorder._after_step(self.optimizer, (), {})
+        self.recorder.optimizer_steps.before(self.optimizer, (), {})
+        self.recorder.optimizer_steps.after(self.optimizer, (), {})
 
     @property
     def trace(self):
@@ -115,8 +115,8 @@ def test_of_several_models_the_one_that_is_trained_is_recorded():
     watched = Watched()
     watched.recorder.watch(watched.workload.model())
     watched.forward(0, 1).backward()
-    watched.recorder._before_step(watched.optimizer, (), {})
+    watched.recorder.optimizer_steps.before(watched.optimizer, (), {})
     watched.optimizer.step()
-    watched.recorder._after_step(watched.optimizer, (), {})
+    watched.recorder.optimizer_steps.after(watched.optimizer, (), {})
     (step,) = watched.trace.steps
     assert any(not torch.equal(step.before[name], value) for name, value in step.after.items())

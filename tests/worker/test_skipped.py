@@ -21,8 +21,8 @@ def test_what_is_said_to_be_skipped_is_a_step_without_gradients():
     recorder, model = Recorder(), Model()
     recorder.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(recorder._before_step)
-    optimizer.register_step_post_hook(recorder._after_step)
+    optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
+    optimizer.register_step_post_hook(recorder.optimizer_steps.after)
     for place in range(3):
         batch = {"x": torch.randn(6, 4), "index": torch.arange(6) + 6 * place}
         loss = model(batch).square().mean()

@@ -89,9 +89,9 @@ def test_the_recorder_notices_what_stands_still(store):
         with torch.no_grad():
             model.weight[3, 4] += move
         model(torch.ones(3, 20)).sum().backward()
-        recorder._before_step(optimizer, (), {})
+        recorder.optimizer_steps.before(optimizer, (), {})
         optimizer.step()
-        recorder._after_step(optimizer, (), {})
+        recorder.optimizer_steps.after(optimizer, (), {})
     first, second, third = recorder.steps
     assert second.before is first.after
     assert third.before is not second.after
@@ -148,9 +148,9 @@ def test_a_store_that_cannot_be_written_disturbs_no_training_and_leaves_no_evide
     recorder = Recorder(TensorStore(str(tmp_path / FOLDER), 16))
     recorder.watch(model)
     model(torch.ones(3, 20)).sum().backward()
-    recorder._before_step(optimizer, (), {})
+    recorder.optimizer_steps.before(optimizer, (), {})
     optimizer.step()
-    recorder._after_step(optimizer, (), {})
+    recorder.optimizer_steps.after(optimizer, (), {})
     with pytest.raises(OSError, match=FOLDER):
         recorder.trace(0)
 

@@ -12,14 +12,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from plumbline.core.flat_part import FlatPart
 from plumbline.evidence.trace import RankTrace
+from plumbline.recording.grad_scaler import follow_scaled_steps
+from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.worker.exception_text import calls_in, in_words
 
 
@@ -38,24 +36,15 @@ class StepHooks(ABC):
     def __init__(self, done: StepCounter) -> None:
         self.world_size = 1
         self._done = done
-        self._nested = 0
+        self.optimizer_steps = OptimizerSteps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return this object: copies of a model, for example for averaged weights, include its hooks."""
         return self
 
     def install(self) -> None:
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
-        scaler_class: Any = torch.amp.GradScaler
-        step = scaler_class.step
-
-        def followed(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not scaler.is_enabled():
-                return step(scaler, optimizer, *args, **kwargs)
-            return self._scaled_step(scaler, optimizer, lambda: step(scaler, optimizer, *args, **kwargs))
-
-        scaler_class.step = followed
+        self.optimizer_steps.install()
+        follow_scaled_steps(self._scaled_step)
 
     @abstractmethod
     def watch(self, model: nn.Module) -> None:
@@ -107,22 +96,14 @@ class StepHooks(ABC):
     def _count(self, steps: int) -> None:
         self._done[:8] = steps.to_bytes(8, "little")
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # If an optimizer wraps another one, the outer step counts.
-        self._nested += 1
-        return self._begin_step(optimizer, args, kwargs) if self._nested == 1 else None
+    def step_begins(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Note the beginning of a step."""
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._nested -= 1
-        if self._nested == 0:
-            self._end_step(optimizer)
-
-    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Note the beginning of a step; return replacements for its arguments, or None."""
-        return None
+    def gradients_ready(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Note the gradients of a step, those that its closure computes if it has one."""
 
     @abstractmethod
-    def _end_step(self, optimizer: Optimizer) -> None: ...
+    def step_ends(self, optimizer: Optimizer) -> None: ...
 
     @abstractmethod
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plumbline.evidence.projection import project
+from plumbline.recording.observer import Facts as Facts
 
 SEGMENT = 64
 """Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
 
 COMMUNICATES = "its forward communicates with other ranks"
 """Why a call is not computed again, where collectives run inside of it."""
-
-Facts = dict[str, Any]
-"""What an observer noted, as JSON values, by the observer's name."""
 
 
 def segment(tensor: Tensor, *, split: bool = True) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, segment
-from plumbline.check.rank.pause import is_paused
 from plumbline.check.rank.sharding import is_flat
+from plumbline.recording.backward_passes import BackwardPasses
 
 
 @dataclass(eq=False)
@@ -32,11 +32,7 @@ class ArrivedGradients:
 
 
 class LocalGradients:
-    """Follows backward passes through hooks on the leaves, which run before DistributedDataParallel's.
-
-    A pass is a call of ``torch.autograd.backward``; one inside another, as reentrant checkpointing makes them, is part
-    of it. What ``torch.autograd.grad`` computes does not reach ``.grad``, and does not count.
-    """
+    """Follows backward passes through hooks on the leaves, which run before DistributedDataParallel's."""
 
     def __init__(
         self, begins: Callable[[ArrivedGradients, Sequence[Tensor]], None], ends: Callable[[ArrivedGradients], None]
@@ -44,39 +40,9 @@ class LocalGradients:
         self._begins = begins
         self._ends = ends
         self._handles: dict[int, tuple[Tensor, Any]] = {}
-        self._depth = 0
-        self._apart = 0
-        self._count = 0
+        self.passes = BackwardPasses(self._pass_begins, self._pass_ends)
         self.current: ArrivedGradients | None = None
         self.error: Exception | None = None
-
-    def install(self) -> None:
-        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad`` for the rest of the process's life."""
-        autograd: Any = torch.autograd
-        backward, grad = autograd.backward, autograd.grad
-
-        def followed_backward(*args: Any, **kwargs: Any) -> Any:
-            if is_paused() or self._apart:
-                return backward(*args, **kwargs)
-            self._enter(_roots(args, kwargs))
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                self._leave()
-
-        def followed_grad(*args: Any, **kwargs: Any) -> Any:
-            self._apart += 1
-            try:
-                return grad(*args, **kwargs)
-            finally:
-                self._apart -= 1
-
-        autograd.backward, autograd.grad = followed_backward, followed_grad
-
-    @property
-    def count(self) -> int:
-        """The number of backward passes so far."""
-        return self._count
 
     def follow(
         self, leaves: Iterable[tuple[Tensor, Tensor]], keeps: Callable[[Tensor], bool] = lambda parameter: True
@@ -101,23 +67,19 @@ class LocalGradients:
             handle.remove()
         self._handles.clear()
 
-    def _enter(self, roots: Sequence[Tensor]) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self.current = ArrivedGradients(self._count)
-            self._count += 1
-            self._begins(self.current, roots)
+    def _pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        self.current = ArrivedGradients(number)
+        self._begins(self.current, roots)
 
-    def _leave(self) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self.current is not None:
+    def _pass_ends(self, number: int) -> None:
+        if self.current is not None:
             ended, self.current = self.current, None
             self._ends(ended)
 
     def _arrived(self, leaf: int, kept: bool, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # the leaf is part of the graph, but nothing of this pass reaches it
-        if self.current is None or is_paused() or self._apart:
+        if self.current is None or self.passes.is_apart:
             return
         if hasattr(gradient, "full_tensor"):
             self.current.distributed = True
@@ -130,10 +92,3 @@ class LocalGradients:
             self.current.local[leaf] = arrived if before is None else before + arrived
         except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends
             self.error = self.error or error
-
-
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
-    given = args[0] if args else kwargs.get("tensors", ())
-    given = given if isinstance(given, (tuple, list)) else (given,)
-    return [one for one in given if isinstance(one, Tensor)]

@@ -12,6 +12,7 @@ from plumbline.check.evidence.training import BackwardPass, as_real, length, seg
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.sharding import whole
+from plumbline.recording.grad_scaler import scale_left
 
 _EMPTY = torch.zeros(0, dtype=torch.float64)
 
@@ -30,7 +31,7 @@ def received(optimizer: Optimizer, parameter: Tensor, *, sampled: bool = True) -
         return _EMPTY, 0.0
     if parameter.grad is None:
         return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
-    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
+    scale = scale_left(optimizer)
     gradient = _dense(parameter.grad)
     own = segment(gradient) if sampled else _EMPTY
     return own / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale

@@ -14,21 +14,15 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-import torch._compile
 import torch.distributed
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import Facts, Parameter, RecordedStep, as_real
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from plumbline.check.rank.memory_needed import NotEnoughMemoryError, require_memory
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
 from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
@@ -43,16 +37,19 @@ from plumbline.check.rank.optimizer_gradients import (
 )
 from plumbline.check.rank.parameter_names import ParameterNames
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.parameters import parameters_of
 from plumbline.check.rank.pass_windows import PassWindows
-from plumbline.check.rank.pause import is_paused, paused
 from plumbline.check.rank.replay.exact_gradients import ExactGradients, ExactPass, exact_segment
 from plumbline.check.rank.replay.precision import ReplayPrecision
 from plumbline.check.rank.replay.tracked_calls import TrackedCalls
 from plumbline.check.rank.replay.unwrapping import unwrapped
-from plumbline.check.rank.running_steps import RunningSteps
 from plumbline.check.rank.sharding import arrival_leaves, reduction_dtypes
 from plumbline.evidence.dtypes import dtype_name
+from plumbline.recording.grad_scaler import skips_in_its_kernel
+from plumbline.recording.observer import Observer
+from plumbline.recording.observers import Observers
+from plumbline.recording.optimizer_steps import OptimizerSteps
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pause import paused
 
 MOST_LATE = 8
 """Optimizers after the recorded steps that are named: some scripts make one for every task."""
@@ -84,7 +81,7 @@ class TrainingRecorder:
         self._sample = sample or ParameterSample(0)
         self._has_memory = False
         self._writer = writer
-        self._observers = (loss_scale, clipping, *others)
+        self._observers = Observers((loss_scale, clipping, *others))
         self._loss_scale = loss_scale
         loss_scale.on_skipped = self._on_skipped
         clipping.on_clipping = self._on_clipping
@@ -98,10 +95,10 @@ class TrainingRecorder:
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
         self._recorded: set[int] = set()
-        self._running = RunningSteps()
+        self._optimizer_steps = OptimizerSteps(self)
         self._recording = False
         self._finished = False
-        self._later: dict[str, Observer] = {}
+        self._later: set[str] = set()
         self._late: dict[str, dict[str, int]] = {}
         self._seen_late: WeakSet[Optimizer] = WeakSet()
         self._error = ""
@@ -113,12 +110,8 @@ class TrainingRecorder:
 
     def install(self) -> None:
         """Follow every optimizer that the script makes."""
-        self._gradients.install()
-        disable: Any = torch._compile._disable_dynamo
-        # Where a script compiles its step, the hooks stay outside of the graph. They are never removed: recording ends
-        # in one of them, while torch walks through all, and the script may have hooks of its own.
-        register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args)))
-        register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args)))
+        self._gradients.passes.install()
+        self._optimizer_steps.install(outside_graphs=True)
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group
 
@@ -128,8 +121,7 @@ class TrainingRecorder:
             return result
 
         optimizer_class.add_param_group = followed
-        for observer in self._observers:
-            self._guarded(observer.install)
+        self._guarded(lambda: self._observers.tell(lambda one: one.install()))
 
     def forget(self) -> None:
         """In a forked process: record its steps as its own, unless the parent has taken some itself."""
@@ -144,7 +136,7 @@ class TrainingRecorder:
         """What came of recording, for a process that leaves no steps: counts, and the recorder's own error."""
         return {
             "optimizers": len(self._optimizers),
-            "passes": self._gradients.count,
+            "passes": self._gradients.passes.count,
             "begun": len(self._steps),
             "steps": sum(self._steps.values()),
             "error": self._error,
@@ -163,7 +155,7 @@ class TrainingRecorder:
         if self._writer.has_steps:
             try:
                 facts = {
-                    **self._facts(lambda observer: observer.final_facts()),
+                    **self._observers.final_facts(),
                     "uncovered": self._uncovered,
                     "unstepped": self._unstepped(),
                 }
@@ -171,15 +163,13 @@ class TrainingRecorder:
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
                 return
-            for observer in self._observers:
-                observer.after_recording(partial(self._write_later, observer))
+            self._observers.tell(lambda one: one.after_recording(partial(self._write_later, one.name)))
 
-    def _write_later(self, *changed: Observer) -> None:
+    def _write_later(self, *changed: str) -> None:
         """Write the facts of observers that watch after the recorded steps: of those that ``changed``, and others."""
         if os.getpid() == self._pid:
-            self._later |= {observer.name: observer for observer in changed}
-            facts: Facts = {name: observer.final_facts() for name, observer in self._later.items()}
-            facts["late"] = self._late
+            self._later.update(changed)
+            facts = {**self._observers.final_facts(self._later), "late": self._late}
             with suppress(OSError):  # the check may have ended before the process, and removed its folder
                 self._writer.write_later(self._world[0], facts)
 
@@ -238,16 +228,14 @@ class TrainingRecorder:
             self._recording = True
             self._began = time.monotonic()
             self._calls.start()
-            for observer in self._observers:
-                observer.start()
+            self._observers.tell(lambda one: one.start())
 
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
             self._gradients.stop()
             self._calls.stop()
-            for observer in self._observers:
-                self._guarded(observer.stop)
+            self._guarded(self._observers.stop)
         self._ended = True
 
     def _current_pass(self) -> int | None:
@@ -255,16 +243,13 @@ class TrainingRecorder:
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._names.add(unwrapped(module))
-        for observer in self._observers:
-            observer.forward_begins(module, args, kwargs)
+        self._observers.tell(lambda one: one.forward_begins(module, args, kwargs))
 
     def _forward_ends(self) -> None:
-        for observer in self._observers:
-            observer.forward_ends()
+        self._observers.tell(lambda one: one.forward_ends())
 
     def _runs_again(self, module: nn.Module) -> None:
-        for observer in self._observers:
-            observer.runs_again(module)
+        self._observers.tell(lambda one: one.runs_again(module))
 
     def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         if self._recording:
@@ -279,8 +264,7 @@ class TrainingRecorder:
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values(), self._sample.has)
         one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
-        for observer in self._observers:
-            observer.backward_begins(one.number)
+        self._observers.tell(lambda observer: observer.backward_begins(one.number))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:
         if self._recording:
@@ -289,56 +273,33 @@ class TrainingRecorder:
     def _end_pass(self, one: ArrivedGradients) -> None:
         if self._gradients.error is not None:
             raise self._gradients.error
-        for observer in self._observers:
-            facts = observer.backward_ends(one.number)
-            if facts is not None:
-                one.facts[observer.name] = facts
+        one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.scale = self._loss_scale.scale
         if one.local or one.distributed:
             one.facts["distributed"] = one.distributed
             self._windows.add(one)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if is_paused():
-            return None
-        if self._ended:
-            self._guarded(lambda: self._note_late(optimizer))
-            return None
-        if not self._running.enter():
-            return None
-        self._guarded(lambda: self._count(optimizer))
-        if not self._recording:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._guarded(lambda: self._prepare(optimizer))
-            return None
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self._guarded(lambda: self._note_late(optimizer) if self._ended else self._count(optimizer))
 
-        def followed() -> Any:
-            loss = closure()
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        if self._recording:
             self._guarded(lambda: self._prepare(optimizer))
-            return loss
 
-        # Lightning computes the gradients in there.
-        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+    def step_ends(self, optimizer: Optimizer) -> None:
+        if not self._ended:
+            skipped = self._guarded(lambda: skips_in_its_kernel(optimizer))
+            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _count(self, optimizer: Optimizer) -> None:
         """End recording, as far as the number of this step asks for it."""
         self._note(optimizer)
         if id(optimizer) not in self._steps:
             with torch.no_grad(), paused():
-                for observer in self._observers:
-                    observer.first_step(optimizer)
+                self._observers.tell(lambda one: one.first_step(optimizer))
         number = self._steps.setdefault(id(optimizer), 0)
         if self._recording and number >= self._options.after + self._options.steps:
             self._stop()
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._ended or is_paused():
-            return
-        if self._running.leave():
-            skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
-            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
@@ -380,8 +341,7 @@ class TrainingRecorder:
             )
             if running is None:
                 self._replay([*own, *others])
-            for observer in self._observers:
-                observer.before_step(optimizer)
+            self._observers.tell(lambda one: one.before_step(optimizer))
         self._pending = RecordedStep(
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
@@ -427,7 +387,7 @@ class TrainingRecorder:
         pending, self._pending = self._pending, None
         if self._recording and pending is not None:
             with torch.no_grad(), paused():
-                facts = self._facts(lambda observer: observer.after_step(optimizer, skipped=skipped))
+                facts = self._observers.tell(lambda one: one.after_step(optimizer, skipped=skipped))
             self._writer.write_step(
                 *self._world,
                 RecordedStep(**{**vars(pending), "skipped": skipped, "facts": {**pending.facts, **facts}}),
@@ -453,10 +413,6 @@ class TrainingRecorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def _facts(self, note: Callable[[Observer], Facts | None]) -> Facts:
-        noted = {observer.name: note(observer) for observer in self._observers}
-        return {name: facts for name, facts in noted.items() if facts is not None}
 
     def _guarded(self, do: Callable[[], T]) -> T | None:
         """Do something of the recorder's; an error in it ends recording, and the script goes on."""

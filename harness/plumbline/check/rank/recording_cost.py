@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
-from plumbline.check.rank.parameters import parameters_of
-from plumbline.check.rank.pause import is_paused, paused
 from plumbline.check.rank.replay.nested import tensors_in
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pause import is_paused, paused
 
 _SIZE = 512
 """Rows of the square matrices whose product is timed."""
@@ -27,6 +27,7 @@ class RecordingCost(Observer):
     """
 
     name = "cost"
+    essential = True
 
     def __init__(self) -> None:
         self._ends: list[float] = []

@@ -7,7 +7,7 @@ the job's loss, and the GradScaler.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -22,6 +22,10 @@ from plumbline.core.errors import TraceError
 from plumbline.core.flat_part import FlatPart
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
+from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.grad_scaler import scale_left, skips_in_its_kernel
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pause import is_paused, paused
 from plumbline.worker.recording.flat_shards import FlatShard, FlatShards
 from plumbline.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from plumbline.worker.recording.passes import Forward, Passes
@@ -52,7 +56,6 @@ class Recorder(StepHooks):
         self._scale: float | None = None
         self._buffers: Tensors = {}
         self._parts: list[OptimizerPart] = []
-        self._paused = False
         self._held: frozenset[str] | None = None
         self._flat = FlatShards()
         self._holds_nothing = False
@@ -68,14 +71,9 @@ class Recorder(StepHooks):
             if getattr(layer, "draws", None):
                 layer.register_forward_hook(self._on_draw)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Record no forward, no loss, no draw and no step."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+        return paused()
 
     @contextmanager
     def holding(self, names: Collection[str]) -> Iterator[None]:
@@ -98,7 +96,7 @@ class Recorder(StepHooks):
 
     def on_loss(self, batch: Any) -> None:
         """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
-        if torch.is_grad_enabled() and not self._paused:
+        if torch.is_grad_enabled() and not is_paused():
             self._passes.close(_ids(batch))
 
     def on_log(self, name: str, value: Any) -> None:
@@ -127,7 +125,7 @@ class Recorder(StepHooks):
         )
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _recomputes() or self._paused:
+        if in_backward() or is_paused():
             return
         batch = next((value for value in (*args, *kwargs.values()) if _ids(value) is not None), None)
         if batch is None:
@@ -145,7 +143,7 @@ class Recorder(StepHooks):
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Notice whether a backward goes through a forward in evaluation mode: only then is it training."""
-        if module.training or _recomputes() or not torch.is_grad_enabled():
+        if module.training or in_backward() or not torch.is_grad_enabled():
             return
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
@@ -163,10 +161,10 @@ class Recorder(StepHooks):
                 self.evaluations.append(Evaluation(*place, ids, training))
 
     def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
-        if self._paused or any(isinstance(one, Tensor) and one.is_meta for one in (*args, drawn)):
+        if is_paused() or any(isinstance(one, Tensor) and one.is_meta for one in (*args, drawn)):
             return  # the values of a stage are computed elsewhere
         device, name = drawn.device.index or 0, str(layer.draws)
-        if _recomputes():
+        if in_backward():
             self._passes.redraw(device, name, copied(drawn))
         elif layer.training or torch.is_grad_enabled():  # what is to be computed once more runs without gradients first
             forward = self._passes.last_on(device)
@@ -180,35 +178,16 @@ class Recorder(StepHooks):
             self._evaluated(place, forward.ids, forward.training)
         return tuple(micro_batches)
 
-    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._paused:
-            return None
+    def step_begins(self, optimizer: Optimizer) -> None:
         if not self.steps:
             self._refuse_flattened()
-        self._before = self._current_weights()
+        self._before, self._gradients = self._current_weights(), {}
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
         self._gradients = self._received(optimizer)
-        return self._with_closure(optimizer, args, kwargs)
 
-    def _with_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments of a step whose closure computes the gradients that it takes; None where it has none.
-
-        Lightning does all of a batch in there.
-        """
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            return None
-
-        def recorded() -> Any:
-            loss = closure()
-            self._gradients = self._received(optimizer)
-            return loss
-
-        return ((args[0], recorded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": recorded})
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        if self._paused:
-            return
-        skipped = _skips_in_its_kernel(optimizer)
+    def step_ends(self, optimizer: Optimizer) -> None:
+        skipped = skips_in_its_kernel(optimizer)
         self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
 
     def _append(
@@ -232,7 +211,7 @@ class Recorder(StepHooks):
             scale=self._scale,
             buffers=self._buffers,
         )
-        names = [*self._names_of(optimizer), *self._flat.names_in(_parameters_of(optimizer))]
+        names = [*self._names_of(optimizer), *self._flat.names_in(parameters_of(optimizer))]
         part = OptimizerPart(id(optimizer), tuple(filter(None, names)), step)
         if belongs(part, self._parts):
             self._parts.append(part)
@@ -248,9 +227,9 @@ class Recorder(StepHooks):
 
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         self._scale = scaler.get_scale()
-        last = self.steps[-1] if self.steps else None
+        begun = self.optimizer_steps.begun
         result = step()
-        if (self.steps[-1] if self.steps else None) is last:
+        if self.optimizer_steps.begun == begun:
             self._append_skipped(optimizer, self._received(optimizer))
         return result
 
@@ -301,7 +280,7 @@ class Recorder(StepHooks):
 
     def _names_of(self, optimizer: Optimizer) -> list[str | None]:
         """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
-        parameters = _parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         if any(id(parameter) not in self._named for parameter in parameters) and self._model is not None:
             # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
             self._named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
@@ -313,28 +292,15 @@ class Recorder(StepHooks):
 
     def _received(self, optimizer: Optimizer) -> Tensors:
         """Return the gradients that the optimizer has received, by the names of their parameters."""
-        parameters = _parameters_of(optimizer)
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
+        parameters = parameters_of(optimizer)
+        scale = scale_left(optimizer)
         received = {
-            name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._store)
+            name: kept(parameter.grad if scale == 1.0 else parameter.grad.detach() / scale, self._store)
             for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }
-        flat = self._flat.gradients_in(parameters, 1.0 if scale is None else float(scale))
+        flat = self._flat.gradients_in(parameters, scale)
         return received | {name: kept(gradient, self._store) for name, gradient in flat}
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _skips_in_its_kernel(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer's kernel skips the step, because the GradScaler found an infinite gradient.
-
-    See ``_step_supports_amp_scaling`` in torch.amp.GradScaler.step.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and float(found) > 0
 
 
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -344,11 +310,6 @@ def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 def _differentiate(forward: Forward, gradient: Tensor) -> None:
     forward.differentiated = True
-
-
-def _recomputes() -> bool:
-    """Return whether this runs inside of a backward, where an activation is only computed again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _ids(batch: Any) -> tuple[int, ...] | None:

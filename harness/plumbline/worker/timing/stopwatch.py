@@ -109,10 +109,10 @@ class Stopwatch(StepHooks):
         before = self._steps
         result = step()
         if self._steps == before:
-            self._end_step(optimizer)  # it was skipped, but its work was done
+            self.step_ends(optimizer)  # it was skipped, but its work was done
         return result
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         self._steps += 1
         self._count(self._steps)
         if not self._boundaries:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.row_hashes import rows_of
+from plumbline.recording.observer import Observer
 
 
 class BatchObserver(Observer):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
 from plumbline.check.rank.observers.tensor_digest import readable_values, tensor_digest
+from plumbline.recording.observer import Observer
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 """Layers whose floating-point buffers are running statistics: a NaN in them never goes away."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.evidence.rank_file import tensor_bytes
+from plumbline.recording.observer import Observer
 
 
 class GeneratorObserver(Observer):

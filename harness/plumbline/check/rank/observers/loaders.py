@@ -14,10 +14,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.row_hashes import digest
-from plumbline.check.rank.parameters import parameters_of
-from plumbline.check.rank.patching import attempt, wrap
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.patching import attempt, wrap
 
 HEAD = 64
 """Indices at the beginning of an epoch from which its order is known again."""

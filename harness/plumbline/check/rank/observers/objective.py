@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
-from plumbline.check.rank.patching import attempt, wrap
-from plumbline.check.rank.pause import is_paused
+from plumbline.recording.observer import Observer
+from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.pause import is_paused
 
 _LONGEST_CHAIN = 64
 

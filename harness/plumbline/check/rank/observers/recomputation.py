@@ -17,14 +17,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.generators import generator_states
-from plumbline.check.rank.patching import attempt, wrap
-from plumbline.check.rank.pause import is_paused
 from plumbline.check.rank.replay import agreement
 from plumbline.check.rank.replay.call import SAMPLE
 from plumbline.check.rank.replay.nested import tensors_in
 from plumbline.check.rank.sharding import local
+from plumbline.recording.observer import Observer
+from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.pause import is_paused
 
 NAME = "recomputation"
 

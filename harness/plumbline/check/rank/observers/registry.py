@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.batches import BatchObserver
 from plumbline.check.rank.observers.buffers import BufferObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
-from plumbline.check.rank.observers.guarded import GuardedObserver
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
 from plumbline.check.rank.observers.objective import ObjectiveObserver
@@ -16,6 +14,7 @@ from plumbline.check.rank.observers.script_line import ScriptLineObserver
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.observers.unused_losses import UnusedLossObserver
 from plumbline.check.rank.observers.weights import WeightObserver
+from plumbline.recording.observer import Observer
 
 
 def training_observers(*, count_tokens: bool = False) -> list[Observer]:
@@ -25,7 +24,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         count_tokens: count the labels of each batch, for a script whose loss is written by hand.
     """
     loaders, parallelism = LoaderObserver(), ParallelismObserver()
-    observers: list[Observer] = [
+    return [
         loaders,
         parallelism,
         BatchObserver(loaders),
@@ -39,4 +38,3 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         MovedWeightObserver(),
         ScriptLineObserver(),
     ]
-    return [GuardedObserver(observer) for observer in observers]

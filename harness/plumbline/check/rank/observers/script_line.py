@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
+from plumbline.recording.observer import Observer
 
 _PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = (

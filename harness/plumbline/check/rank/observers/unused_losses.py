@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
-from plumbline.check.rank.patching import attempt, wrap
-from plumbline.check.rank.pause import is_paused
 from plumbline.check.rank.replay.alias import CallOutputs
 from plumbline.check.rank.replay.unwrapping import unwrapped
+from plumbline.recording.observer import Observer
+from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.pause import is_paused
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, world_size
 from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
-from plumbline.check.rank.parameters import parameters_of
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
 
 
 class WeightObserver(Observer):

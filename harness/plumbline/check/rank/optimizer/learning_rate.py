@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.check.rank.patching import wrap_overrides
+from plumbline.recording.patching import wrap_overrides
 
 
 class LearningRate(WrappingObserver):

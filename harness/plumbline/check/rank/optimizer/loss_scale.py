@@ -13,9 +13,10 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.update_replay import weights_print
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.check.rank.parameters import parameters_of
-from plumbline.check.rank.patching import wrap_overrides
 from plumbline.check.rank.sharding import local
+from plumbline.recording.grad_scaler import follow_scaled_steps, skips_in_its_kernel
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.patching import wrap_overrides
 
 
 class LossScale(WrappingObserver):
@@ -48,8 +49,8 @@ class LossScale(WrappingObserver):
         """Wrap the scaler's methods."""
         wrap_overrides(torch.amp.GradScaler, "scale", self._around_scale)
         wrap_overrides(torch.amp.GradScaler, "unscale_", self._around_unscale)
-        wrap_overrides(torch.amp.GradScaler, "step", self._around_step)
         wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
+        follow_scaled_steps(self._around_step)
 
     def backward_begins(self, number: int) -> None:
         """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
@@ -72,7 +73,7 @@ class LossScale(WrappingObserver):
         facts: Facts = {"scaled": self._stepping is optimizer, "bad": _bad(optimizer)}
         if facts["scaled"]:
             facts |= self._scaled
-            facts["found"] = facts.get("found", 0) or int(self.skips_inside(optimizer))
+            facts["found"] = facts.get("found", 0) or int(skips_in_its_kernel(optimizer))
         if skipped:
             facts["moved"] = _moved(self._before, _prints(optimizer))
         elif self._finite:
@@ -85,11 +86,6 @@ class LossScale(WrappingObserver):
     def pending_scale(self, optimizer: Optimizer) -> float:
         """Return the factor that is still in the gradients of an optimizer: 1 once they are unscaled."""
         return 1.0 if optimizer in self._unscaled else self.scale
-
-    def skips_inside(self, optimizer: Optimizer) -> bool:
-        """Return whether a step that runs is one in which a fused optimizer changes nothing, as its scaler told it."""
-        found = getattr(optimizer, "found_inf", None)
-        return isinstance(found, Tensor) and bool(found)
 
     def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -115,18 +111,16 @@ class LossScale(WrappingObserver):
         self._unscaled.clear()
         return original(scaler, *args, **kwargs)
 
-    def _around_step(
-        self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not (self.attends and scaler.is_enabled()) or self._stepping is not None:
-            return original(scaler, optimizer, *args, **kwargs)
+    def _around_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        if not self.recording:
+            return step()
         inner = _innermost(optimizer)
         with self.notes():
             self._stepping, self._stepped = inner, False
             self._scaled = {"scale": float(scaler.get_scale())}
             self._before = _prints(inner)
         try:
-            result = original(scaler, optimizer, *args, **kwargs)
+            result = step()
             with self.notes():
                 self._look_for_skip(scaler, optimizer, inner)
         finally:

@@ -12,9 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.check.rank.parameters import parameters_of
-from plumbline.check.rank.patching import wrap
 from plumbline.evidence.dtypes import dtype_name
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.patching import wrap
 
 
 class PrecisionUsed(WrappingObserver):

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts, segment
-from plumbline.check.rank.observer import Observer
 from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
     NotReplayable,
@@ -26,9 +25,10 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
 )
 from plumbline.check.rank.optimizer.shared_memory import shared_places
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.parameters import parameters_of
 from plumbline.check.rank.sharding import local
 from plumbline.evidence.projection import fingerprint
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
 
 
 @dataclass(eq=False)
@@ -81,6 +81,7 @@ class UpdateReplay(Observer):
     """
 
     name = "update"
+    essential = True
 
     def __init__(self, sample: ParameterSample | None = None) -> None:
         self._sample = sample or ParameterSample(0)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observer import Observer
-from plumbline.check.rank.pause import is_paused
+from plumbline.recording.observer import Observer
+from plumbline.recording.pause import is_paused
 
 
 class WrappingObserver(Observer):
@@ -15,6 +15,8 @@ class WrappingObserver(Observer):
 
     ``error`` says why it takes no notes any more, "" while it does.
     """
+
+    essential = True
 
     def __init__(self) -> None:
         self.recording = False

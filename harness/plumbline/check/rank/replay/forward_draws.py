@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from plumbline.check.rank.replay.nested import tensors_in
 from plumbline.check.rank.replay.random_state import RandomState
+from plumbline.recording.backward_passes import in_backward
 
 
 class ForwardDraws:
@@ -57,11 +57,6 @@ class ForwardDraws:
             if not self._running and self._outside is not None:
                 self._outside.set()
                 self._outside = None
-
-
-def in_backward() -> bool:
-    """Return whether this runs inside of a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _now(module: nn.Module, args: tuple[Any, ...]) -> RandomState:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
-from plumbline.check.rank.replay.forward_draws import ForwardDraws, in_backward
+from plumbline.check.rank.replay.forward_draws import ForwardDraws
 from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.recording.backward_passes import in_backward
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 

@@ -16,12 +16,13 @@ from plumbline.check.rank.replay import unwrapping
 from plumbline.check.rank.replay.alias import alias
 from plumbline.check.rank.replay.autocast_state import AutocastState
 from plumbline.check.rank.replay.call import TrackedCall, UsedParameter, sample
-from plumbline.check.rank.replay.module_calls import ModuleCalls
 from plumbline.check.rank.replay.nested import map_tensors, tensors_in
 from plumbline.check.rank.replay.random_state import RandomState
 from plumbline.check.rank.replay.unsharding import is_distributed, shards
 from plumbline.check.rank.replay.unwrapping import Role
 from plumbline.check.rank.replay.uses import used_outside
+from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.module_calls import ModuleCalls
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None where there is none that counts."""
@@ -156,7 +157,7 @@ class TrackedCalls:
 
     def _is_computed_again(self, module: nn.Module) -> bool:
         """Return whether a checkpoint inside a recorded call runs ``module`` again in the backward pass."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return False
         return any(one is module for call in self.calls for one, _ in call.training)
 

@@ -8,17 +8,20 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from plumbline.check.evidence.training import Facts
+Facts = dict[str, Any]
+"""What an observer noted, as JSON values, by the observer's name."""
 
 
 class Observer:
     """Notes facts about a training. Every method may be left out; all are called on the thread that trains.
 
     ``name`` is the key of its facts in a step's and in the process's evidence. Between ``start`` and ``stop`` steps are
-    recorded; before and after nothing may cost time. An exception in an observer ends recording, not the script.
+    recorded; before and after nothing may cost time. An exception in an ``essential`` observer ends recording, one in
+    another observer ends only its own notes; the script goes on.
     """
 
     name: str
+    essential = False
 
     def install(self) -> None:
         """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""

@@ -1,0 +1,78 @@
+"""Follows the backward passes of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.recording.pause import is_paused
+
+
+class BackwardPasses:
+    """Numbers the calls of ``torch.autograd.backward``, and tells when each begins and ends.
+
+    A pass inside another, as reentrant checkpointing makes them, is part of it. What ``torch.autograd.grad`` computes
+    does not reach ``.grad``, and does not count; nor does what runs while ``paused``.
+    """
+
+    def __init__(self, begins: Callable[[int, Sequence[Tensor]], None], ends: Callable[[int], None]) -> None:
+        """``begins`` is called with the number of a pass and its roots, ``ends`` with the number."""
+        self._begins = begins
+        self._ends = ends
+        self._depth = 0
+        self._apart = 0
+        self.count = 0
+
+    def install(self) -> None:
+        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad`` for the rest of the process's life."""
+        autograd: Any = torch.autograd
+        backward, grad = autograd.backward, autograd.grad
+
+        def followed_backward(*args: Any, **kwargs: Any) -> Any:
+            if self.is_apart:
+                return backward(*args, **kwargs)
+            self._enter(_roots(args, kwargs))
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._leave()
+
+        def followed_grad(*args: Any, **kwargs: Any) -> Any:
+            self._apart += 1
+            try:
+                return grad(*args, **kwargs)
+            finally:
+                self._apart -= 1
+
+        autograd.backward, autograd.grad = followed_backward, followed_grad
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is computed now does not count: it is paused, or inside of ``torch.autograd.grad``."""
+        return bool(self._apart) or is_paused()
+
+    def _enter(self, roots: Sequence[Tensor]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.count += 1
+            self._begins(self.count - 1, roots)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._ends(self.count - 1)
+
+
+def in_backward() -> bool:
+    """Return whether this runs inside of a backward pass, where a forward is only computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
+    given = args[0] if args else kwargs.get("tensors", ())
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    return [one for one in given if isinstance(one, Tensor)]
