@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ class Timed(Recorder):
     on = False
     seconds = 0.0
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        self._timed(super().step_begins, optimizer)
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        self._timed(partial(super().step_begins, has_closure=has_closure), optimizer)
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         self._timed(super().gradients_ready, optimizer)

@@ -55,7 +55,7 @@ class Observed:
 
         hooks = [p.register_hook(arrived(place)) for place, p in enumerate(parameters) if p.requires_grad]
         for observer in self.observers:
-            observer.backward_begins(self.count)
+            observer.backward_begins(self.count, [loss])
         loss.backward()
         for hook in hooks:
             hook.remove()

@@ -63,12 +63,12 @@ class Watch:
     def backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         number, self._count = self._count, self._count + 1
         for one in OBSERVERS:
-            one.backward_begins(number)
+            one.backward_begins(number, ())
         backward(*args, **kwargs)
         facts = {one.name: noted for one in OBSERVERS if (noted := one.backward_ends(number)) is not None}
         self._passes.append(BackwardPass(number, torch.zeros(0), scale=LOSS_SCALE.scale, facts=facts))
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         pass
 
     def gradients_ready(self, optimizer: Optimizer) -> None:

@@ -23,18 +23,21 @@ def observer() -> Iterator[ObjectiveObserver]:
     """An observer whose patches are taken back."""
     names = [name for name in dir(functional) if name.endswith(("loss", "entropy", "logits", "div"))]
     kept = {name: getattr(functional, name) for name in names}
-    backward, script = torch.autograd.backward, torch.jit.script
+    script = torch.jit.script
     made = ObjectiveObserver()
     made.install()
     made.start()
     yield made
-    torch.autograd.backward, torch.jit.script = backward, script
+    torch.jit.script = script
     for name, function in kept.items():
         setattr(functional, name, function)
 
 
 def noted(observer: ObjectiveObserver, loss: Callable[[Tensor], Tensor]) -> Facts:
-    loss(SCORES.clone().requires_grad_()).backward()
+    root = loss(SCORES.clone().requires_grad_())
+    if observer.attends:
+        observer.backward_begins(0, [root])
+    root.backward()
     return observer.backward_ends(0) or {}
 
 

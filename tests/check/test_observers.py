@@ -148,7 +148,7 @@ def test_a_forward_that_draws_is_known() -> None:
             torch.rand(1)
         observer.forward_ends()
         torch.rand(1)  # as labels that the script draws: no part of the forward
-        observer.backward_begins(0)
+        observer.backward_begins(0, ())
     first, second = (observer.backward_ends(0) or {})["forwards"]
     assert (first["drew"], second["drew"]) == ([], ["torch"])
 

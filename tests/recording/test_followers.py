@@ -21,7 +21,7 @@ class Told:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self.events.append(f"{type(optimizer).__name__} begins")
 
     def gradients_ready(self, optimizer: Optimizer) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+
+from plumbline.recording.pause import is_paused
 
 Facts = dict[str, Any]
 """What an observer noted, as JSON values, by the observer's name."""
@@ -22,6 +24,12 @@ class Observer:
 
     name: str
     essential = False
+    recording = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether what runs now is the script's, and notes are taken of it."""
+        return self.recording and not is_paused()
 
     def install(self) -> None:
         """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""
@@ -31,6 +39,7 @@ class Observer:
 
     def start(self) -> None:
         """Recording begins: it may be in the middle of a script, between two optimizer steps."""
+        self.recording = True
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module that holds parameters is called, with gradients enabled."""
@@ -41,8 +50,8 @@ class Observer:
     def runs_again(self, module: nn.Module) -> None:
         """A backward pass runs a module of a recorded forward again, as checkpoints do."""
 
-    def backward_begins(self, number: int) -> None:
-        """The backward pass with this number begins."""
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """The backward pass with this number begins, at these tensors."""
 
     def backward_ends(self, number: int) -> Facts | None:
         """The backward pass with this number has ended; what is returned becomes part of its facts."""
@@ -57,6 +66,7 @@ class Observer:
 
     def stop(self) -> None:
         """Recording ends."""
+        self.recording = False
 
     def final_facts(self) -> Facts | None:
         """Return the facts about the whole process, when it ends or as soon as evidence is written."""

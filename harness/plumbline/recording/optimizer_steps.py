@@ -22,7 +22,7 @@ class StepListener(Protocol):
     A step with a closure has them each time that the closure has run.
     """
 
-    def step_begins(self, optimizer: Optimizer) -> None: ...
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None: ...
 
     def gradients_ready(self, optimizer: Optimizer) -> None: ...
 
@@ -53,8 +53,8 @@ class OptimizerSteps:
         """Note the beginning of a step; return its arguments if it has a closure, which is then followed."""
         if is_paused() or not self._enter(optimizer):
             return None
-        self._listener.step_begins(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._listener.step_begins(optimizer, has_closure=closure is not None)
         if closure is None:
             self._listener.gradients_ready(optimizer)
             return None

@@ -96,7 +96,7 @@ class StepHooks(ABC):
     def _count(self, steps: int) -> None:
         self._done[:8] = steps.to_bytes(8, "little")
 
-    def step_begins(self, optimizer: Optimizer) -> None:  # noqa: B027
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: B027
         """Note the beginning of a step."""
 
     def gradients_ready(self, optimizer: Optimizer) -> None:  # noqa: B027

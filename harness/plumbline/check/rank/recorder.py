@@ -264,7 +264,7 @@ class TrainingRecorder:
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values(), self._sample.has)
         one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
-        self._observers.tell(lambda observer: observer.backward_begins(one.number))
+        self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:
         if self._recording:
@@ -279,7 +279,7 @@ class TrainingRecorder:
             one.facts["distributed"] = one.distributed
             self._windows.add(one)
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._guarded(lambda: self._note_late(optimizer) if self._ended else self._count(optimizer))
 
     def gradients_ready(self, optimizer: Optimizer) -> None:

@@ -178,10 +178,11 @@ class Recorder(StepHooks):
             self._evaluated(place, forward.ids, forward.training)
         return tuple(micro_batches)
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if not self.steps:
             self._refuse_flattened()
-        self._before, self._gradients = self._current_weights(), {}
+        self._before = self._current_weights()
+        self._gradients = self._received(optimizer) if has_closure else {}  # it may never be called
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         self._gradients = self._received(optimizer)

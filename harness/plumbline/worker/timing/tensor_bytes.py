@@ -14,6 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from plumbline.recording.parameters import parameters_of
+
 
 class TensorBytes:
     """Counts between ``start`` and ``stop``, which surround one step; ``by_metric`` then has the bytes.
@@ -65,8 +67,7 @@ class TensorBytes:
         self._workload.loss = self._loss
         if self._model is None:
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
         self.by_metric = {
             "tensors_parameters": _bytes(self._model.parameters()),
             "tensors_gradients": _bytes(gradients),

@@ -6,10 +6,11 @@ import hashlib
 import pickle
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.evidence.rank_file import tensor_bytes
@@ -40,7 +41,7 @@ class GeneratorObserver(Observer):
         if self._open:
             self._close(generator_states())
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Leave out a forward that never ended: an exception may have ended it."""
         self._open = False
 

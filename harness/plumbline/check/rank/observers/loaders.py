@@ -47,7 +47,6 @@ class LoaderObserver(Observer):
 
     def __init__(self) -> None:
         self.fetched: Facts | None = None
-        self._recording = False
         self._samplers: list[Facts] = []
         self._passes: list[Facts] = []
         self._numbers: dict[str, WeakKeyDictionary[Any, int]] = {}
@@ -67,10 +66,6 @@ class LoaderObserver(Observer):
         # A private name: where a version of torch lacks it, batches have no known origin.
         wrap(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", self._around_fetch)
 
-    def start(self) -> None:
-        """Follow batches from now on."""
-        self._recording = True
-
     def before_step(self, optimizer: Optimizer) -> None:
         """Choose a parameter whose version tells, later and without cost, whether the optimizer has stepped."""
         if self._watched is None:
@@ -80,7 +75,7 @@ class LoaderObserver(Observer):
 
     def stop(self) -> None:
         """Follow batches no longer."""
-        self._recording = False
+        super().stop()
         self.fetched = None
 
     def final_facts(self) -> Facts | None:
@@ -165,7 +160,7 @@ class LoaderObserver(Observer):
             attempt(self._write_changes)
             raise
         attempt(self._note_step, iterator)
-        if self._recording:
+        if self.recording:
             attempt(self._note_batch, iterator)
         return batch
 

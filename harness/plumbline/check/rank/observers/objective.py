@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,7 +49,6 @@ class ObjectiveObserver(Observer):
     def __init__(self, *, count_tokens: bool = False, ignored: int = -100) -> None:
         self._count_tokens = count_tokens
         self._ignored = ignored
-        self._recording = False
         self._depth = 0
         self._calls: list[_Call] = []
         self._tokens: list[int] = []
@@ -57,21 +56,17 @@ class ObjectiveObserver(Observer):
         self._means: list[list[float]] | None = None
 
     def install(self) -> None:
-        """Wrap the loss functions, ``torch.autograd.backward``, and the script compiler, which must not see that."""
+        """Wrap the loss functions, and the script compiler, which must not see that."""
         originals = {name: getattr(functional, name) for name in (*CLASSES, *ELEMENTS)}
         for name in originals:
             wrap(functional, name, self._around_loss)
-        wrap(torch.autograd, "backward", self._around_backward)
         wrapped = {name: getattr(functional, name) for name in originals}
         wrap(torch.jit, "script", partial(_script_without, originals, wrapped))
 
-    def start(self) -> None:
-        """Follow losses from now on."""
-        self._recording = True
-
     def stop(self) -> None:
         """Follow losses no longer."""
-        self._recording, self._root, self._means = False, None, None
+        super().stop()
+        self._root, self._means = None, None
         self._calls, self._tokens = [], []
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,6 +74,12 @@ class ObjectiveObserver(Observer):
         labels = kwargs.get("labels") if self._count_tokens else None
         if isinstance(labels, Tensor):
             self._tokens.append(int((labels != self._ignored).sum()))
+
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Read the weights of means off the graph, while it is there."""
+        if len(roots) == 1:
+            self._root = roots[0].grad_fn
+            self._means = attempt(mean_weights, self._root)
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the calls whose gradient this pass has used; what it did not use is dropped."""
@@ -94,7 +95,7 @@ class ObjectiveObserver(Observer):
 
     def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Asked first: a compiled region must not depend on what is being recorded.
-        if torch.compiler.is_compiling() or not self._recording or is_paused():
+        if torch.compiler.is_compiling() or not self.attends:
             return original(*args, **kwargs)
         self._depth += 1
         try:
@@ -121,12 +122,6 @@ class ObjectiveObserver(Observer):
         # On the result itself: a division of it in place must not lose the hook.
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         self._calls.append(one)
-
-    def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._recording and self._root is None and isinstance(tensors, Tensor) and not is_paused():
-            self._root = tensors.grad_fn
-            self._means = attempt(mean_weights, self._root)
-        return original(tensors, *args, **kwargs)
 
 
 def _facts(one: _Call) -> Facts:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
@@ -90,7 +90,7 @@ class ParallelismObserver(Observer):
             self._wrappers[module] = active
         self._facts.append(self._describe(module))
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """What is reduced within a backward pass is the wrapper's concern."""
         self._counting = False
 

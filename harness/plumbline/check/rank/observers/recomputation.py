@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,6 @@ from plumbline.check.rank.replay.nested import tensors_in
 from plumbline.check.rank.sharding import local
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
-from plumbline.recording.pause import is_paused
 
 NAME = "recomputation"
 
@@ -58,7 +57,6 @@ class RecomputationObserver(Observer):
     name = NAME
 
     def __init__(self) -> None:
-        self._follows = False
         self._modes: Modes = ()
         self._statistics: frozenset[int] = frozenset()
         self._compared = 0
@@ -76,10 +74,6 @@ class RecomputationObserver(Observer):
         if hasattr(module, "CheckpointFunction"):
             module.CheckpointFunction.forward = staticmethod(self._following(module.CheckpointFunction.forward))
 
-    def start(self) -> None:
-        """Compare from now on."""
-        self._follows = True
-
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modes, and where statistics lie that a normalisation saves for its backward but does not use."""
         modules = tuple(module.modules())
@@ -92,7 +86,7 @@ class RecomputationObserver(Observer):
         """Note that a module runs again outside of torch's checkpoints."""
         self._runs_by_hand = self._runs_by_hand or not self._inside
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Forget what was recomputed outside of backward passes that count."""
         self._compared, self._different, self._runs_by_hand = 0, [], False
         self._began = generator_states()
@@ -113,11 +107,12 @@ class RecomputationObserver(Observer):
 
     def stop(self) -> None:
         """Compare no more."""
-        self._follows, self._modes, self._statistics = False, (), frozenset()
+        super().stop()
+        self._modes, self._statistics = (), frozenset()
 
     @property
     def _is_following(self) -> bool:
-        return self._follows and not is_paused() and not torch.compiler.is_compiling() and not _is_traced()
+        return self.attends and not torch.compiler.is_compiling() and not _is_traced()
 
     def _noted(self, region: _Region, *, differs: bool) -> None:
         self._compared += 1

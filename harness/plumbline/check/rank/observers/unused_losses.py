@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.replay.alias import CallOutputs
 from plumbline.check.rank.replay.unwrapping import unwrapped
 from plumbline.recording.observer import Observer
-from plumbline.recording.patching import attempt, wrap
-from plumbline.recording.pause import is_paused
+from plumbline.recording.patching import attempt
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")
@@ -35,23 +34,13 @@ class UnusedLossObserver(Observer):
     name = "unused-losses"
 
     def __init__(self) -> None:
-        self._recording = False
-        self._running = False
         self._roots: list[nn.Module] = []
         self._used: set[str] = set()
         self._unused: set[str] = set()
 
-    def install(self) -> None:
-        """Wrap ``torch.autograd.backward``."""
-        wrap(torch.autograd, "backward", self._around_backward)
-
-    def start(self) -> None:
-        """Look at backward passes from now on."""
-        self._recording = True
-
     def stop(self) -> None:
-        """Look no longer, and let go of the modules."""
-        self._recording, self._roots = False, []
+        """Let go of the modules."""
+        self._roots = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the modules that are called."""
@@ -59,22 +48,15 @@ class UnusedLossObserver(Observer):
         if not any(known is root for known in self._roots):
             self._roots.append(root)
 
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Look at the losses."""
+        attempt(self._look, roots)
+
     def final_facts(self) -> Facts | None:
         """Return the names."""
         return {"used": sorted(self._used), "unused": sorted(self._unused)} if self._used or self._unused else None
 
-    def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._recording or self._running or is_paused():
-            return original(tensors, *args, **kwargs)
-        attempt(self._look, tensors)
-        self._running = True
-        try:
-            return original(tensors, *args, **kwargs)
-        finally:
-            self._running = False
-
-    def _look(self, tensors: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else [one for one in tensors if isinstance(one, Tensor)]
+    def _look(self, roots: Sequence[Tensor]) -> None:
         held = list(_held(self._roots))
         reached, calls = _reached([one.grad_fn for one in roots if one.grad_fn is not None])
         known = {id(node) for _, node in held}

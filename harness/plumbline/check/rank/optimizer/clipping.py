@@ -91,7 +91,7 @@ class ClippingObserver(WrappingObserver):
             self._wrapped_fsdp = True
             wrap(sys.modules[_FSDP].FullyShardedDataParallel, "clip_grad_norm_", self._around_method)
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Clipped gradients to which this pass adds are noted as kept."""
         self._pass, self._inside = number, True
         self._stepped.clear()

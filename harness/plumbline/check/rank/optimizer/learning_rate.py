@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
@@ -43,7 +44,7 @@ class LearningRate(WrappingObserver):
         self._calls.clear()
         self._stepped.clear()
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """A window of the optimizers' goes on, or begins."""
         self._pass = number
         self._stepped.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -52,7 +52,7 @@ class LossScale(WrappingObserver):
         wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
         follow_scaled_steps(self._around_step)
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
         self.scale = 1.0
 

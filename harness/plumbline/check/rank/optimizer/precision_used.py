@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -41,7 +42,7 @@ class PrecisionUsed(WrappingObserver):
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             wrap(DistributedDataParallel, name, self._around_register)
 
-    def backward_begins(self, number: int) -> None:
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Note the autocast in force."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._in_backward = [

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
-from plumbline.recording.pause import is_paused
 
 
 class WrappingObserver(Observer):
@@ -19,25 +18,11 @@ class WrappingObserver(Observer):
     essential = True
 
     def __init__(self) -> None:
-        self.recording = False
         self.error = ""
-
-    def start(self) -> None:
-        """Take notes from now on."""
-        self.recording = True
-
-    def stop(self) -> None:
-        """Take no more notes."""
-        self.recording = False
 
     def final_facts(self) -> Facts | None:
         """Return the error that ended the notes, if there was one."""
         return {"error": self.error} if self.error else None
-
-    @property
-    def attends(self) -> bool:
-        """Whether what runs now is the script's, and notes are taken of it."""
-        return self.recording and not is_paused()
 
     @contextmanager
     def notes(self) -> Iterator[None]:
