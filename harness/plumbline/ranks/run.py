@@ -9,13 +9,14 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
 from plumbline.core.errors import LaunchError
-from plumbline.ranks.rank_end import How, RankEnd
-from plumbline.ranks.rank_main import Terminal
-from plumbline.ranks.supervisor import Order, PickledEnd, supervise
+from plumbline.ranks.rank_end import RankEnd
+from plumbline.ranks.rank_main import RankReport, Terminal
+from plumbline.ranks.supervisor import Order, supervise
 from plumbline.ranks.world import World
 
 
@@ -89,21 +90,11 @@ def run_on_ranks(
             os.waitpid(pid, 0)
     if not isinstance(ends, list):
         raise LaunchError(f"the supervisor of the ranks has ended: {ends or 'it was killed'}")
-    return tuple(map(_end, ends))
+    return tuple(_opened(*end) for end in ends)
 
 
-def _end(end: PickledEnd) -> RankEnd:
-    outcome, description = (None if data is None else pickle.loads(data) for data in (end.outcome, end.description))
-    raised = end.how is How.RAISED
-    return RankEnd(
-        rank=end.rank,
-        how=end.how,
-        seconds=end.seconds,
-        value=None if raised else outcome,
-        error=outcome if raised else None,
-        description=description,
-        code=end.code,
-        calls=end.calls,
-        stdout=end.stdout,
-        stderr=end.stderr,
-    )
+def _opened(end: RankEnd, report: RankReport | None) -> RankEnd:
+    if report is None:
+        return end
+    outcome, description = pickle.loads(report.outcome), pickle.loads(report.description)
+    return replace(end, description=description, **{"error" if report.raised else "value": outcome})

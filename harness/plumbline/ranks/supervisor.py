@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from plumbline.launch.stacks import PendingCall
-from plumbline.ranks.rank_end import How
+from plumbline.ranks.rank_end import How, RankEnd
 from plumbline.ranks.rank_main import WITH_TERMINAL, Debugging, Describe, Function, RankReport, run
 from plumbline.ranks.rank_process import RankProcess
 from plumbline.ranks.world import World
@@ -42,19 +41,8 @@ class Order:
     capture: bool
 
 
-@dataclass(frozen=True)
-class PickledEnd:
-    """How a rank ended; ``outcome`` and ``description`` are pickles of the rank, which the supervisor does not open."""
-
-    rank: int
-    how: How
-    seconds: float
-    outcome: bytes | None
-    description: bytes | None
-    code: int | None
-    calls: tuple[PendingCall, ...]
-    stdout: str
-    stderr: str
+SealedEnd = tuple[RankEnd, "RankReport | None"]
+"""How a rank ended, and its report, whose pickles the supervisor does not open."""
 
 
 class CallerGone(Exception):  # noqa: N818
@@ -74,7 +62,7 @@ class Supervisor:
         self._last_how = How.HUNG
         """How ranks ended that are still there at the deadline."""
 
-    def run(self) -> list[PickledEnd]:
+    def run(self) -> list[SealedEnd]:
         """Run the launch.
 
         Raises:
@@ -207,20 +195,18 @@ class Supervisor:
         while self._alive and self._follow(deadline):
             pass
 
-    def _end_of(self, process: RankProcess) -> PickledEnd:
-        report = process.report
+    def _end_of(self, process: RankProcess) -> SealedEnd:
         stdout, stderr = process.texts()
-        return PickledEnd(
+        end = RankEnd(
             rank=process.rank,
             how=process.how or How.ENDED,
             seconds=process.at - self._begun,
-            outcome=report.outcome if report else None,
-            description=report.description if report else None,
             code=process.code if process.how is How.DIED else None,
             calls=process.calls,
             stdout=stdout,
             stderr=stderr,
         )
+        return end, process.report
 
 
 def supervise(world: World, order: Order, caller: Connection, parent: int) -> NoReturn:
