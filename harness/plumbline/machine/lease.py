@@ -64,35 +64,34 @@ def shared_lease(
     With ``share_devices``, other leases with that option may have the same devices. ``notify`` receives a message
     before this waits for a device.
     """
-    with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
-        lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH))
-    operation = fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX
+    return _share(devices, fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX, 0, notify)
+
+
+def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False) -> Lease | None:
+    """Return a :func:`shared_lease` if that needs no waiting, else None."""
+    try:
+        return _share(devices, fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX, fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+
+
+def _share(
+    devices: Sequence[str], operation: int, mode: int, notify: Callable[[str], None] = lambda message: None
+) -> Lease:
+    with Lease(_lock(_DOOR, fcntl.LOCK_EX | mode)):
+        lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH | mode))
     try:
         for device in sorted(devices):
             try:
                 lease.take(device, operation | fcntl.LOCK_NB)
             except BlockingIOError:
+                if mode == fcntl.LOCK_NB:
+                    raise
                 notify(f"waiting for {device}, held by {_holders(device) or 'another process'}")
                 lease.take(device, operation)
     except BaseException:
         lease.give_back()
         raise
-    return lease
-
-
-def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False) -> Lease | None:
-    """Return a :func:`shared_lease` if that needs no waiting, else None."""
-    operation = fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX
-    lease = None
-    try:
-        with Lease(_lock(_DOOR, fcntl.LOCK_EX | fcntl.LOCK_NB)):
-            lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH | fcntl.LOCK_NB))
-        for device in sorted(devices):
-            lease.take(device, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if lease is not None:
-            lease.give_back()
-        return None
     return lease
 
 
