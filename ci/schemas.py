@@ -15,10 +15,10 @@ from typing import Any
 
 from plumbline.check.report import dry_run_file, json_file
 from plumbline.report import json_report
-from plumbline.results import schema
+from plumbline.results import json_lines
 
 SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
-    schema.FILE: schema.results_schema,
+    json_lines.FILE: json_lines.results_schema,
     json_report.FILE: json_report.report_schema,
     json_file.FILE: json_file.check_schema,
     dry_run_file.FILE: dry_run_file.dry_run_schema,

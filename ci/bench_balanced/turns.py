@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plumbline.worker.timing.peak_memory import keep_freed_memory
+from plumbline.worker.timing.devices import keep_freed_memory
 
 WARM_UP = 4
 """Steps before the first turn: in the first ones memory is measured, and optimizers make their state."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plumbline.cli.main import COMMANDS, main
-from plumbline.machine.installed_software import plumbline_version
+from plumbline.machine.software import plumbline_version
 
 EXAMPLE = Path(__file__).parents[2] / "reports" / "example-simulated"
 

@@ -11,11 +11,12 @@ import pytest
 
 from plumbline.cli.main import main
 from plumbline.core.cell import Cell
+from plumbline.core.errors import PlumblineError
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.report.terminal.one_cell import NoSuchCell, cell_called
+from plumbline.report.terminal.one_cell import cell_called
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Measurement, PlannedCell, Result
 from plumbline.results.run_writer import RunWriter
@@ -129,7 +130,7 @@ def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> N
 def test_candidates_that_went_wrong_come_first_and_undeclared_ones_are_counted() -> None:
     ends = ["unsupported", "passed", "deviates", "missing", "failed", "unsupported", "known", "timed_out"]
     outcomes = {f"mine-w{place}-ddp-1x2-32": end for place, end in enumerate(ends)}
-    with pytest.raises(NoSuchCell) as raised:
+    with pytest.raises(PlumblineError) as raised:
         cell_called("ddp", outcomes)
     head, *shown, last = str(raised.value).splitlines()
     assert head == "8 cells of this run match 'ddp':"

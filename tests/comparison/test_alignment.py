@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from plumbline.core.errors import UsageError
 from plumbline.core.outcome import Outcome
-from plumbline.report.comparison.alignment import NotAligned, align_runs, align_within
+from plumbline.report.comparison.alignment import align_runs, align_within
 
 GOOD = [Outcome.PASSED]
 
@@ -58,12 +59,12 @@ def test_several_subjects_are_aligned_by_name(run_of):
 
 def test_several_subjects_without_a_common_name_are_not_guessed_at(run_of):
     a = run_of(("lightning", "mlp ddp 1x2 32"), ("fabric", "mlp ddp 1x2 32"))
-    with pytest.raises(NotAligned, match="no name in common"):
+    with pytest.raises(UsageError, match="no name in common"):
         align_runs(a, run_of(("ignite", "mlp ddp 1x2 32")))
 
 
 def test_a_run_without_cells_is_compared_with_nothing(run_of):
-    with pytest.raises(NotAligned, match="has no cells"):
+    with pytest.raises(UsageError, match="has no cells"):
         align_runs(run_of(("reference", "mlp ddp 1x2 32")), run_of())
 
 
@@ -103,16 +104,16 @@ def test_subjects_of_one_run_are_held_against_the_first(run_of):
 
 
 def test_a_run_with_one_value_has_nothing_to_compare(run_of):
-    with pytest.raises(NotAligned, match="nothing to compare by backend: they have ddp"):
+    with pytest.raises(UsageError, match="nothing to compare by backend: they have ddp"):
         align_within(run_of(("reference", "mlp ddp 1x2 32")), "backend")
 
 
 def test_values_that_never_meet_have_nothing_to_compare(run_of):
     run = run_of(("reference", "mlp none 1x1 32"), ("reference", "mlp ddp 1x2 32"))
-    with pytest.raises(NotAligned, match="no two cells differ only in it"):
+    with pytest.raises(UsageError, match="no two cells differ only in it"):
         align_within(run, "backend")
 
 
 def test_no_cells_are_nothing_to_compare(run_of):
-    with pytest.raises(NotAligned, match="there are no cells"):
+    with pytest.raises(UsageError, match="there are no cells"):
         align_within(run_of(), "backend")

@@ -9,14 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from plumbline.benchmark.profiled_launch import profiled
-from plumbline.benchmark.timed_launch import TimedLaunch
+from plumbline.benchmark.timed_launch import TimedLaunch, profiled
 from plumbline.evidence.projection import fingerprint, sketch
 from plumbline.evidence.tensor_store import TensorStore, load
 from plumbline.launch.settings import Settings
 from plumbline.machine.energy import EnergyMeter, NoEnergyError
-from plumbline.worker.timing.device_clock import clock_of
-from plumbline.worker.timing.peak_memory import memory_of
+from plumbline.worker.timing.devices import clock_of, memory_of
 
 pytestmark = pytest.mark.cuda
 

@@ -13,7 +13,7 @@ import pytest
 import plumbline.subjects
 from plumbline.cli.main import main
 from plumbline.core.cell import Cell
-from plumbline.core.exit_codes import USAGE
+from plumbline.core.errors import USAGE
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from plumbline.benchmark.launch_metrics import LaunchSample
-from plumbline.benchmark.measurements import measurements
-from plumbline.benchmark.scaling import scaling
+from plumbline.benchmark.measurements import measurements, scaling
 from plumbline.benchmark.timed_launch import LaunchTimings
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology

@@ -35,7 +35,7 @@ def faults_of(times, *, keeping):
     """Return the page faults of a process that takes and frees a few megabytes so many times."""
     program = f"""
 import resource
-from plumbline.worker.timing.peak_memory import keep_freed_memory
+from plumbline.worker.timing.devices import keep_freed_memory
 if {keeping}:
     keep_freed_memory()
 for _ in range({times}):

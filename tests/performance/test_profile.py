@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from plumbline.benchmark.profiled_launch import profiled
+from plumbline.benchmark.timed_launch import profiled
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.launch.settings import Settings

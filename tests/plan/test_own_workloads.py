@@ -6,7 +6,7 @@ import pytest
 
 from plumbline.core.errors import PlanError
 from plumbline.own_workloads.load import OwnWorkload
-from plumbline.planning.own_workloads import selected_workloads
+from plumbline.planning.options import selected_workloads
 
 OWN = (OwnWorkload("first", "mine.py", "0"), OwnWorkload("second", "mine.py", "0"))
 

@@ -10,7 +10,7 @@ import torch
 from plumbline.cli.main import main
 from plumbline.cli.power import power_lines
 from plumbline.core.cell import Cell
-from plumbline.core.exit_codes import USAGE
+from plumbline.core.errors import USAGE
 from plumbline.core.topology import Topology
 from plumbline.evidence.trace import Logged, MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.checks.gradients import compare_gradients

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plumbline.machine.fingerprint import public_environment, take_fingerprint
-from plumbline.machine.installed_software import project_commit
+from plumbline.machine.software import project_commit
 
 
 def git(root: Path, *command: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.machine.repository import repository_commit
+from plumbline.machine.software import repository_commit
 
 
 def git(root: Path, *command: str) -> str:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from plumbline.worker.timing.cpu_affinity import begin_on_core
+from plumbline.worker.timing.devices import begin_on_core
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no thread to a core")
 

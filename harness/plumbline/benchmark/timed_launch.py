@@ -1,11 +1,11 @@
-"""A launch whose ranks train in rounds and are timed: begun, timed round by round, ended."""
+"""A launch whose ranks train in rounds: begun, timed round by round, ended; and one that is profiled instead."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,8 @@ from plumbline.launch.launch_progress import EXIT_GRACE_S
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.machine.energy import meter_of
-from plumbline.results.records import PERFORMANCE
+from plumbline.results.records import PERFORMANCE, Profile
+from plumbline.results.run import PROFILES
 
 
 class TimedLaunchError(Exception):
@@ -172,3 +173,27 @@ def interleaved(launches: Sequence[TrainsRounds], rounds: int) -> None:
     for number in range(rounds):
         for launch in launches if number % 2 == 0 else reversed(launches):
             launch.round()
+
+
+def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: Settings) -> tuple[Profile, Path]:
+    """Train ``cell`` once under torch's profiler; return what is there, and the folder that the files lie in.
+
+    The record has paths within the run's folder. A launch that fails is a problem of the profile alone; what it
+    wrote before is kept.
+    """
+    folder, problems = new_folder(), []
+    try:
+        with closing(TimedLaunch.begin(pool, cell, new_folder(), settings, profile=folder)) as launch:
+            launch.round()
+            problems = [problem for rank in launch.end().ranks for problem in rank.problems]
+    except TimedLaunchError as failed:
+        shutil.rmtree(failed.folder, ignore_errors=True)
+        problems = [_failed(failed.finding.message)]
+    except LaunchError as error:
+        problems = [_failed(str(error))]
+    written = sorted(path.name for path in folder.glob("rank-*"))
+    return Profile(files=tuple(f"{PROFILES}/{cell.id}/{name}" for name in written), problems=tuple(problems)), folder
+
+
+def _failed(why: str) -> str:
+    return f"the profiled launch failed: {why}"[:500]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.cli.arguments import at_least, duration
-from plumbline.core.errors import PlanError
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE, PlanError
 
 
 def add_to(commands: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import names
-from plumbline.core.exit_codes import TROUBLE, USAGE
-from plumbline.report.comparison.alignment import DIMENSIONS, NotAligned
+from plumbline.core.errors import TROUBLE, USAGE, UsageError
+from plumbline.report.comparison.alignment import DIMENSIONS
 from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
 from plumbline.report.comparison.output import FORMATS
 from plumbline.report.comparison.significance import MINIMUM_EFFECT
@@ -89,7 +89,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     if options.interleave:
         return compare_runs(*_interleaved(options), options.minimum_effect)
     if (options.b is None) == (options.by is None):
-        raise NotAligned(f"give either a second run or --by {{{','.join(DIMENSIONS)}}}")
+        raise UsageError(f"give either a second run or --by {{{','.join(DIMENSIONS)}}}")
     if options.by:
         return compare_within(read_run(Path(options.a)), options.by, options.minimum_effect)
     return compare_runs(read_run(Path(options.a)), read_run(Path(options.b)), options.minimum_effect)
@@ -102,7 +102,7 @@ def _interleaved(options: argparse.Namespace) -> tuple[Run, Run]:
     from plumbline.engine.interleave import interleave
 
     if options.b is None or options.by is not None:
-        raise NotAligned("--interleave needs two subjects, A and B, and no --by")
+        raise UsageError("--interleave needs two subjects, A and B, and no --by")
     console = Console(stderr=True, highlight=False)
     with console.status("…") as status:
         a, b = interleave(options, lambda text: status.update(Text(text)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import duration
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE
 from plumbline.report.text import counted
 from plumbline.subjects.locator import parse_subject
 

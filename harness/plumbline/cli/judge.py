@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.cli.print_error import print_error
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE
 from plumbline.engine.rejudge import Rejudged, rejudge
 from plumbline.report.text import counted, printable, printable_lines
 from plumbline.results.records import Result

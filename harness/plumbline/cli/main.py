@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import Final, NoReturn
 
 from plumbline.cli.print_error import print_error
-from plumbline.core.errors import PlumblineError, UsageError
-from plumbline.core.exit_codes import TROUBLE, USAGE
-from plumbline.machine.installed_software import plumbline_version
+from plumbline.core.errors import TROUBLE, USAGE, PlumblineError, UsageError
+from plumbline.machine.software import plumbline_version
 
 COMMANDS: Final = {
     "new-subject": "write an adapter that runs as it is, to replace step by step with your trainer",

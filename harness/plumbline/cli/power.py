@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import at_least, names
 from plumbline.cli.print_error import print_error
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE
 
 if TYPE_CHECKING:
     from plumbline.power.measure import Power

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plumbline.core.errors import PlanError
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.invocation import command
 from plumbline.submit.engines import ENGINES, find_engine
 

@@ -173,12 +173,10 @@ class Backend:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether ranks hold different experts."""
         return any(Held.EXPERTS in one.splits for one in self.dimensions)
 
     @property
     def divides_sequences(self) -> bool:
-        """Whether each rank has a part of each sequence."""
         return any(Held.SEQUENCE in one.splits for one in self.dimensions)
 
     @property
@@ -346,8 +344,7 @@ class Declared(Protocol):
         """The trainer's name."""
 
     @property
-    def backends(self) -> Sequence[str]:
-        """The names of the declared backends."""
+    def backends(self) -> Sequence[str]: ...
 
 
 D = TypeVar("D", bound=Declared)

@@ -41,7 +41,6 @@ class Cell:
 
     @property
     def contract(self) -> Backend:
-        """The backend."""
         return BACKENDS[self.backend]
 
     @property

@@ -1,4 +1,4 @@
-"""Errors whose message says what is wrong and what to do."""
+"""Errors whose message says what is wrong and what to do, and exit codes that several commands share."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ class LaunchError(PlumblineError):
 
 class TraceError(PlumblineError):
     """A trace cannot be read: missing, truncated, or of another schema."""
+
+
+TROUBLE = 2
+"""The command failed; standard error says why."""
+
+USAGE = 4
+"""The command line is invalid. pytest uses the same code."""
+
+RIGHT, TRAINER_WRONG, ADAPTER_WRONG = 0, 1, 2
+"""The results of ``plumbline smoke``."""

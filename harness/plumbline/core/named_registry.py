@@ -10,8 +10,7 @@ class Named(Protocol):
     """A value with a name."""
 
     @property
-    def name(self) -> str:
-        """Its name on the command line, in records and in reports."""
+    def name(self) -> str: ...
 
 
 N = TypeVar("N", bound=Named)

@@ -18,7 +18,9 @@ class Software:
 
     @classmethod
     def here(cls, library: str | None) -> Software:
-        return cls(library, library and _version(library), _version("torch"), platform.python_version())
+        return cls(
+            library, library and installed_version(library), installed_version("torch"), platform.python_version()
+        )
 
     def __str__(self) -> str:
         library = f"{self.library} {self.version or ''}".strip() if self.library not in (None, "torch") else None
@@ -29,8 +31,8 @@ class Software:
 UNKNOWN = Software()
 
 
-def _version(package: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from plumbline.core.cell import Cell
-from plumbline.core.exit_codes import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
+from plumbline.core.errors import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome, worst
 from plumbline.evidence.trace import Step, Tensors, Trace

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.backend import smoke_order
 from plumbline.core.cell import Cell
-from plumbline.core.errors import PlanError, SubjectError
-from plumbline.core.exit_codes import ADAPTER_WRONG
+from plumbline.core.errors import ADAPTER_WRONG, PlanError, SubjectError
 from plumbline.core.invocation import command
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.training_behavior import TrainingBehavior

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from plumbline.machine.repository import repository_commit
+from plumbline.machine.software import repository_commit
 from plumbline.planning.declaration import Declaration
 from plumbline.results.header_footer import SubjectCode
 

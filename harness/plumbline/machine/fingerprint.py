@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
+from plumbline.core.software import installed_version
 from plumbline.machine.hardware import clocks_and_load, cpu_governor, cpu_model, gpu_rows, usable_cores
-from plumbline.machine.installed_software import installed_version, packages, project_commit, torch_versions
+from plumbline.machine.software import packages, project_commit, torch_versions
 
 _PUBLIC_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

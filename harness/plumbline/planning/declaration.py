@@ -65,7 +65,6 @@ class Declaration:
         )
 
     def refusal(self, cell: Cell) -> Refusal | None:
-        """Return why ``cell`` is not trained, None if it is."""
         if cell.backend not in self.backends:
             return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
         if not self.precisions[cell.accelerator]:

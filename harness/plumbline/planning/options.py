@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plumbline.core.accelerator import resolve_accelerator
-from plumbline.core.errors import PlanError
+from plumbline.core.errors import PlanError, WorkloadError
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
 from plumbline.launch.settings import Settings
-from plumbline.own_workloads.load import use_workloads
+from plumbline.own_workloads.check import refuse_unfit
+from plumbline.own_workloads.load import OwnWorkload, use_workloads
 from plumbline.planning.expectation_files import FOLDER, ExpectationsError
-from plumbline.planning.meshes import parse_mesh
-from plumbline.planning.own_workloads import refuse_unfit_workloads, selected_workloads
 from plumbline.planning.plan import Matrix, check_devices, plan
-from plumbline.planning.topologies import DEFAULT_GPUS
+from plumbline.planning.topologies import DEFAULT_GPUS, parse_mesh, topologies
 from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.run_writer import check_report_dir
 from plumbline.subjects.locator import parse_subject
+from plumbline.workloads import find
+
+
+def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return the names of the workloads to train: the user's own, and the built-in ones that are ``named``.
+
+    Raises:
+        PlanError: ``named`` contains one of the user's own.
+    """
+    if not own:
+        return named
+    for one in own:
+        if one.name in (named or ()):
+            place = one.locator.partition("::")[0]
+            raise PlanError(
+                f"--workloads {one.name}: --workloads is for built-in workloads; to select one of your own, use "
+                f"--workload {place}::{one.name}"
+            )
+    return (*(one.name for one in own), *(named or ()))
+
+
+def refuse_unfit_workloads(own: Sequence[OwnWorkload], matrix: Matrix) -> None:
+    """Check that trainers can be judged on these workloads with the devices of ``matrix``.
+
+    Raises:
+        WorkloadError: they cannot.
+    """
+    if not own:
+        return
+    devices = sorted({1, *(topology.devices for topology in topologies(matrix.gpus, matrix.nodes))})
+    for one in own:
+        try:
+            refuse_unfit(find(one.name, matrix.seed), devices)
+        except WorkloadError as error:
+            raise WorkloadError(f"--workload {one.locator}: {one.name}: {error}") from error
 
 
 class Options:

@@ -16,9 +16,8 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.planning.declaration import Declaration, Refusal
-from plumbline.planning.meshes import MeshChoice
 from plumbline.planning.selection import is_sampled, is_worth_a_cell
-from plumbline.planning.topologies import topologies
+from plumbline.planning.topologies import MeshChoice, topologies
 from plumbline.results.records import PERFORMANCE
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
@@ -103,7 +102,6 @@ class Planned:
 
     @property
     def declined(self) -> Finding:
-        """The finding about a cell that is not trained."""
         assert self.refusal is not None
         check = PERFORMANCE if isinstance(EVERY[self.cell.workload], PerformanceWorkload) else "declared"
         return Finding(check, Outcome.UNSUPPORTED, self.refusal, undeclared=self.undeclared)

@@ -1,7 +1,12 @@
-"""The topologies for a number of devices."""
+"""The topologies for a number of devices, and ``--mesh replicate=2,tp=4``: from dimensions and sizes to a backend."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+from plumbline.core.backend import BACKENDS, Backend, Held
+from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
 
@@ -24,7 +29,10 @@ def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
     if nodes is not None and nodes < 1:
         raise PlanError(f"--nodes {nodes}: must be 1 or more")
     found = {Topology(1, count) for count in _counts(gpus)}
-    found |= _splits(gpus) if nodes is None else _up_to(nodes, gpus)
+    if nodes is None:
+        found |= _splits(gpus)
+    else:
+        found |= {Topology(n, g) for n in {1, min(2, nodes), nodes} for g in {min(2, gpus), gpus}}
     return sorted(found, key=lambda topology: (topology.devices, topology.num_nodes))
 
 
@@ -36,9 +44,79 @@ def _splits(gpus: int) -> set[Topology]:
     return found
 
 
-def _up_to(nodes: int, gpus: int) -> set[Topology]:
-    return {Topology(n, g) for n in {1, min(2, nodes), nodes} for g in {min(2, gpus), gpus}}
-
-
 def _counts(limit: int) -> list[int]:
     return sorted({count for count in COUNTS if count <= limit} | {limit})
+
+
+DATA = "dp"
+"""Stands for the dimension that divides samples. If two do, it is the one that is not named."""
+
+SHARDS = {"fsdp": "shard"}
+"""Other names of dimensions."""
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """The sizes of a backend's mesh, outermost dimension first; ``text`` is what the user typed."""
+
+    text: str
+    backend: str
+    sizes: tuple[int, ...]
+
+    def is_of(self, cell: Cell) -> bool:
+        return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
+
+    def topology(self, num_nodes: int = 1) -> Topology:
+        """Return the topology of these devices on ``num_nodes`` nodes.
+
+        Raises:
+            PlanError: the devices do not divide evenly.
+        """
+        devices = math.prod(self.sizes)
+        if devices % num_nodes:
+            raise PlanError(f"--mesh {self.text}: {devices} devices do not divide evenly among {num_nodes} nodes")
+        return Topology(num_nodes, devices // num_nodes, self.sizes)
+
+
+def parse_mesh(text: str) -> MeshChoice:
+    """Parse ``name=size,name=size``. Dimensions may come in any order.
+
+    Raises:
+        PlanError: the text is invalid, or no backend has these dimensions.
+    """
+    sizes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if not (name and size.isascii() and size.isdecimal() and int(size) > 1) or name in sizes:
+            raise PlanError(
+                f"--mesh {text}: give each dimension once, with a size of at least 2, for example dp=2,tp=2"
+            )
+        sizes[name] = int(size)
+    for backend in BACKENDS.values():
+        ordered = _sizes_for(backend, sizes)
+        if ordered is not None:
+            return MeshChoice(text, backend.name, ordered)
+    known = "; ".join(f"{names} ({backend.name})" for backend in BACKENDS.values() if (names := _names(backend)))
+    raise PlanError(
+        f"--mesh {text}: no backend has these dimensions. Available: {known}. {DATA} stands for the dimension that "
+        "divides samples, and fsdp for shard"
+    )
+
+
+def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | None:
+    if backend.gathers:
+        return None
+    named = {SHARDS.get(name, name): size for name, size in sizes.items()}
+    data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits and one.name not in named]
+    own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in named.items()}
+    if len(named) < len(sizes):
+        return None
+    required = {one.name for one in backend.dimensions if not one.optional}
+    if not required <= own.keys() <= {one.name for one in backend.dimensions}:
+        return None
+    return tuple(own.get(one.name, 1) for one in backend.dimensions)
+
+
+def _names(backend: Backend) -> str:
+    names = [one.name for one in backend.dimensions]
+    return "" if backend.gathers else ",".join(names)

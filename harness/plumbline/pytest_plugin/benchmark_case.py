@@ -10,8 +10,7 @@ from typing import Any
 from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements, not_applicable
 from plumbline.benchmark.paired_rounds import Begin, PairedRounds
-from plumbline.benchmark.profiled_launch import profiled
-from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError
+from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError, profiled
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.core.finding import Finding

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.benchmark.scaling import scaling
+from plumbline.benchmark.measurements import scaling
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import command as command_line
 from plumbline.core.software import Software

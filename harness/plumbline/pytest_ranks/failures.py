@@ -66,7 +66,10 @@ def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) ->
         links += [_heading(f"―― {group.names} of {len(ends)} {_failed(group.first, limit)} ――"), *_shown(group, file)]
         crash = crash or _crash(group, len(ends), limit, file, line)
     for group in groups_of((end for end in ends if end.how is How.ENDED), file):
-        links += [_heading(f"―― {group.names} {_ended(group.first)} ――"), *_stack(group.first, file)]
+        links += [
+            _heading(f"―― {group.names} ended because of that{_waiting(group.first)} ――"),
+            *_stack(group.first, file),
+        ]
     for group in groups_of(lost, file):
         links.append(_heading(f"―― {group.names} lost the connection to it ――"))
     passed = [end.rank for end in ends if end.how is How.RETURNED]
@@ -95,10 +98,6 @@ def _failed(end: RankEnd, limit: str) -> str:
     if end.code >= 0:
         return f"exited with code {end.code} before the test had ended"
     return f"died by signal {-end.code} ({_signal(-end.code)})"
-
-
-def _ended(end: RankEnd) -> str:
-    return f"ended because of that{_waiting(end)}"
 
 
 def _waiting(end: RankEnd) -> str:

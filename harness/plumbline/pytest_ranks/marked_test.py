@@ -12,9 +12,8 @@ from _pytest._code.code import ExceptionChainRepr
 
 from plumbline.core.errors import LaunchError
 from plumbline.pytest_ranks.failures import order, representation
-from plumbline.pytest_ranks.marker import Marker
+from plumbline.pytest_ranks.marker import Marker, TimeLimit
 from plumbline.pytest_ranks.rank_side import BodyOnRank, Failure, Kind, Observed
-from plumbline.pytest_ranks.time_limit import TimeLimit
 from plumbline.ranks import RankEnd, run_on_ranks
 
 SHOWN: pytest.StashKey[ExceptionChainRepr | tuple[str, int, str]] = pytest.StashKey()

@@ -94,7 +94,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     if item.get_closest_marker("ranks"):
         with suppress(ImportError):  # import torch now: the seconds that it takes do not count
             import_module("plumbline.pytest_ranks.marked_test")
-        from plumbline.pytest_ranks.time_limit import note_timer
+        from plumbline.pytest_ranks.marker import note_timer
 
         note_timer(item, settings)
 

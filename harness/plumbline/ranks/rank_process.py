@@ -13,7 +13,7 @@ from typing import IO
 from plumbline.launch.stacks import PendingCall, calls_of
 from plumbline.ranks.rank_end import How
 from plumbline.ranks.rank_main import RankReport, Streams
-from plumbline.worker.log import Log
+from plumbline.worker.forked_rank import Log
 from plumbline.worker.processes import signal_session
 
 

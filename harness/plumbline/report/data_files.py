@@ -12,10 +12,6 @@ from plumbline.report.text import printable
 from plumbline.results.run import Run
 
 
-class NoParquet(PlumblineError):  # noqa: N818 - named after what is missing
-    """No library for Parquet is installed."""
-
-
 def metrics_csv(run: Run) -> str:
     """Return one row a metric. An infinite number is ``inf``, a missing one is empty."""
     return _as_csv(metrics_table(run))
@@ -26,15 +22,10 @@ def support_csv(run: Run) -> str:
 
 
 def metrics_parquet(run: Run) -> bytes:
-    """Return one row a metric.
-
-    Raises:
-        NoParquet: pyarrow is not installed.
-    """
     try:
         content: bytes = metrics_table(run).to_parquet(index=False)
     except ImportError as error:
-        raise NoParquet("--format parquet needs pyarrow: run pip install pyarrow, or use --format csv") from error
+        raise PlumblineError("--format parquet needs pyarrow: run pip install pyarrow, or use --format csv") from error
     return content
 
 

@@ -48,7 +48,6 @@ class ReportFormat:
 
 
 def format_names() -> list[str]:
-    """Return the names of all formats, those of other packages last."""
     return list(_locations())
 
 

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,7 +15,7 @@ from pydantic import BaseModel
 from plumbline.core.outcome import Outcome
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables.cells import cell_table, outcome_counts
-from plumbline.report.tables.claims import claims
+from plumbline.report.tables.claims import Claim, claims
 from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from plumbline.report.tables.measured import metrics_table
 from plumbline.report.tables.run_summary import RunVerdict, comparability, facts, verdict_of
@@ -111,26 +109,6 @@ class ReportedSubject(BaseModel):
         )
 
 
-class ReportedRatio(BaseModel):
-    """One measurement of a claim, with its 95 % interval; ``wrong`` says why it does not count."""
-
-    ratio: Number
-    low: Number
-    high: Number
-    conditions: Text
-    holds: bool | None
-    wrong: Text | None
-
-
-class ReportedClaim(BaseModel):
-    """A claim of the original documentation, and the run's answer."""
-
-    statement: Text
-    measure: Text
-    answer: Text
-    pairs: tuple[ReportedRatio, ...]
-
-
 class ReportDocument(BaseModel):
     """What ``plumbline report --format json`` writes. ``support`` has the columns of the support table."""
 
@@ -145,7 +123,7 @@ class ReportDocument(BaseModel):
     subjects: tuple[ReportedSubject, ...]
     failures: tuple[ReportedFailure, ...]
     metrics: tuple[ReportedFigure, ...]
-    claims: tuple[ReportedClaim, ...]
+    claims: tuple[Claim, ...]
     comparability: dict[Text, Text]
 
 
@@ -163,7 +141,7 @@ def as_json(run: Run) -> str:
         subjects=tuple(map(ReportedSubject.of, subject_causes(run))),
         failures=tuple(map(ReportedFailure.of, failures(run))),
         metrics=_rows(metrics_table(run)),
-        claims=tuple(ReportedClaim(**asdict(claim)) for claim in claims(run)),
+        claims=tuple(claims(run)),
         comparability=comparability(run.header.fingerprint),
     )
     return f"{json.dumps(document.model_dump(mode='json'), allow_nan=False)}\n"
@@ -175,13 +153,9 @@ def report_schema() -> dict[str, Any]:
 
 def _rows(table: pd.DataFrame) -> Any:
     return [
-        {str(name): None if _is_missing(value) else value for name, value in row.items()}
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
         for row in table.astype(object).to_dict("records")
     ]
-
-
-def _is_missing(value: object) -> bool:
-    return value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 FORMAT = ReportFormat("for programs, everything that the pages show", as_json)

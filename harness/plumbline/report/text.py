@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -151,7 +151,6 @@ def unit_size(value: float, unit: str) -> tuple[float, str]:
 
 
 def with_unit(number: str, name: str) -> str:
-    """Return a number with the name of its unit."""
     return f"× {number}" if name == "×" else f"{number} {name}".rstrip()
 
 
@@ -164,3 +163,12 @@ def digits(value: float) -> str:
     places = max(0, 2 - math.floor(math.log10(abs(value))))
     rounded = round(value, 2 - math.floor(math.log10(abs(value))))
     return f"{rounded:,.{places}f}"
+
+
+_RULES: Final = {"l": "---", "c": ":-:", "r": "--:"}
+
+
+def markdown_table(columns: Sequence[str], alignment: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. ``alignment`` has ``l``, ``c`` or ``r`` for each column; texts are Markdown already."""
+    lines = [columns, [_RULES[side] for side in alignment], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

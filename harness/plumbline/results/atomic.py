@@ -18,7 +18,6 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     Raises:
         ResultsError: the folder is not writable.
-
     """
     beside = _name_beside(path)
     try:
@@ -34,7 +33,6 @@ def point_symlink(link: Path, target: str) -> None:
 
     Raises:
         OSError: ``link`` is a folder, or the file system has no symlinks.
-
     """
     beside = _name_beside(link)
     try:

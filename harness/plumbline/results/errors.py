@@ -18,10 +18,6 @@ class RunNotFound(ResultsError):
     """There is no run at this path."""
 
 
-class RunTooLarge(ResultsError):
-    """The file is larger than any run of this program writes."""
-
-
 class NothingToResume(ResultsError):
     """The run is complete, another process is writing it, or it is not the run that was asked for."""
 

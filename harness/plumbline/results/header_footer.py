@@ -15,7 +15,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.machine.installed_software import plumbline_version
+from plumbline.machine.software import plumbline_version
 from plumbline.results.fields import Count, Plain, Text, UtcTime
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, PlannedCell, Record, Result, SourceLine, by_cell, ending
 

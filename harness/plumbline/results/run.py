@@ -15,7 +15,6 @@ from plumbline.results.errors import (
     NewerSchema,
     ResultsError,
     RunNotFound,
-    RunTooLarge,
 )
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
 from plumbline.results.json_lines import ChecksumError, Line, record_of
@@ -74,12 +73,10 @@ def read_run(path: Path) -> Run:
 
     Raises:
         RunNotFound: there is no ``results.jsonl``.
-        RunTooLarge: it is larger than ``LARGEST_FILE`` bytes.
         MissingHeader: it does not begin with a header.
         NewerSchema: it was written by a newer plumbline.
         CorruptRecord: a line in it is not a record, or not where it may stand.
-        ResultsError: it cannot be read.
-
+        ResultsError: it cannot be read, or it is larger than ``LARGEST_FILE`` bytes.
     """
     # os.path returns False for a name that is too long; Path would raise.
     file = path / RESULTS if os.path.isdir(path) else path
@@ -97,7 +94,7 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise ResultsError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
     if len(content) > LARGEST_FILE:
-        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not a run of plumbline.")
+        raise ResultsError(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not a run of plumbline.")
     return _assemble(content, file.resolve())
 
 

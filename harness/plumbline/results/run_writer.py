@@ -27,7 +27,6 @@ class RunWriter:
     Raises:
         ReportDirUnusable: the report directory cannot be created or written to.
         ResultsError: a record cannot be written, for instance because the disk is full.
-
     """
 
     def __init__(self, report_dir: Path, header: Header) -> None:

@@ -97,7 +97,6 @@ def adopt() -> None:
 
 
 def descendants() -> frozenset[int]:
-    """Return the process ids of this process's children, of their children, and so on."""
     found: set[int] = set()
     above = [os.getpid()]
     while above:

@@ -13,7 +13,7 @@ from plumbline.check.command.command import CheckedCommand
 from plumbline.check.judge.coverage import Coverage
 from plumbline.check.report.lines import coverage_lines, durations, lines_of, script_end, training_line
 from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on
-from plumbline.machine.installed_software import plumbline_version
+from plumbline.machine.software import plumbline_version
 from plumbline.report.finding_words import place_and_size
 from plumbline.report.html.environment import page_environment
 

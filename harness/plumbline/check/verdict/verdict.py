@@ -13,7 +13,7 @@ from plumbline.check.judge.judging import CheckedTraining
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
-from plumbline.core.exit_codes import TROUBLE
+from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.report.text import compact, counted, percent

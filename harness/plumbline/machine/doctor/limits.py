@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from plumbline.machine.cpu_load import slowdown
 from plumbline.machine.doctor.probe_result import ProbeResult
-from plumbline.machine.hardware import cgroup_number, cpu_governor, memory_left, usable_cores
+from plumbline.machine.hardware import cgroup_number, cpu_governor, memory_left, slowdown, usable_cores
 
 GIB = 1 << 30
 CONTAINER_SHM = 64 << 20

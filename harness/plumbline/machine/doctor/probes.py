@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from plumbline.machine.cpu_load import cpu_seconds_of_others
 from plumbline.machine.doctor.communication import ports, ranks
-from plumbline.machine.doctor.gpus import devices, links
-from plumbline.machine.doctor.installations import python, subjects, torch_build
+from plumbline.machine.doctor.installations import devices, links, python, subjects, torch_build
 from plumbline.machine.doctor.limits import clock, cores, disk, limits, load, memory, shared_memory
 from plumbline.machine.doctor.probe_result import ProbeResult
+from plumbline.machine.hardware import cpu_seconds_of_others
 
 IDLE_LIMIT_S = 30.0
 """A probe without a result hangs if the probes have used no CPU time for this long."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from plumbline.machine.installed_software import plumbline_version
+from plumbline.machine.software import plumbline_version
 from plumbline.report.annotations.annotation import Annotation
 from plumbline.report.text import printable_lines
 

@@ -15,10 +15,6 @@ from plumbline.results.records import CellRecord, Coordinates, Measurement, Resu
 from plumbline.results.run import Run
 
 
-class NotAligned(UsageError):  # noqa: N818 - named after what is wrong
-    """No cell of one side corresponds to a cell of the other."""
-
-
 @dataclass(frozen=True)
 class CellRecords:
     """All records of one cell in a run; ``cut_short``: it was being written when the run broke off."""
@@ -60,16 +56,16 @@ def align_runs(a: Run, b: Run) -> Alignment:
     """Pair the cells of two runs. Subjects are matched by name, or by position where each run has only one.
 
     Raises:
-        NotAligned: a run has no cells, or the runs have no subject in common.
+        UsageError: a run has no cells, or the runs have no subject in common.
     """
     sides = {"A": cell_records(a), "B": cell_records(b)}
     for run, cells in zip((a, b), sides.values(), strict=True):
         if cells.empty:
-            raise NotAligned(f"run {run.header.run_id} has no cells: nothing to compare")
+            raise UsageError(f"run {run.header.run_id} has no cells: nothing to compare")
     names, others = (list(cells["subject"].unique()) for cells in sides.values())
     by_position = len(names) == len(others) == 1
     if not by_position and not set(names) & set(others):
-        raise NotAligned(
+        raise UsageError(
             f"the subjects of A ({', '.join(names)}) and of B ({', '.join(others)}) have no name in common: "
             "compare runs of one subject each"
         )
@@ -89,13 +85,13 @@ def align_within(run: Run, by: str) -> Alignment:
     a backend, comes last. Where a group of cells lacks the first value, the next one is the baseline.
 
     Raises:
-        NotAligned: all cells have the same value, or none has a counterpart.
+        UsageError: all cells have the same value, or none has a counterpart.
     """
     cells = cell_records(run)
     values = list(cells[by].unique())
     if len(values) < 2:
         found = f"they have {values[0]}" if values else "there are no cells"
-        raise NotAligned(f"run {run.header.run_id} has nothing to compare by {by}: {found}")
+        raise UsageError(f"run {run.header.run_id} has nothing to compare by {by}: {found}")
     values.sort(key=lambda value: value == "auto" if by == "backend" else value if by == "gpus" else 0)
     shared = ["nodes" if by == "gpus" and name == "topology" else name for name in _PLACE if name != by]
     if cells["subject"].nunique() == 1 and by != "subject":
@@ -111,7 +107,7 @@ def align_within(run: Run, by: str) -> Alignment:
             for value in others
         ]
     if not pairs:
-        raise NotAligned(f"run {run.header.run_id} has nothing to compare by {by}: no two cells differ only in it")
+        raise UsageError(f"run {run.header.run_id} has nothing to compare by {by}: no two cells differ only in it")
     notes = (f"Cells without a counterpart that differs only in {by}: {alone}.",) if alone else ()
     return Alignment(tuple(pairs), notes)
 

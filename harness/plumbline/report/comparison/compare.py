@@ -59,7 +59,7 @@ def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
     """Compare run B with run A.
 
     Raises:
-        NotAligned: no cell of one run corresponds to a cell of the other.
+        UsageError: no cell of one run corresponds to a cell of the other.
     """
     token = a.header.options.get(IN_TURNS)
     return _comparison(
@@ -76,7 +76,7 @@ def compare_within(run: Run, by: str, effect: float = MINIMUM_EFFECT) -> Compari
     """Compare cells of a run that differ only in ``by`` with the first of them.
 
     Raises:
-        NotAligned: no two cells differ only in that.
+        UsageError: no two cells differ only in that.
     """
     turns = run.header.options.get(IN_TURNS) is not None
     return _comparison(align_within(run, by), (run,), by=by, turns=turns, effect=effect)
@@ -168,7 +168,7 @@ GATES: Final[Mapping[str, FailureGate]] = {
         ),
     ),
 }
-"""The first that catches something sets the exit code. 2 and 4 are those of ``plumbline.core.exit_codes``."""
+"""The first that catches something sets the exit code. 2 and 4 are those of ``plumbline.core.errors``."""
 
 DEFAULT_GATES: Final = ("outcome", "regression", "incomplete")
 

@@ -25,9 +25,8 @@ from plumbline.report.comparison.presentation import (
     reasons,
     remarks,
 )
-from plumbline.report.markdown.table import markdown_table
 from plumbline.report.terminal.console import plain_table, rendered
-from plumbline.report.text import markdown, printable
+from plumbline.report.text import markdown, markdown_table, printable
 from plumbline.statistics.intervals import CONFIDENCE
 
 SCHEMA_VERSION: Final = 1

@@ -11,12 +11,20 @@ from typing import Final
 from jinja2 import Environment
 
 from plumbline.report.formats import write_content
-from plumbline.report.history.badge import badge_of
-from plumbline.report.history.cell_history import CellHistory, cell_histories, is_examined
-from plumbline.report.history.changes import Step, all_steps, anchor, counts, in_words
-from plumbline.report.history.curve import curve
-from plumbline.report.history.figure_history import FigureHistory, figure_histories
-from plumbline.report.history.recorded_runs import FoundRuns, find_runs, label, link_to, own_code
+from plumbline.report.history.changes import (
+    FoundRuns,
+    Step,
+    all_steps,
+    anchor,
+    counts,
+    find_runs,
+    in_words,
+    label,
+    link_to,
+    own_code,
+)
+from plumbline.report.history.histories import CellHistory, FigureHistory, cell_histories, figure_histories, is_examined
+from plumbline.report.history.pictures import badge_of, curve
 from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
 from plumbline.report.text import counted

@@ -29,5 +29,4 @@ def page_environment(*packages: str) -> Environment:
 
 
 def _shown(value: object) -> object:
-    """Remove control characters from a text before it is escaped."""
     return printable_lines(value) if type(value) is str else value

@@ -26,8 +26,14 @@ from plumbline.report.html.charts import (
     share_chart,
 )
 from plumbline.report.html.environment import page_environment
-from plumbline.report.html.pictures import HeatMap, RankPaths, heat_map, rank_paths
-from plumbline.report.html.pipelines import PipelineTimeline, pipeline_timelines
+from plumbline.report.html.pictures import (
+    HeatMap,
+    PipelineTimeline,
+    RankPaths,
+    heat_map,
+    pipeline_timelines,
+    rank_paths,
+)
 from plumbline.report.tables import failures as finding_texts
 from plumbline.report.tables import run_summary
 from plumbline.report.tables.cells import cell_table
@@ -35,8 +41,15 @@ from plumbline.report.tables.claims import claims
 from plumbline.report.tables.diagnosis import Diagnosis, diagnoses
 from plumbline.report.tables.failures import known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from plumbline.report.tables.grid import GridCell, anchors, grids
-from plumbline.report.tables.measured import MeasuredCell, has_several_subjects, measured_cells
-from plumbline.report.tables.profiles import HOW_TO_OPEN, formulas, not_applicable, profile_files
+from plumbline.report.tables.measured import (
+    HOW_TO_OPEN,
+    MeasuredCell,
+    formulas,
+    has_several_subjects,
+    measured_cells,
+    not_applicable,
+    profile_files,
+)
 from plumbline.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
 from plumbline.report.text import between, names_itself
 from plumbline.results.logs import log_tails
@@ -91,12 +104,10 @@ class WorkloadFigures:
 
     @property
     def profiled(self) -> tuple[MeasuredCell, ...]:
-        """The cells of which a launch was profiled."""
         return tuple(cell for cell in self.cells if cell.profile is not None)
 
     @property
     def has_peaks(self) -> bool:
-        """Whether the memory chart marks the allocator's peak."""
         return self.memory is not None and any(bar.mark is not None for bar in self.memory.bars)
 
 
@@ -236,7 +247,6 @@ class _InFull:
         self._only_wrong = cells > MOST_IN_FULL
 
     def shows(self, cell: GridCell) -> bool:
-        """Return whether a cell is shown in full; asked once for each cell."""
         if self._only_wrong and not cell.bad:
             return False
         self._room -= 1
@@ -259,7 +269,6 @@ class _Logs:
 
 
 def _is_link(text: str) -> bool:
-    """Return whether a text from a run may become a link: only addresses of the web do."""
     return text.startswith(("https://", "http://"))
 
 

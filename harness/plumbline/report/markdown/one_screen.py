@@ -6,12 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from plumbline.report.formats import ReportFormat
 from plumbline.report.markdown.support_page import support_page
-from plumbline.report.markdown.table import markdown_table
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from plumbline.report.tables.grid import Grid, GridRow, grids
-from plumbline.report.tables.measured import NOT_EXAMINED, MeasuredCell, has_several_subjects, measured_cells
-from plumbline.report.tables.profiles import not_applicable, profile_files
+from plumbline.report.tables.measured import (
+    NOT_EXAMINED,
+    MeasuredCell,
+    has_several_subjects,
+    measured_cells,
+    not_applicable,
+    profile_files,
+)
 from plumbline.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -22,7 +27,16 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import IN_A_WORD
-from plumbline.report.text import between, counted, in_words, markdown, markdown_code, shortened, x_noise
+from plumbline.report.text import (
+    between,
+    counted,
+    in_words,
+    markdown,
+    markdown_code,
+    markdown_table,
+    shortened,
+    x_noise,
+)
 from plumbline.results.run import PROFILES, Run
 
 MOST_LINES = 40

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import pandas as pd
 
 from plumbline.report.finding_words import location
-from plumbline.report.markdown.table import markdown_table
 from plumbline.report.tables.cells import cell_table, counts_in_words
 from plumbline.report.tables.failures import (
     as_consequence,
@@ -28,7 +27,15 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import MARKS, REFERENCE, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.text import compact, markdown, markdown_code, markdown_table_code, shortened, x_noise
+from plumbline.report.text import (
+    compact,
+    markdown,
+    markdown_code,
+    markdown_table,
+    markdown_table_code,
+    shortened,
+    x_noise,
+)
 from plumbline.results.records import Expected, Result
 from plumbline.results.run import Run
 

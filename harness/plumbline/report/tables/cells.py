@@ -115,7 +115,6 @@ def cell_table(run: Run) -> pd.DataFrame:
 
 
 def mark_of(cells: pd.DataFrame) -> str:
-    """Return the mark of several rows of a cell table."""
     return str(cells["mark"].max())
 
 

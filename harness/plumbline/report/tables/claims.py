@@ -15,6 +15,7 @@ import pandas as pd
 
 from plumbline.core.precision import PRECISIONS
 from plumbline.report.tables.measured import MeasuredCell, bounds, measured_cells
+from plumbline.results.fields import XNoise
 from plumbline.results.run import Run
 
 NEEDS_A_GPU: Final = "needs a GPU"
@@ -38,9 +39,9 @@ class ClaimRatio:
     ``wrong`` says why it does not count: one of the two configurations went wrong. None: it counts.
     """
 
-    ratio: float
-    low: float
-    high: float
+    ratio: XNoise
+    low: XNoise
+    high: XNoise
     conditions: str
     holds: bool | None
     wrong: str | None
@@ -57,7 +58,6 @@ class Claim:
 
     @property
     def counted(self) -> str:
-        """In how many of the pairs that count the claim holds, in words."""
         holds = [pair.holds for pair in self.pairs if pair.wrong is None]
         return f"in {holds.count(True)} of {len(holds)} pairs" if holds else ""
 
@@ -79,7 +79,6 @@ class _Question:
     tensor_cores: bool = False
 
     def holds(self, low: float, high: float) -> bool | None:
-        """Return whether the claim holds for a ratio with these bounds, None if they do not tell."""
         if self.at_most is not None:
             return True if high <= self.at_most else False if low > self.at_most else None
         return True if low > 1 else False if high <= 1 else None
@@ -117,7 +116,6 @@ _QUESTIONS: Final = (
 
 
 def claims(run: Run) -> list[Claim]:
-    """Return the four claims of the original documentation, each with every pair of cells that measures it."""
     cells = measured_cells(run)
     return [_claim(question, run, cells) for question in _QUESTIONS]
 

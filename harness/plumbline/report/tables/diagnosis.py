@@ -49,7 +49,6 @@ class Diagnosis:
 
 @cached_per_run
 def diagnoses(run: Run) -> list[Diagnosis]:
-    """Return what went wrong, a diagnosis a group of ``failures``, in their order."""
     wrong = {findings[0].coordinates for findings in wrong_cells(run)}
     drawn = (one for one in run.results if one.error_grid is not None and one.coordinates not in wrong)
     right = grouped((one for one in drawn if one.outcome in (Outcome.PASSED, Outcome.DEVIATES)), _problem)

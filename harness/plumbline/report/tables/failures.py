@@ -123,7 +123,6 @@ class SubjectCauses:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The summary in words, its first sentence first."""
         if self.cause is None or self.example is None:
             return (f"{self.subject}: no single cause explains most of its {self.wrong} failing cells.",)
         name, family = self.cause
@@ -148,7 +147,6 @@ class SubjectCauses:
 
 
 def subject_causes(run: Run) -> list[SubjectCauses]:
-    """Return the summary of each subject with several wrong cells, in the order of the run."""
     subjects: dict[str, dict[str, list[Result]]] = {}
     for findings in wrong_cells(run):
         subjects.setdefault(findings[0].subject, {})[findings[0].cell] = findings

@@ -119,7 +119,6 @@ def anchors(run: Run) -> dict[Coordinates, str]:
 
 @cached_per_run
 def grids(run: Run) -> list[Grid]:
-    """Return a grid for each subject and accelerator, in the order of the run."""
     findings = by_cell(run.results)
     cells = cell_table(run)
     shown = pd.Series([_cell(row, anchors(run), findings) for row in cells.to_dict("records")], dtype=object)

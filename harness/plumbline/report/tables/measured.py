@@ -1,7 +1,8 @@
-"""A run's measurements: the figures of each cell with its conformance, and every figure in long form."""
+"""A run's measurements: the figures of each cell with its conformance, what a page shows beside them, and long form."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,9 +12,9 @@ import pandas as pd
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, cell_table, mark_of
 from plumbline.report.tables.run_summary import backend_in_words
-from plumbline.report.text import counted
+from plumbline.report.text import counted, printable
 from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
-from plumbline.results.run import Run
+from plumbline.results.run import PROFILES, Run
 
 EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
 """A workload has one of these: its batch is split over the devices, or each device has as much as one alone."""
@@ -61,11 +62,9 @@ class MeasuredCell:
 
     @property
     def why_wrong(self) -> str | None:
-        """Why the cell's speed does not count, None where it does."""
         return self.conformance.sentence if self.conformance.wrong else None
 
     def first(self, metrics: Iterable[str]) -> Measurement | None:
-        """Return the first of these figures that there is."""
         return next((self.figures[metric] for metric in metrics if metric in self.figures), None)
 
     def value(self, metric: str) -> float | None:
@@ -178,3 +177,51 @@ def _measurements(run: Run) -> pd.DataFrame:
     whole: pd.DataFrame = table.astype({"rank": "Int64", "value": "float64", "low": "float64", "high": "float64"})
     whole.insert(0, "check", "")
     return whole
+
+
+# A run may come from anywhere: only files of this form become links.
+_FILE = re.compile(rf"{PROFILES}/(?!\.)[^/\\]+/rank-(\d+)\.(trace\.json\.gz|memory\.pickle)")
+_KINDS: Final = {"trace.json.gz": "trace", "memory.pickle": "memory snapshot"}
+
+HOW_TO_OPEN: Final = (
+    "Traces open in Perfetto (ui.perfetto.dev) or chrome://tracing, memory snapshots in torch's viewer "
+    "(pytorch.org/memory_viz). They come from a launch of their own; the figures do not."
+)
+
+
+@dataclass(frozen=True)
+class ProfileFile:
+    """A file of a profiled launch; ``path`` is relative to the run's folder."""
+
+    name: str
+    path: str
+
+
+def profile_files(profile: Profile | None) -> list[ProfileFile]:
+    found = [_FILE.fullmatch(path) for path in (profile.files if profile else ())]
+    return [ProfileFile(f"{_KINDS[match[2]]} of rank {match[1]}", match[0]) for match in found if match]
+
+
+def not_applicable(cells: Iterable[MeasuredCell]) -> dict[str, list[str]]:
+    """Return for each reason the metrics that do not apply to some of ``cells``, by their names for readers."""
+    reasons: dict[str, list[str]] = {}
+    for cell in cells:
+        for metric, reason in cell.not_applicable.items():
+            names = reasons.setdefault(printable(reason), [])
+            name = metric_in_words(metric)
+            if name not in names:
+                names.append(name)
+    return reasons
+
+
+def formulas(cells: Iterable[MeasuredCell]) -> dict[str, str]:
+    return {
+        metric_in_words(metric): printable(figure.formula)
+        for cell in cells
+        for metric, figure in cell.figures.items()
+        if figure.formula
+    }
+
+
+def metric_in_words(metric: str) -> str:
+    return printable(metric).replace("_", " ")

@@ -133,7 +133,6 @@ def seed_in_words(run: Run) -> str:
 
 
 def micro_batches_in_words(run: Run) -> list[str]:
-    """Return a sentence for each backend of the run's cells that divides batches: into how many micro-batches."""
     names = dict.fromkeys(cell.backend for cell in (*run.header.planned, *run.results))
     dividing = [BACKENDS[name] for name in names if name in BACKENDS and BACKENDS[name].micro_batches > 1]
     return [f"{one.name}: each replica splits its batch into {one.micro_batches} micro-batches" for one in dividing]

@@ -94,12 +94,10 @@ class Configuration:
         return described
 
     def command(self, gpus: set[int], nodes: set[int]) -> str:
-        """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` of the cells."""
         return self._trainer_call() if self.subject == REFERENCE else self._in_words(gpus, nodes)
 
     @property
     def reading_order(self) -> tuple[int, str, bool, bool, int, str, str]:
-        """The sorting key of a subject's configurations: simple ones first, unknown names last."""
         backends = list(BACKENDS)
         return (
             backends.index(self.backend) if self.backend in backends else len(backends),
@@ -209,7 +207,6 @@ def _place(one: Configuration) -> str:
 
 
 def _configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
-    """Return the cells of each configuration, in reading order."""
     several_nodes = cells["num_nodes"] > 1
     cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
     groups = {

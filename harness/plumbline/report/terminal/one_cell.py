@@ -16,8 +16,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.report.finding_words import location
 from plumbline.report.tables.cells import DECLINED, MISSING, cell_table
 from plumbline.report.tables.failures import expectation_details, is_wrong, outcome_in_words, parameter_table
-from plumbline.report.tables.measured import conformance_of
-from plumbline.report.tables.profiles import HOW_TO_OPEN, profile_files
+from plumbline.report.tables.measured import HOW_TO_OPEN, conformance_of, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
 from plumbline.report.terminal.console import plain_table, rendered
 from plumbline.report.text import between, compact, in_words, printable, printable_lines, x_noise
@@ -34,17 +33,13 @@ _AFTER_WRONG: Final = (MISSING, KNOWN, Outcome.DEVIATES.value, Outcome.PASSED.va
 _STYLES = {Outcome.PASSED: "green", Outcome.DEVIATES: "cyan", Outcome.UNSUPPORTED: "dim", Outcome.SKIPPED: "dim"}
 
 
-class NoSuchCell(PlumblineError):  # noqa: N818 - named after what is wrong
-    """No cell of the run matches, or several do."""
-
-
 def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
     """Return the id that is ``name``, or the only one that has all of its words, or of several the only wrong one.
 
     ``outcomes`` has the outcome of each cell of the run.
 
     Raises:
-        NoSuchCell: no cell matches, or several do; the message lists them, those that went wrong first.
+        PlumblineError: no cell matches, or several do; the message lists them, those that went wrong first.
     """
     if name in outcomes:
         return name
@@ -54,11 +49,11 @@ def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
         if len(only) == 1:
             return only[0]
     if not found:
-        raise NoSuchCell(
+        raise PlumblineError(
             f"no cell of this run has all words of {printable(name)!r} in its id. Ids have the form "
             "SUBJECT-WORKLOAD-BACKEND-NODESxGPUS-PRECISION, for example reference-mlp-ddp-1x2-32"
         )
-    raise NoSuchCell(
+    raise PlumblineError(
         "\n".join([f"{len(found)} cells of this run match {printable(name)!r}:", *_listed(found, outcomes)])
     )
 
@@ -94,7 +89,6 @@ def _listed(found: list[str], outcomes: Mapping[str, str]) -> list[str]:
 
 
 def _rank(outcome: str) -> int:
-    """Return 0 for a cell that went wrong, and a larger number for one of less interest."""
     return 1 + _AFTER_WRONG.index(outcome) if outcome in _AFTER_WRONG else 0
 
 

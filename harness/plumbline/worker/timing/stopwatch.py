@@ -23,14 +23,11 @@ from plumbline.evidence.trace import RankTrace
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 from plumbline.worker.timing.collectives import Collectives
-from plumbline.worker.timing.cpu_affinity import begin_on_core
-from plumbline.worker.timing.device_clock import clock_of
-from plumbline.worker.timing.executed_flops import ExecutedFlops
-from plumbline.worker.timing.peak_memory import keep_freed_memory, memory_of
+from plumbline.worker.timing.counted_step import ExecutedFlops, TensorBytes
+from plumbline.worker.timing.devices import begin_on_core, clock_of, keep_freed_memory, memory_of
 from plumbline.worker.timing.pipeline_chunks import PipelineChunks
 from plumbline.worker.timing.round_barrier import REPORT, RoundBarrier
 from plumbline.worker.timing.step_profile import StepProfile
-from plumbline.worker.timing.tensor_bytes import TensorBytes
 from plumbline.workloads import PerformanceWorkload, find
 
 

@@ -1,13 +1,65 @@
-"""A rank's peak memory, and a setting that avoids page faults in timed steps."""
+"""The devices of a timed rank: their clock, their peak memory, and the core on which a round begins.
+
+Times are in seconds on the machine's monotonic clock. Taking a mark costs next to nothing; its time is known after the
+devices have finished. On CUDA, the host runs ahead of the device, so a mark is an event in the stream.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+
+
+class HostClock:
+    """For the CPU, which is never ahead of the caller."""
+
+    def rest(self) -> None:
+        """Wait until the devices have finished, and count times from here."""
+
+    def mark(self) -> Any:
+        return time.monotonic()
+
+    def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
+        """Return the times of marks since the last ``rest``; waits until the devices have finished."""
+        return tuple(marks)
+
+
+class CudaClock(HostClock):
+    """For CUDA devices; marks are taken on the first of them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(dict.fromkeys(devices))
+        self._origin: tuple[float, Any] = (0.0, None)
+
+    def rest(self) -> None:
+        """Wait for all devices. An event in an empty stream happens at once, which links it to the host's clock."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        self._origin = (time.monotonic(), self.mark())
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._devices[0]))
+        return event
+
+    def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        begun, origin = self._origin
+        return tuple(begun + origin.elapsed_time(mark) / 1e3 for mark in marks)
+
+
+def clock_of(devices: Sequence[torch.device]) -> HostClock:
+    return CudaClock(devices) if devices[0].type == "cuda" else HostClock()
+
 
 _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
 
@@ -63,3 +115,19 @@ def _private_memory() -> dict[str, int]:
 def _kilobytes(text: str) -> dict[str, int]:
     fields = (line.split() for line in text.splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in fields if len(words) == 3 and words[2] == "kB"}
+
+
+def begin_on_core(number: int) -> None:
+    """Move this thread to the core with this ``number``, modulo their count; the scheduler may then move it again.
+
+    Cores are not equally fast: on a virtual machine, another guest may slow down one of them for minutes. The scheduler
+    does not move a process that computes alone, so one of two trainers that take turns could have the slow core for a
+    whole launch.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    with suppress(OSError):  # this is not allowed, or the core is offline
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)

@@ -1,25 +1,62 @@
-"""The bytes of tensors in a step: parameters, gradients, the optimizer's state, and activations.
-
-Activations are the tensors that autograd saves for the backward pass, apart from the model's tensors and the batch.
-Hooks on saved tensors count them, which takes time, so that step is not timed.
-"""
+"""Counts the floating-point operations and the bytes of tensors of one step, which is not timed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from plumbline.recording.parameters import parameters_of
 
 
-class TensorBytes:
-    """Counts between ``start`` and ``stop``, which surround one step; ``by_metric`` then has the bytes.
+class _NoModules:
+    """Replaces the counter's tracking of modules, whose hooks break a backward in two parts.
 
+    Pipelines use such a backward to defer the gradients of weights (torch 2.13).
+    """
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class ExecutedFlops:
+    """Counts operations between ``start`` and ``stop``, which surround one step.
+
+    Matrix products, convolutions and attention count; a multiplication with its addition is two operations. Repeated
+    work, as with activation checkpointing, counts each time. ``total`` stays None for a process with several devices,
+    whose threads the counter does not follow.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.total: int | None = None
+        self._counter: Any = None
+        if len(devices) == 1:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.mod_tracker = _NoModules()
+
+    def start(self) -> None:
+        if self._counter is not None:
+            self._counter.__enter__()
+
+    def stop(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self.total = int(self._counter.get_total_flops())
+
+
+class TensorBytes:
+    """Counts bytes between ``start`` and ``stop``, which surround one step; ``by_metric`` then has them.
+
+    Activations are the tensors that autograd saves for the backward pass, apart from the model's tensors and the batch.
     ``workload`` is the class with the job's ``loss``, whose saved tensors count too.
     """
 
@@ -76,7 +113,7 @@ class TensorBytes:
         }
 
     def _keeping(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._keep, _as_it_is)
+        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = _own(tensor).untyped_storage()
@@ -86,10 +123,6 @@ class TensorBytes:
 
     def _leave_out(self, *values: Any) -> None:
         self._not_counted.update(tensor.untyped_storage().data_ptr() for tensor in _tensors(values))
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
