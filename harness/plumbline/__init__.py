@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plumbline.core.flat_part import FlatPart
+    from plumbline.core.mesh import FlatPart
     from plumbline.slurm.grid_search import HyperOptArgumentParser, SlurmCluster
     from plumbline.subjects.declare import subject
     from plumbline.trainer import Module, Trainer, TrainLoop
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FlatPart": "plumbline.core.flat_part",
+    "FlatPart": "plumbline.core.mesh",
     "HyperOptArgumentParser": "plumbline.slurm.grid_search",
     "SlurmCluster": "plumbline.slurm.grid_search",
     "subject": "plumbline.subjects.declare",

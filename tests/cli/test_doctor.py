@@ -14,10 +14,9 @@ import pytest
 
 import plumbline.machine.doctor.probes
 from plumbline.cli.main import main
+from plumbline.machine.doctor import ProbeResult, limits
 from plumbline.machine.doctor import installations as gpu_probes
-from plumbline.machine.doctor import limits
 from plumbline.machine.doctor.communication import ranks
-from plumbline.machine.doctor.probe_result import ProbeResult
 from plumbline.machine.doctor.probes import probes, run_probes
 
 SPINNING = """

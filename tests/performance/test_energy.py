@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.benchmark.energy_use import EnergyUse
 from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
-from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.benchmark.timed_launch import EnergyUse, LaunchTimings
 from plumbline.evidence.timing import RankTiming, Round
 from plumbline.machine.energy import EnergyMeter, NoEnergyError, meter_of
 

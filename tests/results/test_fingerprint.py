@@ -57,8 +57,8 @@ def test_only_settings_that_matter_are_published() -> None:
 
 
 def test_simulated_devices_are_the_cpu_and_have_no_driver() -> None:
-    key = take_fingerprint("cpu", nodes=2).key
-    assert (key.accelerator, key.device, key.nodes) == ("cpu", key.cpu, 2)
+    key = take_fingerprint("cpu").key
+    assert (key.accelerator, key.device, key.nodes) == ("cpu", key.cpu, 1)
     assert (key.driver, key.cuda, key.nccl) == (None, None, None)
     assert key.cpu_cores is None or key.cpu_cores >= 1
     assert key.torch is None or key.torch.count(".") == 1

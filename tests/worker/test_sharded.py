@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plumbline.core.errors import TraceError
-from plumbline.core.flat_part import FlatPart
+from plumbline.core.mesh import FlatPart
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.trace import Shard
 from plumbline.launch.cell_launch import launch

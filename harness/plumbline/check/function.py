@@ -14,7 +14,7 @@ from plumbline.check.judge.judging import CheckedTraining, judged_trainings
 from plumbline.check.rank.activation import make_recorder
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.ranks.rank_end import RankEnd
+from plumbline.ranks.rank_main import RankEnd
 from plumbline.ranks.run import run_on_ranks
 
 _OBSTACLE = "obstacle-"

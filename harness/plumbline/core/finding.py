@@ -36,18 +36,13 @@ class RankShares:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check in one cell. What does not apply is None.
+    """The result of one check in one cell, with the place of the error. What does not apply is None.
 
     Args:
-        check: the check.
-        outcome: how it ended.
         message: what was observed, how large it is, and what to look at.
-        cause: the named mistake.
-        family: the family of the cause.
+        cause: the named mistake, with its ``family``.
         error_x_noise: the error in multiples of the error that rounding alone explains.
         step: the step, counted from 0.
-        parameter: the parameter with the error.
-        rank: the rank with the error.
         limit_x_noise: the limit of ``error_x_noise`` for a correct trainer.
         parameters: the error of each parameter at that step on that rank, in the model's order.
         consequence_of: the check whose finding in the same cell explains this one.
@@ -56,8 +51,6 @@ class Finding:
         hint: what to look at.
         cause_x_noise: the distance between the evidence and what the cause predicts, in multiples of noise. None if the
             cause is found by counting.
-        error_grid: errors by parameter and step, for reports.
-        rank_shares: how gradients were combined, for reports.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Devices or ranks arranged along named dimensions."""
+"""Devices or ranks arranged along named dimensions, and the parts that they hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,16 @@ class Mesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.dimensions) or "one member"
+
+
+class FlatPart(NamedTuple):
+    """Entries ``begin`` to ``begin + length`` of a flattened parameter.
+
+    They are ``tensor[offset : offset + length]`` of a one-dimensional ``tensor``, whose ``grad`` has their gradient. If
+    ``length`` is 0, this rank has no part of the parameter.
+    """
+
+    tensor: Any
+    offset: int
+    length: int
+    begin: int

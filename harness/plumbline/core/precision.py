@@ -9,13 +9,9 @@ from plumbline.core.named_registry import NamedRegistry
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision. Dtypes are given by their names in torch.
+    """A precision, by its name on the command line. Dtypes are given by their names in torch.
 
-    Args:
-        name: its name on the command line.
-        storage: the dtype of weights and gradients.
-        autocast: the dtype of ``torch.autocast``, None without autocast.
-        scaled: whether a GradScaler scales the loss.
+    ``storage`` is the dtype of weights and gradients. ``scaled``: a GradScaler scales the loss.
     """
 
     name: str

@@ -80,17 +80,16 @@ class Fingerprint(BaseModel):
     packages: dict[str, str] = {}
 
 
-def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
-    """Return the fingerprint of this machine; ``nodes`` is how many machines take part, without simulated ones.
+def take_fingerprint(accelerator: str) -> Fingerprint:
+    """Return the fingerprint of this machine. What is unknown is None.
 
-    What is unknown is None. Does not initialise CUDA, which would not survive the fork of ranks from this process.
+    Does not initialise CUDA, which would not survive the fork of ranks from this process.
     """
     cpu = cpu_model()
     software = torch_versions()
     key = ComparabilityKey(
         accelerator=accelerator,
         device=cpu,
-        nodes=nodes,
         cpu=cpu,
         cpu_cores=usable_cores(),
         torch=_minor(software.get("torch")),

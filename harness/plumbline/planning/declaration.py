@@ -23,19 +23,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a subject declares.
+    """What a subject declares. ``locator`` is what the user typed after ``--subject``.
 
-    Args:
-        name: its name in reports.
-        locator: what the user typed after ``--subject``.
-        backends: the backends that it supports.
-        precisions: the precisions that it supports, by accelerator.
-        capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
-        software: its library and versions.
-        launch: ``rank`` or ``node``: what the harness starts a process for.
-        behavior: how it trains.
-        source: the file and line of its function, if known.
-        sha256: the hash of that file and of what it imports from its folder, if known.
+    ``precisions`` are by accelerator. ``launch``: the harness starts a process for each ``rank`` or ``node``.
+    ``source`` is the file and line of its function, ``sha256`` the hash of that file and of what it imports from its
+    folder; None if unknown.
     """
 
     name: str

@@ -58,12 +58,7 @@ def refuse_unfit_workloads(own: Sequence[OwnWorkload], matrix: Matrix) -> None:
 
 
 class Options:
-    """The options of a run.
-
-    Args:
-        given: pytest's options.
-        root: pytest's root directory.
-        notify: shows the user a message at once.
+    """The options of a run: pytest's, as ``given``. ``notify`` shows the user a message at once.
 
     Raises:
         PlanError: the options cannot be planned here.

@@ -86,13 +86,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of the plan.
+    """A cell of the plan, with the behavior that its subject declares.
 
-    Args:
-        cell: the cell.
-        refusal: why it is not trained, None if it is.
-        behavior: the behavior that its subject declares.
-        undeclared: what the cell needs and the subject does not declare.
+    ``refusal`` says why it is not trained, None if it is. ``undeclared`` is what it needs and its subject does not
+    declare.
     """
 
     cell: Cell

@@ -18,13 +18,7 @@ DEFAULT_SUBJECT = "reference"
 
 
 class Reproduction:
-    """Writes the commands of a run.
-
-    Args:
-        given: pytest's options.
-        matrix: what they select.
-        own: the user's own workloads.
-    """
+    """Writes the commands of a run. ``given`` are pytest's options, ``matrix`` is what they select."""
 
     def __init__(self, given: Mapping[str, Any], matrix: Matrix, own: Sequence[OwnWorkload] = ()) -> None:
         self._given = given
@@ -32,13 +26,7 @@ class Reproduction:
         self._own = {one.name: one.locator for one in own}
 
     def command(self, planned: Planned, locator: str, suite: Path) -> str:
-        """Return the command that runs only this cell.
-
-        Args:
-            planned: the cell.
-            locator: what the user typed after ``--subject``.
-            suite: the folder of the suite.
-        """
+        """Return the command that runs only this cell. ``locator`` is what the user typed after ``--subject``."""
         cell = planned.cell
         words = ["--cell", cell.id]
         if locator != DEFAULT_SUBJECT:

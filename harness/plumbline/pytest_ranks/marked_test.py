@@ -19,7 +19,7 @@ from plumbline.ranks import RankEnd, run_on_ranks
 SHOWN: pytest.StashKey[ExceptionChainRepr | tuple[str, int, str]] = pytest.StashKey()
 """The representation of a marked test that did not pass."""
 
-_OTHERWISE = {
+_WITHOUT_FAILURE = {
     Kind.EXIT: pytest.exit.Exception,
     Kind.XFAILED: pytest.xfail.Exception,
     Kind.SKIPPED: pytest.skip.Exception,
@@ -55,7 +55,7 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
     failed = [end for end in ends if _kind(end) is Kind.FAILED]
     if failed:
         _fail(item, [end for end in ends if _kind(end) in (None, Kind.FAILED)], limit)
-    for kind, raised in _OTHERWISE.items():
+    for kind, raised in _WITHOUT_FAILURE.items():
         for end in ends:
             if _kind(end) is kind:
                 if kind is Kind.SKIPPED:
@@ -102,4 +102,4 @@ def _hand_on(item: pytest.Function, ends: Sequence[RankEnd]) -> None:
                 item.add_report_section("call", f"{stream} of rank {end.rank}", text)
         warned.update(dict.fromkeys(left.warned if isinstance(left, Observed) else ()))
     for one in warned:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        warnings.warn_explicit(*one)

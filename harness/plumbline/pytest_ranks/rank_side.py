@@ -35,14 +35,8 @@ _KINDS = {pytest.skip.Exception: Kind.SKIPPED, pytest.xfail.Exception: Kind.XFAI
 ChainLink = tuple[ReprTraceback, ReprFileLocation | None, str | None]
 
 
-@dataclass(frozen=True)
-class Warned:
-    """A warning of a rank: the arguments of ``warnings.warn_explicit``."""
-
-    message: str
-    category: type[Warning]
-    filename: str
-    lineno: int
+Warned = tuple[str, type[Warning], str, int]
+"""A warning of a rank: the arguments of ``warnings.warn_explicit``."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class BodyOnRank:
             try:
                 yield
             finally:
-                warned = (Warned(str(one.message), one.category, one.filename, one.lineno) for one in caught)
+                warned = ((str(one.message), one.category, one.filename, one.lineno) for one in caught)
                 self._observed = Observed(text.getvalue(), tuple(dict.fromkeys(warned)))
 
     def _debug(self, error: BaseException, terminal: Terminal) -> None:

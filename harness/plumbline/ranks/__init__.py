@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plumbline.ranks.rank_end import How, RankEnd, UnpicklableError
+from plumbline.ranks.rank_main import How, RankEnd, UnpicklableError
 from plumbline.ranks.run import run_on_ranks
 
 __all__ = ["How", "RankEnd", "UnpicklableError", "run_on_ranks"]

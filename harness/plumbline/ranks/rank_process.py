@@ -11,8 +11,7 @@ from multiprocessing import Pipe
 from typing import IO
 
 from plumbline.launch.stacks import PendingCall, calls_of
-from plumbline.ranks.rank_end import How
-from plumbline.ranks.rank_main import RankReport, Streams
+from plumbline.ranks.rank_main import How, RankReport, Streams
 from plumbline.worker.forked_rank import Log
 from plumbline.worker.processes import signal_session
 

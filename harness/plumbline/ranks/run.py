@@ -14,8 +14,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from plumbline.core.errors import LaunchError
-from plumbline.ranks.rank_end import RankEnd
-from plumbline.ranks.rank_main import RankReport, Terminal
+from plumbline.ranks.rank_main import RankEnd, RankReport, Terminal
 from plumbline.ranks.supervisor import Order, supervise
 from plumbline.ranks.world import World
 

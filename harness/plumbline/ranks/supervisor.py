@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from plumbline.ranks.rank_end import How, RankEnd
-from plumbline.ranks.rank_main import WITH_TERMINAL, Debugging, Describe, Function, RankReport, run
+from plumbline.ranks.rank_main import WITH_TERMINAL, Debugging, Describe, Function, How, RankEnd, RankReport, run
 from plumbline.ranks.rank_process import RankProcess
 from plumbline.ranks.world import World
 from plumbline.worker.processes import adopt, die_with, end_all, wakeup_pipe

@@ -15,7 +15,6 @@ from plumbline.results.atomic import point_symlink
 from plumbline.results.errors import NothingToResume, ReportDirUnusable, ResultsError
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.json_lines import ChecksumError, Line, line_of, record_of
-from plumbline.results.records import Measurement, Result
 from plumbline.results.run import LATEST, RESULTS, Run, read_run
 
 
@@ -35,7 +34,7 @@ class RunWriter:
             self.path.mkdir(parents=True)
             self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
             _claim(self._file)
-            self._write(header)
+            self.write(header)
             point_symlink(report_dir / LATEST, header.run_id)
         except OSError as error:
             where = error.filename2 or error.filename
@@ -75,13 +74,9 @@ class RunWriter:
             raise ResultsError(f"Cannot resume {file} ({error.strerror}): make it writable.") from error
         return writer, read_run(file)
 
-    def write(self, *records: Result | Measurement) -> None:
-        """Append records: all of them, or none if that fails."""
-        self._write(*records)
-
     def close(self, footer: Footer) -> None:
         """Append the footer: the run is complete."""
-        self._write(footer)
+        self.write(footer)
         self._file.close()
 
     def __enter__(self) -> RunWriter:
@@ -92,7 +87,8 @@ class RunWriter:
     ) -> None:
         self._file.close()
 
-    def _write(self, *records: Line) -> None:
+    def write(self, *records: Line) -> None:
+        """Append records: all of them, or none if that fails."""
         end = self._file.seek(0, os.SEEK_CUR)
         data = memoryview(b"".join(map(line_of, records)))
         try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plumbline.core.flat_part import FlatPart
+from plumbline.core.mesh import FlatPart
 from plumbline.own_workloads.find import workload_of
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepHooks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from plumbline.worker.authenticated_channel import greet
@@ -170,8 +172,6 @@ def _counts_from_starter() -> dict[str, int | None]:
 def _software_and_devices() -> dict[str, Any]:
     import torch
 
-    from plumbline.worker.package_hash import package_hash
-
     python = ".".join(map(str, sys.version_info[:2]))
     versions = {"torch": torch.__version__, "python": python, "plumbline": package_hash()}
     return {**versions, "devices": _cuda_devices()}
@@ -207,3 +207,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("subject", help="the subject's locator")
     return parser.parse_args(arguments)
+
+
+def package_hash() -> str:
+    """Return the SHA-256 of all Python files of this package and their paths in it."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\n{file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

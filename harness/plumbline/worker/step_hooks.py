@@ -16,7 +16,7 @@ import torch.distributed
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from plumbline.core.flat_part import FlatPart
+from plumbline.core.mesh import FlatPart
 from plumbline.evidence.trace import RankTrace
 from plumbline.recording.grad_scaler import follow_scaled_steps
 from plumbline.recording.optimizer_steps import OptimizerSteps

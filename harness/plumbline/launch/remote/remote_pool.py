@@ -24,8 +24,7 @@ from plumbline.launch.start_wait import Notify, StartWait, ignore
 from plumbline.launch.this_machine import ELASTIC
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.authenticated_channel import AuthenticatedChannel
-from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
-from plumbline.worker.package_hash import package_hash
+from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN, package_hash
 
 PROBE_TIMEOUT_S = 10.0
 """Time in which each node must reach every other, before the first cell. The kernel makes four attempts in it."""

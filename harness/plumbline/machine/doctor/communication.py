@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
-from plumbline.machine.doctor.probe_result import ProbeResult
+from plumbline.machine.doctor import ProbeResult
 
 if TYPE_CHECKING:
     from plumbline.launch.pool import Pool

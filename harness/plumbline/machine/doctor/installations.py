@@ -11,7 +11,7 @@ from importlib import metadata
 from itertools import combinations
 
 from plumbline.core.invocation import command
-from plumbline.machine.doctor.probe_result import ProbeResult
+from plumbline.machine.doctor import ProbeResult
 from plumbline.machine.hardware import gpu_rows
 from plumbline.machine.software import command_output
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from plumbline.machine.doctor.probe_result import ProbeResult
+from plumbline.machine.doctor import ProbeResult
 from plumbline.machine.hardware import cgroup_number, cpu_governor, memory_left, slowdown, usable_cores
 
 GIB = 1 << 30

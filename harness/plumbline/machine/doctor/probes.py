@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from plumbline.machine.doctor import ProbeResult
 from plumbline.machine.doctor.communication import ports, ranks
 from plumbline.machine.doctor.installations import devices, links, python, subjects, torch_build
 from plumbline.machine.doctor.limits import clock, cores, disk, limits, load, memory, shared_memory
-from plumbline.machine.doctor.probe_result import ProbeResult
 from plumbline.machine.hardware import cpu_seconds_of_others
 
 IDLE_LIMIT_S = 30.0

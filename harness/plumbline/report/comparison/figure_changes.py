@@ -82,10 +82,11 @@ def figure_changes(
                 found.append(replace(change, verdict=FigureVerdict.NOT_COMPARABLE, reason="the machines differ"))
             elif verdict := _without_numbers(a, b, one_run=bool(pair.versus)):
                 found.append(replace(change, verdict=verdict[0], reason=verdict[1]))
-            elif one := _estimated(change, a, b, turns=turns, effect=effect):
-                estimated.append(one)
             else:
-                found.append(replace(change, reason="the launches differ so much that the estimate overflows"))
+                try:
+                    estimated.append(_estimated(change, a, b, turns=turns, effect=effect))
+                except OverflowError:
+                    found.append(replace(change, reason="the launches differ so much that the estimate overflows"))
     family = decide([one.case for one in estimated])
     found += [_decided(one, size) for one, size in zip(estimated, family, strict=True)]
     return tuple(sorted(found, key=_worst_first))
@@ -141,16 +142,7 @@ def _with_zeros(a: Measurement, b: Measurement) -> tuple[FigureVerdict, str]:
     return FigureVerdict.INCONCLUSIVE, "it is 0 in some launches only, so it has no ratio"
 
 
-def _estimated(
-    change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float
-) -> _Estimated | None:
-    try:
-        return _with_numbers(change, a, b, turns=turns, effect=effect)
-    except OverflowError:
-        return None
-
-
-def _with_numbers(change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float) -> _Estimated:
+def _estimated(change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float) -> _Estimated:
     scale = scale_of(a.unit)
     before, after = ([scale.onto(sample) for sample in figure.samples] for figure in (a, b))
     least = scale.least(effect)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plumbline.core.errors import TraceError
-from plumbline.core.flat_part import FlatPart
+from plumbline.core.mesh import FlatPart
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import TraceError
-from plumbline.core.flat_part import FlatPart
+from plumbline.core.mesh import FlatPart
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from plumbline.recording.backward_passes import in_backward
