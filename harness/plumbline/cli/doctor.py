@@ -14,11 +14,7 @@ UNFIT = 1
 def add_to(commands: Any) -> None:
     command = commands.add_parser("doctor", description=doctor.__doc__)
     command.add_argument(
-        "--report-dir",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="folder for runs (default: reports/)",
+        "--report-dir", type=Path, default=Path("reports"), metavar="DIR", help="folder for runs (default: reports/)"
     )
     command.set_defaults(do=doctor)
 

@@ -9,13 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from plumbline.results.errors import (
-    CorruptRecord,
-    MissingHeader,
-    NewerSchema,
-    ResultsError,
-    RunNotFound,
-)
+from plumbline.results.errors import CorruptRecord, MissingHeader, NewerSchema, ResultsError, RunNotFound
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
 from plumbline.results.json_lines import ChecksumError, Line, record_of
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, by_cell

@@ -64,11 +64,7 @@ class Job:
         self.gpus, self.num_nodes = cell.topology.gpus, cell.topology.num_nodes
         self.accelerator = cell.accelerator
         self.comm = assignment.comm
-        self.rank, self.local_rank, self.node_rank = (
-            assignment.rank,
-            assignment.local_rank,
-            assignment.node_rank,
-        )
+        self.rank, self.local_rank, self.node_rank = assignment.rank, assignment.local_rank, assignment.node_rank
         self.world_size = cell.processes
 
         self.devices = [torch.device(name) for name in assignment.devices]

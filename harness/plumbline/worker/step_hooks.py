@@ -111,11 +111,7 @@ class StepHooks(ABC):
         """Call the ``step`` of an enabled GradScaler, which may skip the optimizer's; return its result."""
 
 
-_AROUND = (
-    ("worker", "rank.py"),
-    ("multiprocessing", "process.py"),
-    ("multiprocessing", "spawn.py"),
-)
+_AROUND = (("worker", "rank.py"), ("multiprocessing", "process.py"), ("multiprocessing", "spawn.py"))
 """The callers of trainers, by folder and file: Plumbline, and multiprocessing."""
 
 _LONGEST_SOURCE = 100

@@ -30,10 +30,7 @@ def torch_build() -> Iterator[ProbeResult]:
     try:
         import torch
     except Exception as error:  # a broken torch raises OSError, RuntimeError, …
-        yield ProbeResult(
-            f"torch cannot be imported ({type(error).__name__}: {error})",
-            "reinstall torch",
-        )
+        yield ProbeResult(f"torch cannot be imported ({type(error).__name__}: {error})", "reinstall torch")
         return
     version = str(torch.__version__)
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"

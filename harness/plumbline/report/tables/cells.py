@@ -45,22 +45,7 @@ _MARK_OF: Final = {
     Outcome.FAILED.value: "N",
 }
 
-CELL_COLUMNS: Final = (
-    "cell",
-    "subject",
-    "workload",
-    "backend",
-    "num_nodes",
-    "gpus",
-    "precision",
-    "accelerator",
-    "mesh",
-    "outcome",
-    "has_failed",
-    "error_x_noise",
-    "seconds",
-    "mark",
-)
+CELL_COLUMNS: Final = ("cell", *Coordinates._fields, "outcome", "has_failed", "error_x_noise", "seconds", "mark")
 
 _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 _MOST_CAPABILITIES: Final = 3

@@ -10,7 +10,7 @@ from typing import Final
 import pandas as pd
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, cell_table, mark_of
+from plumbline.report.tables.cells import DECLINED, cached_per_run, cell_table, mark_of
 from plumbline.report.tables.run_summary import backend_in_words
 from plumbline.report.text import counted, printable
 from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
@@ -24,7 +24,7 @@ MEMORY: Final = ("memory_allocated_peak", "memory_private_peak")
 
 NOT_EXAMINED: Final = "not examined"
 
-_CELL: Final = list(CELL_COLUMNS[:9])
+_CELL: Final = ["cell", *Coordinates._fields]
 _OF_A_MEASUREMENT: Final = ["metric", "value", "unit", "rank", "low", "high", "better", "refusal"]
 
 METRIC_COLUMNS: Final = ("run", *_CELL, "check", *_OF_A_MEASUREMENT, "conformance")
