@@ -1,10 +1,13 @@
-"""Types of arguments that several commands take."""
+"""What several commands share: types of arguments, and how an error is printed."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
+
+from plumbline.report.text import printable_lines
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -26,3 +29,8 @@ def duration(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
     return value
+
+
+def print_error(error: BaseException | str) -> None:
+    # The text may come from a recorded run, so control characters are escaped.
+    print(f"plumbline: {printable_lines(str(error))}", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.print_error import print_error
+from plumbline.cli.arguments import print_error
 
 
 def add_to(commands: Any) -> None:

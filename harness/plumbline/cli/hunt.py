@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import duration
+from plumbline.cli.arguments import duration, print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.report.text import counted
 from plumbline.subjects.locator import parse_subject
@@ -68,10 +68,7 @@ def hunt(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        print(
-            "plumbline: hunt needs hypothesis: pip install 'torch-plumbline[hunt]'",
-            file=sys.stderr,
-        )
+        print_error("hunt needs hypothesis: pip install 'torch-plumbline[hunt]'")
         return TROUBLE
     with (
         open_subject(options.subject) as (pool, declared),

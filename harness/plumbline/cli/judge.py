@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.print_error import print_error
+from plumbline.cli.arguments import print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.engine.rejudge import Rejudged, rejudge
 from plumbline.report.text import counted, printable, printable_lines

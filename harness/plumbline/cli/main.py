@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
-from plumbline.cli.print_error import print_error
+from plumbline.cli.arguments import print_error
 from plumbline.core.errors import TROUBLE, USAGE, PlumblineError, UsageError
 from plumbline.machine.software import plumbline_version
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import at_least, names
-from plumbline.cli.print_error import print_error
+from plumbline.cli.arguments import at_least, names, print_error
 from plumbline.core.errors import TROUBLE
 
 if TYPE_CHECKING:

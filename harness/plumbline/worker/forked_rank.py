@@ -13,7 +13,7 @@ from plumbline.worker.processes import kills_for_memory
 from plumbline.worker.scratch import NODE, Scratch
 
 KEPT = 1 << 19
-"""The number of bytes that are kept of the beginning, and of the end."""
+"""Bytes that a log keeps of the beginning of the output, and of its end."""
 
 _AT_ONCE = 1 << 16
 _ENOUGH = 1 << 22

@@ -9,10 +9,10 @@ from typing import Final
 
 from plumbline.core.outcome import Outcome
 from plumbline.report.comparison.alignment import CellPair, CellRecords
+from plumbline.report.tables.cells import MISSING
 from plumbline.results.records import KNOWN, ending
 
 ABSENT: Final = "not in the run"
-MISSING: Final = "missing"
 MEASURED: Final = "measured"
 
 

@@ -10,13 +10,13 @@ from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import ComparabilityKey
 from plumbline.report.comparison.significance import MINIMUM_EFFECT, scale_of
+from plumbline.report.tables.cells import DECLINED
 from plumbline.report.tables.failures import is_wrong
 from plumbline.report.text import shortened
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Measurement, Result, ending
 from plumbline.results.run import Run
 from plumbline.statistics.change_points import Series, change_points
 
-NOT_TRAINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
 LONGEST_MESSAGE: Final = 600
 
 
@@ -79,7 +79,7 @@ def cell_histories(runs: Sequence[Run]) -> list[CellHistory]:
 
 
 def is_examined(history: CellHistory) -> bool:
-    return history.now.end.outcome not in NOT_TRAINED
+    return history.now.end.outcome not in DECLINED
 
 
 def _end(results: Sequence[Result]) -> CellEnd:
@@ -89,10 +89,8 @@ def _end(results: Sequence[Result]) -> CellEnd:
     if first is None and outcome == KNOWN:
         first = next(result for result in results if result.is_known)
     cause = None if first is None or is_unexplained(first) else first.cause
-    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or outcome in _BAD)
-
-
-_BAD = {outcome.value for outcome in Outcome if outcome.is_bad}
+    is_bad = isinstance(end, Outcome) and end.is_bad
+    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or is_bad)
 
 
 Key = tuple[Coordinates, str, "int | None", str, ComparabilityKey]
