@@ -36,8 +36,7 @@ from turns import CORES, WARM_UP, Pace, Training, Turn
 
 from plumbline.trainer import Trainer
 from plumbline.trainer.balanced import plan
-from plumbline.trainer.balanced.measured import Balance
-from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stage_plan import Balance, StagePlan
 from plumbline.trainer.balanced.stages import Profile, Stage
 
 

@@ -43,11 +43,11 @@ from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
 from plumbline.evidence.trace import Trace
-from plumbline.hunt.problem_file import trained_on, write_problem
+from plumbline.hunt.problems import trained_on, write_problem
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import workload_of
 from plumbline.workloads import WORKLOADS
 
 SUBJECT = Path(__file__).parent / "judge_hunt" / "drawn_trainer.py"

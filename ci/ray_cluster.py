@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 from plumbline.worker.processes import die_with, end_each
 from plumbline.worker.scratch import NODE, Scratch
 

@@ -14,8 +14,7 @@ from turns import Turn
 from plumbline.drawing.timeline import duration
 from plumbline.machine.hardware import cpu_model, usable_cores
 from plumbline.statistics.intervals import FigureInterval, figure_interval
-from plumbline.trainer.balanced.measured import Balance
-from plumbline.trainer.balanced.stage_plan import size
+from plumbline.trainer.balanced.stage_plan import Balance, size
 
 TIME, MEMORY = 0.15, 0.10
 """How far predictions may be off."""

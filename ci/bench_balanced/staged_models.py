@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from plumbline.trainer import Module
-from plumbline.workloads.performance.gpt import TransformerBlock
-from plumbline.workloads.performance.resnet import ResidualBlock
+from plumbline.workloads.performance import ResidualBlock, TransformerBlock
 
 DIFFERENT = 4
 """Batches of data; after them they come again."""

@@ -46,8 +46,8 @@ from plumbline.results.header_footer import Footer, Header
 from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
 from plumbline.results.run import RESULTS, read_run
-from plumbline.subjects.locator import parse_subject
-from plumbline.trainer.environments.slurm import first_host
+from plumbline.subjects.load import parse_subject
+from plumbline.trainer.environments import first_host
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.gpus import parse_gpus
 from plumbline.worker.authenticated_channel import (

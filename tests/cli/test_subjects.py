@@ -14,8 +14,7 @@ from rich.console import Console
 
 from plumbline.cli.main import main
 from plumbline.cli.subjects import show
-from plumbline.subjects.load import load
-from plumbline.subjects.shipped import Shipped, shipped
+from plumbline.subjects.load import Shipped, load, shipped
 from plumbline.subjects.short_names import SHORT_NAMES
 from plumbline.subjects.virtual_environments import (
     LIBRARIES,

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plumbline.statistics.intervals import CONFIDENCE
-from plumbline.statistics.two_samples import paired_difference, welch_difference
+from plumbline.statistics.intervals import CONFIDENCE, paired_difference, welch_difference
 
 NOISES = {
     "normal": lambda noise: noise.gauss(0, 0.02),

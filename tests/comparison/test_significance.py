@@ -15,7 +15,7 @@ from plumbline.report.comparison.significance import (
     FigureDifference,
     decide,
 )
-from plumbline.statistics.two_samples import paired_difference, welch_difference
+from plumbline.statistics.intervals import paired_difference, welch_difference
 
 LEAST = RATIO.least(MINIMUM_EFFECT)
 SLOWER = math.log(1.10)

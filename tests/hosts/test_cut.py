@@ -18,7 +18,7 @@ from plumbline.launch.pool import WORKER
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 from plumbline.worker.node_server import EXIT_DISCONNECTED, TOKEN
 from plumbline.workloads import WORKLOADS
 
@@ -133,7 +133,7 @@ SCRIPT = """
     from datetime import timedelta
     import torch
     from plumbline import Module, Trainer
-    from plumbline.trainer.environments import rendezvous_check
+    from plumbline.trainer import rendezvous_check
 
     rendezvous_check.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
 

@@ -21,8 +21,7 @@ from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.engine.open_subject import open_subject
 from plumbline.hunt.corpus import Corpus
-from plumbline.hunt.problem_file import name_of
-from plumbline.hunt.problems import Drawn
+from plumbline.hunt.problems import Drawn, name_of
 from plumbline.hunt.program.run_program import ProgramRun
 from plumbline.hunt.search import Failure, Search
 from plumbline.hunt.subject import cells_of, searches

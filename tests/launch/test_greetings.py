@@ -28,7 +28,7 @@ from plumbline.launch.remote.node_listener import NodeListener
 from plumbline.launch.remote.node_processes import NodeProcesses
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import StartWait
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 from plumbline.worker import authenticated_channel
 from plumbline.worker.authenticated_channel import (
     LAUNCHER,

@@ -14,8 +14,7 @@ import pytest
 from plumbline.core.errors import PlanError, SubjectError
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.subjects.load import load
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import load, parse_subject
 
 
 def descendants(pid: int) -> set[int]:

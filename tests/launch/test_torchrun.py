@@ -21,7 +21,7 @@ from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.torchrun import TorchrunPool
 from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 from plumbline.worker.authenticated_channel import greet
 from plumbline.worker.node_server import TOKEN
 from plumbline.workloads import WORKLOADS

@@ -11,8 +11,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import WorkloadError
 from plumbline.core.topology import Topology
 from plumbline.own_workloads.check import refuse_unfit
-from plumbline.own_workloads.find import workload_of
-from plumbline.own_workloads.load import use_workloads
+from plumbline.own_workloads.load import use_workloads, workload_of
 from plumbline.workloads import WORKLOADS
 
 SECOND = "\n\nclass Second(Mine):\n    name = 'second'\n"

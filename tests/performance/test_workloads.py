@@ -11,7 +11,7 @@ from plumbline.benchmark.measurements import workload_key
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.workloads import PERFORMANCE, WORKLOADS
-from plumbline.workloads.performance import Extent
+from plumbline.workloads.performance_workload import Extent
 
 EVERY = list(PERFORMANCE.values())
 MILLION = 10**6

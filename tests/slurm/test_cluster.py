@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.trainer.environments.slurm import SlurmEnvironment
+from plumbline.trainer.environments import SlurmEnvironment
 
 SCRIPT = Path(__file__).parents[2] / "ci" / "slurm_cluster.sh"
 

@@ -13,8 +13,7 @@ from plumbline.cli.main import main
 from plumbline.results.run import read_run
 from plumbline.submit.engines.slurm import SlurmEngine
 from plumbline.submit.follow import Follower
-from plumbline.submit.request import SubmitRequest, prepare
-from plumbline.submit.submission import Submission
+from plumbline.submit.submission import Submission, SubmitRequest, prepare
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"

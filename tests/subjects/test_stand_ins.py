@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from plumbline.subjects.stand_ins import stand_ins
+from plumbline.subjects.released import stand_ins
 
 SOURCE = """
 import a_painter.brushes as brushes

@@ -19,8 +19,7 @@ from plumbline.results.run import read_run
 from plumbline.submit import pod
 from plumbline.submit.engine import EngineError, Phase
 from plumbline.submit.engines.kubernetes import KubernetesEngine
-from plumbline.submit.kubernetes.manifests import PORT, merged
-from plumbline.submit.kubernetes.states import states_of
+from plumbline.submit.kubernetes_objects import PORT, merged, states_of
 from plumbline.submit.select_cells import SelectedCell
 from plumbline.submit.submission import Submission
 from plumbline.submit.tasks import TaskCommand

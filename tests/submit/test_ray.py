@@ -16,8 +16,7 @@ from plumbline.results.run import read_run
 from plumbline.submit.engine import FORGOTTEN, EngineError
 from plumbline.submit.engines.ray import RayEngine
 from plumbline.submit.follow import Follower
-from plumbline.submit.request import SubmitRequest, prepare
-from plumbline.submit.submission import Submission
+from plumbline.submit.submission import Submission, SubmitRequest, prepare
 from plumbline.submit.tasks import TaskCommand
 
 CLUSTER = """

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from plumbline.core.errors import PlanError
 from plumbline.slurm.script import BatchScript
+from plumbline.submit.engine import pairs, variables
 from plumbline.submit.engines.slurm import SlurmEngine
-from plumbline.submit.pairs import pairs, variables
-from plumbline.submit.request import SubmitRequest
+from plumbline.submit.submission import SubmitRequest
 from plumbline.submit.tasks import split_cells
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)

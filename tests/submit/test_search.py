@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline import HyperOptArgumentParser
-from plumbline.slurm.grid_search.hyperparameters import SearchError
+from plumbline.slurm.grid_search import SearchError
 
 
 def parsed(strategy, options, seed=0, arguments=()):

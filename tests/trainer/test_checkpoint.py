@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plumbline.trainer import MisconfigurationError, Trainer
-from plumbline.trainer.checkpoint_file import read, write
+from plumbline.trainer.checkpoints import read, write
 
 
 @pytest.fixture

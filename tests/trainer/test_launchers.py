@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing import start_processes
 
 from plumbline.trainer import Trainer
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 
 
 def torchrun_node(rank, port):

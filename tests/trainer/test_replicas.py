@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from plumbline.trainer.replicas import Replicas, gather, scatter
+from plumbline.trainer.strategies import Replicas, gather, scatter
 
 Pair = namedtuple("Pair", "left right")
 

@@ -16,7 +16,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import DataLoader
 
 from plumbline.trainer import MisconfigurationError, RankError, TrainLoop
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 
 
 class Net(nn.Sequential):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from plumbline.trainer.environments.plain import free_port
+from plumbline.trainer.environments import free_port
 from plumbline.worker.connectivity import ConnectivityProbe, reach
 
 ELSEWHERE = "192.0.2.1"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from plumbline.cli.arguments import duration, print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.report.text import counted
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 
 if TYPE_CHECKING:
     from plumbline.hunt.corpus import Corpus
@@ -98,7 +98,7 @@ class _Teller:
     subject: str
 
     def __call__(self, failure: Failure) -> None:
-        from plumbline.hunt.problem_file import in_words
+        from plumbline.hunt.problems import in_words
 
         self.corpus.add(failure)
         print(f"\n{failure.cause}\n  {failure.drawn.cell.id}\n  {in_words(failure.drawn.recipe)}")

@@ -15,7 +15,7 @@ from rich.text import Text
 from plumbline.core.invocation import command, suite_command
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
-from plumbline.subjects.shipped import Shipped, shipped
+from plumbline.subjects.load import Shipped, shipped
 from plumbline.subjects.virtual_environments import environments, install, parse_requirement, pip_command
 
 

@@ -43,8 +43,7 @@ def submit(options: argparse.Namespace) -> int:
     from plumbline.report.terminal.end_of_run import support_for_terminal
     from plumbline.report.text import counted
     from plumbline.submit.follow import Follower
-    from plumbline.submit.request import SubmitRequest, prepare
-    from plumbline.submit.submission import Submission
+    from plumbline.submit.submission import Submission, SubmitRequest, prepare
 
     if options.attach:
         submission = Submission.load(options.attach)

@@ -16,7 +16,7 @@ from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.launch.this_machine import devices_of
 from plumbline.machine.lease import shared_lease
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import workload_of
 
 
 @dataclass(frozen=True)

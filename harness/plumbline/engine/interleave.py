@@ -37,7 +37,7 @@ from plumbline.results.records import Measurement, Result
 from plumbline.results.run import Run, read_run
 from plumbline.results.run_writer import RunWriter
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 from plumbline.workloads import PERFORMANCE
 
 

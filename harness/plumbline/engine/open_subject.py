@@ -9,7 +9,7 @@ import torch
 
 from plumbline.launch.pool import Pool
 from plumbline.planning.declaration import Declaration
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.launch.pool import Pool
 from plumbline.planning.plan import smoke_workload
 from plumbline.report.text import printable, printable_lines
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 from plumbline.workloads import WORKLOADS
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.cell import Cell
-from plumbline.hunt.problem_file import write_problem
-from plumbline.hunt.problems import Drawn
+from plumbline.hunt.problems import Drawn, write_problem
 from plumbline.hunt.search import Failure
 from plumbline.results.atomic import write_text
 from plumbline.workloads.generated import Recipe

@@ -1,10 +1,12 @@
-"""Draws problems: recipes that a subject can train, on its cells."""
+"""Draws problems, which are recipes that a subject can train on its cells, and writes them to files."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -113,3 +115,43 @@ def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[s
 
 def _allowed(words: Iterable[str], capabilities: frozenset[str]) -> list[str]:
     return [word for word in words if ASKS.get(word, word) in {*capabilities, word}]
+
+
+_FILE = '''"""A problem that `plumbline hunt` drew{found}. Train it: pytest suites/ --workload {name}.py"""
+
+from plumbline.workloads.generated import Generated, Recipe
+
+
+class Problem(Generated):
+    name = "{name}"
+    recipe = {recipe}
+'''
+
+
+def name_of(recipe: Recipe) -> str:
+    """Return the name of a recipe's workload, which follows from the recipe."""
+    return f"drawn-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
+
+
+def write_problem(recipe: Recipe, folder: Path, found: str = "") -> str:
+    """Write the recipe's file, and return the locator of its workload. ``found`` ends its first sentence."""
+    name = name_of(recipe)
+    file = folder / f"{name}.py"
+    file.write_text(_FILE.format(found=found, name=name, recipe=in_words(recipe)), "utf-8")
+    return f"{file.resolve()}::{name}"
+
+
+def in_words(recipe: Recipe) -> str:
+    """Return the recipe in Python, without what equals the plainest one."""
+    plain = Recipe()
+    given = [
+        f"{field.name}={getattr(recipe, field.name)!r}"
+        for field in fields(recipe)
+        if getattr(recipe, field.name) != getattr(plain, field.name)
+    ]
+    return f"Recipe({', '.join(given)})"
+
+
+def trained_on(cell: Cell, recipe: Recipe, locator: str) -> Cell:
+    """Return the cell with the recipe's workload."""
+    return replace(cell, workload=name_of(recipe), workload_locator=locator)

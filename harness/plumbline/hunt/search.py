@@ -19,12 +19,11 @@ from plumbline.core.errors import WorkloadError
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
-from plumbline.hunt.problem_file import trained_on, write_problem
-from plumbline.hunt.problems import Drawn, problems
+from plumbline.hunt.problems import Drawn, problems, trained_on, write_problem
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import workload_of
 from plumbline.planning.declaration import Declaration
 from plumbline.workloads import WORKLOADS
 

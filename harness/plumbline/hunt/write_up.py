@@ -14,7 +14,7 @@ from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.outcome import Outcome
-from plumbline.hunt.problem_file import in_words, name_of
+from plumbline.hunt.problems import in_words, name_of
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.hunt.program.render import NoTemplateError, render, render_by_hand

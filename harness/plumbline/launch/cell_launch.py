@@ -25,7 +25,7 @@ from plumbline.launch.node_launch import gather
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.launch.this_machine import new_store, torchrun_variables
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import workload_of
 from plumbline.worker.assignment import Assignment
 
 

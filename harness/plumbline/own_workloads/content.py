@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.core.errors import WorkloadError
-from plumbline.own_workloads.calling import calling
+from plumbline.own_workloads.load import calling
 from plumbline.workloads import Columns, Workload
 
 _AT_RANDOM = (

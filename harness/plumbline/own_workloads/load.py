@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from plumbline.core.errors import SubjectError, WorkloadError
-from plumbline.own_workloads.calling import calling
-from plumbline.user_code.source_hash import sha256_of
-from plumbline.user_code.user_module import import_file, import_module, imported_file
-from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
+from plumbline.core.cell import Cell
+from plumbline.core.errors import PlumblineError, SubjectError, WorkloadError
+from plumbline.user_code.user_module import import_file, import_module, imported_file, sha256_of
+from plumbline.user_code.user_traceback import headline, user_traceback
+from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload, find
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Turn an exception in the user's code into an error that begins with ``what`` is called.
+
+    Raises:
+        WorkloadError: the code raised.
+    """
+    try:
+        yield
+    except PlumblineError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"{what} raises {headline(error)}\n{user_traceback(error)}") from error
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -112,3 +129,15 @@ def _made(kind: type[Workload], module: ModuleType, place: str) -> Workload:
     absolute = str(Path(place).resolve()) if place.endswith(".py") else place
     workload.locator = f"{absolute}::{workload.name}"
     return workload
+
+
+def workload_of(cell: Cell) -> Workload:
+    """Return the workload of ``cell``, with the cell's seed.
+
+    Raises:
+        WorkloadError: the user's own workload cannot be loaded.
+    """
+    known = EVERY.get(cell.workload)
+    if cell.workload_locator is not None and (known is None or known.locator != cell.workload_locator):
+        WORKLOADS[cell.workload] = load_workload(cell.workload_locator)
+    return find(cell.workload, cell.seed)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import WorkloadError
-from plumbline.own_workloads.calling import calling
+from plumbline.own_workloads.load import calling
 from plumbline.workloads import Batch, Workload
 
 

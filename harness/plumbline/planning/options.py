@@ -19,7 +19,7 @@ from plumbline.planning.plan import Matrix, check_devices, plan
 from plumbline.planning.topologies import DEFAULT_GPUS, parse_mesh, topologies
 from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.run_writer import check_report_dir
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 from plumbline.workloads import find
 
 

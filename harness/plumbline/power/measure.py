@@ -1,22 +1,55 @@
-"""Trains a cell with several seeds, and measures the limits of the judge in each training."""
+"""Selects cells, trains each with several seeds, and measures the limits of the judge in each training."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
-from plumbline.core.errors import TraceError
+from plumbline.core.errors import PlanError, TraceError
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import behavior_of
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import use_workloads, workload_of
+from plumbline.planning.declaration import Declaration
+from plumbline.planning.plan import Matrix, plan
 from plumbline.power.threshold import CAUGHT, KINDS, caught_in_most, number_of
+from plumbline.workloads import WORKLOADS
+
+
+def cells_of(
+    declared: Sequence[Declaration],
+    workload: str,
+    gpus: int,
+    backends: Sequence[str] | None,
+    precisions: Sequence[str] | None,
+) -> list[Cell]:
+    """Return the subject's cells of a workload, by name or file, on up to ``gpus`` devices.
+
+    Raises:
+        PlanError: the subject has no such cell.
+        WorkloadError: there is no such workload.
+    """
+    names = (workload,) if workload in WORKLOADS else tuple(own.name for own in use_workloads([workload]))
+    matrix = Matrix(
+        gpus=gpus,
+        workloads=names,
+        backends=None if backends is None else tuple(backends),
+        precisions=None if precisions is None else tuple(precisions),
+        accelerator=resolve_accelerator("auto", torch.cuda.device_count()),
+    )
+    cells = [one.cell for one in plan(matrix, declared, WORKLOADS) if one.refusal is None]
+    if not cells:
+        raise PlanError(f"{declared[0].name} has no cell of {workload} on up to {gpus} devices with these options")
+    return cells
 
 
 class NotRightError(Exception):

@@ -21,7 +21,7 @@ from plumbline.machine.lease import exclusive_lease
 from plumbline.pytest_plugin.conformance_case import ConformanceCase
 from plumbline.results.records import PERFORMANCE as CHECK
 from plumbline.results.records import Measurement, Profile, Result
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 from plumbline.workloads import PERFORMANCE
 
 YARDSTICKS = "yardsticks.py"

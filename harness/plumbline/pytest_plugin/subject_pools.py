@@ -14,7 +14,7 @@ from plumbline.own_workloads.content import content_of
 from plumbline.own_workloads.load import OwnWorkload
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Planned
-from plumbline.subjects.locator import parse_subject
+from plumbline.subjects.load import parse_subject
 from plumbline.workloads import find
 
 

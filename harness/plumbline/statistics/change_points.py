@@ -102,7 +102,7 @@ def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> t
         error = fmean(variance(samples) / len(samples) for samples in repeated) / len(side)
         parts.append((error, sum(len(samples) - 1 for samples in repeated)))
     squared = sum(error for error, _ in parts)
-    # Welch-Satterthwaite, as in two_samples.
+    # Welch-Satterthwaite, as in ``welch_difference``.
     freedom = 1 / sum((error / squared) ** 2 / degrees for error, degrees in parts) if squared else math.inf
     return math.sqrt(squared), freedom
 

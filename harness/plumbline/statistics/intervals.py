@@ -1,4 +1,4 @@
-"""Means of small samples with their standard errors, and confidence intervals from them: Student's t, on logarithms.
+"""Means of small samples and differences between them, with standard errors and confidence intervals: Student's t.
 
 **A sample is a launch.** The steps of one launch share its memory layout, its threads and its neighbours on the
 machine: a thousand of them are one draw of all that (Georges, Buytaert and Eeckhout, OOPSLA 2007; Kalibera and Jones,
@@ -11,6 +11,15 @@ a hundred, and t does 94 to 97 times, also where noise is skewed or one launch i
 five against five not less than 0.8 %, which no correction for many figures leaves significant.
 
 **On logarithms**, because noise multiplies times and rates, and then the interval of B/A is that of A/B inverted.
+
+**Welch's t** compares independent samples. It keeps its 5 % error with three launches a side, also where launches are
+skewed, heavy-tailed, or sometimes disturbed: such noise widens its interval sooner than it moves it
+(``tests/comparison/test_estimate.py``). Between equal sides a percentile bootstrap of the means, made for 5 % of error,
+errs in 12 % of cases at five launches and in 19 % at three, and BCa is no better.
+
+**A paired t** compares rounds. Where A and B were launched in turns, round by round, a machine that drifts moves both:
+the difference within each round is a sample. Two separate runs do not record what happened between them;
+``report.comparison.significance`` allows for that.
 """
 
 from __future__ import annotations
@@ -124,3 +133,25 @@ def why_unstable(low: float, high: float, *, share: bool = False) -> str | None:
     """Return, in a sentence, why a figure between these bounds is too uncertain to report; None where it is not."""
     wide = high - low >= WIDEST_SHARE if share else high >= WIDEST_RATIO * low
     return f"unstable: between {low:.3g} and {high:.3g}; increase --launches to narrow it" if wide else None
+
+
+def welch_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Estimate the mean of B minus that of A from independent samples, whose numbers and variances may differ.
+
+    Raises:
+        ValueError: a side has fewer than two samples.
+    """
+    parts = [(variance(side) / len(side), len(side) - 1) for side in (a, b)]
+    squared = sum(part for part, _ in parts)
+    # Welch-Satterthwaite, in parts of the whole, which do not underflow. Without any variance, any number will do.
+    freedom = 1 / sum((part / squared) ** 2 / degrees for part, degrees in parts) if squared else math.inf
+    return Estimate(fmean(b) - fmean(a), math.sqrt(squared), freedom)
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Estimate the mean of B - A from rounds, in each of which both were launched.
+
+    Raises:
+        ValueError: the sides have different numbers of samples, or fewer than two.
+    """
+    return estimate_mean([after - before for before, after in zip(a, b, strict=True)])

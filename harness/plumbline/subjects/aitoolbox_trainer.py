@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import CAPABILITIES, subject
-from plumbline.subjects.released import installed_by
-from plumbline.subjects.stand_ins import stand_ins
+from plumbline.subjects.released import installed_by, stand_ins
 
 UNUSED = {
     **{name: name for name in ("boto3", "botocore", "matplotlib", "seaborn", "sklearn", "wandb")},

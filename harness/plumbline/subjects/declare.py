@@ -15,7 +15,7 @@ from plumbline.core.errors import SubjectError
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.user_code.source_hash import sha256_of
+from plumbline.user_code.user_module import sha256_of
 
 CAPABILITIES = frozenset(
     {

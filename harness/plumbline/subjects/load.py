@@ -1,13 +1,36 @@
-"""Loads the subjects behind ``--subject``."""
+"""Parses ``--subject``, loads the subjects behind it, and lists those that ship."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from plumbline.core.errors import SubjectError
+from plumbline.core.errors import PlanError, SubjectError
 from plumbline.subjects.declare import Subject
 from plumbline.subjects.short_names import SHORT_NAMES
 from plumbline.user_code.user_module import import_file, import_module
+
+
+def parse_subject(text: str) -> tuple[str, str | None]:
+    """Split ``locator;python=/path/to/python`` into the locator and the interpreter, None for this one.
+
+    Raises:
+        PlanError: the text is invalid, or the interpreter does not exist.
+    """
+    locator, _, settings = text.partition(";")
+    python = None
+    for setting in filter(None, settings.split(";")):
+        name, _, value = setting.partition("=")
+        if name.strip() != "python" or not value:
+            raise PlanError(f"--subject {text!r}: only python=/path/to/python may follow the semicolon")
+        python = value.strip()
+        if shutil.which(python) is None:
+            raise PlanError(f"--subject {text!r}: interpreter {python} not found")
+    if not locator:
+        raise PlanError(f"--subject {text!r} names no subject")
+    return locator, python
 
 
 def load(locator: str) -> list[Subject]:
@@ -39,3 +62,34 @@ def load(locator: str) -> list[Subject]:
         names = dict.fromkeys(declared.name for declared in found)
         raise SubjectError(f"{place} has no subject {wanted!r}; it has {', '.join(names)}")
     return chosen
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A subject that ships.
+
+    ``library`` is its library with the installed version, None if it is not installed. ``declared`` has a declaration
+    for each group of backends. ``obstacle`` says why the subject cannot be imported.
+    """
+
+    name: str
+    library: str | None
+    declared: tuple[Subject, ...] = ()
+    obstacle: str | None = None
+
+
+def shipped() -> list[Shipped]:
+    every = []
+    for name, adapter in SHORT_NAMES.items():
+        distribution = (adapter.library or "torch-plumbline").partition("[")[0]
+        try:
+            library = f"{distribution} {metadata.version(distribution)}"
+        except metadata.PackageNotFoundError:
+            every.append(Shipped(name, None))
+            continue
+        try:
+            every.append(Shipped(name, library, tuple(load(name))))
+        except (Exception, SystemExit) as error:
+            reason = str(error) if isinstance(error, SubjectError) else f"{type(error).__name__}: {error}"
+            every.append(Shipped(name, library, obstacle=reason.removeprefix("cannot be imported: ")))
+    return every

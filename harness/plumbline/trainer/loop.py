@@ -17,13 +17,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.data_sharding import batch_length, set_epoch
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.optimizers import OnlyItsOwn, parameters_of
 from plumbline.trainer.precision_plugins import PrecisionPlugin, map_tensors
 from plumbline.trainer.step import end_takes_batch, loss_function
-from plumbline.trainer.training_state import TrainingState
 
 
 class StepEngine(Protocol):

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer import checkpoints
+from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.connector import Plan
-from plumbline.trainer.environments.rendezvous_check import check_rendezvous
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import ModuleEngine, RankResources, train
 from plumbline.trainer.module import Module
 from plumbline.trainer.optimizers import parameters_of
+from plumbline.trainer.rendezvous_check import check_rendezvous
 from plumbline.trainer.step import StepModule
-from plumbline.trainer.training_state import TrainingState
 
 
 def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None) -> None:

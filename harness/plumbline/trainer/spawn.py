@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from plumbline.trainer.checkpoint_file import read
+from plumbline.trainer.checkpoints import read
 from plumbline.trainer.errors import MisconfigurationError, RankError
 from plumbline.trainer.module import Module
 from plumbline.trainer.rank_training import drawn_seed, run_rank

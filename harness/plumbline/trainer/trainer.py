@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer import checkpoints
 from plumbline.trainer.connector import Plan, connect
 from plumbline.trainer.data_sharding import check_loader
 from plumbline.trainer.environments import SlurmEnvironment
@@ -163,7 +163,7 @@ class Trainer:
             module.load_state_dict(final["module"])
             checkpoints.restore_progress(final, self)
             if "balance" in final:
-                from plumbline.trainer.balanced.measured import Balance  # only this backend needs it
+                from plumbline.trainer.balanced.stage_plan import Balance  # only this backend needs it
 
                 self.balance = Balance.from_dict(final.pop("balance"))
             self.checkpoint = lambda: final

@@ -22,7 +22,6 @@ _MACHINERY = tuple(
         ("subjects", "load.py"),
         ("user_code", "user_module.py"),
         ("own_workloads", "load.py"),
-        ("own_workloads", "calling.py"),
         ("subjects", "declare.py"),
         ("subjects", "released.py"),
         ("worker", "preload.py"),

@@ -32,7 +32,7 @@ class ConnectivityProbe:
             return {"event": "listens", "port": self._listener.getsockname()[1]}
         if command["command"] == "reach":
             return {"event": "reached", "failed": reach(command["peers"], command["seconds"])}
-        from plumbline.trainer.environments.plain import free_port  # it imports torch
+        from plumbline.trainer.environments import free_port  # it imports torch
 
         return {"event": "port", "port": free_port()}
 

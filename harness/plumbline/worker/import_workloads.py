@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from plumbline.core.errors import WorkloadError
-from plumbline.own_workloads.calling import calling
 from plumbline.own_workloads.content import content_of
-from plumbline.own_workloads.load import use_workloads
+from plumbline.own_workloads.load import calling, use_workloads
 from plumbline.trainer.gpus import driver_started
 from plumbline.workloads import find
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.core.mesh import FlatPart
-from plumbline.own_workloads.find import workload_of
+from plumbline.own_workloads.load import workload_of
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepHooks
 from plumbline.workloads import Columns, Workload

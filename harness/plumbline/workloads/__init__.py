@@ -13,20 +13,21 @@ from collections.abc import Mapping
 from plumbline.workloads.accumulation import Accumulation, Metrics, Validation
 from plumbline.workloads.basics import LinearExact, Mlp, Sequential, Uneven
 from plumbline.workloads.checkpointing import CheckpointElastic, CheckpointExperts, CheckpointResume, CheckpointWindows
-from plumbline.workloads.coupling import CnnBatchNorm, Contrastive
+from plumbline.workloads.coupling import AccumulationTokens, CnnBatchNorm, Contrastive, LmTokens
 from plumbline.workloads.dataset import Batch, Columns
 from plumbline.workloads.experts import MixtureOfExperts
-from plumbline.workloads.overflow import Overflow, OverflowSchedule
 from plumbline.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
-from plumbline.workloads.performance import PERFORMANCE, PerformanceWorkload
+from plumbline.workloads.performance import PERFORMANCE
+from plumbline.workloads.performance_workload import PerformanceWorkload
 from plumbline.workloads.randomness import Dropout, RandomMasks
-from plumbline.workloads.token_means import AccumulationTokens, LmTokens
 from plumbline.workloads.unusual_tensors import ClippingTied, EmbeddingSparse, NestedOutputs, Transformer
 from plumbline.workloads.updates import (
     Adam,
     AdamW,
     Clipping,
     ClippingAdamW,
+    Overflow,
+    OverflowSchedule,
     ScheduledRate,
     ScheduleWindows,
     SeveralOptimizers,

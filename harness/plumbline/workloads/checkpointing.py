@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from plumbline.workloads.basics import Mlp
 from plumbline.workloads.dataset import Batch
 from plumbline.workloads.experts import MixtureOfExperts
-from plumbline.workloads.overflow import GAIN
-from plumbline.workloads.updates import AdamW, warm_up_then_decay
+from plumbline.workloads.updates import GAIN, AdamW, warm_up_then_decay
 
 
 class _Remembering(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plumbline.subjects import reference
 from plumbline.subjects.declare import subject
-from plumbline.trainer.balanced import pipeline, shared_weights, stage_replicas, stage_training
+from plumbline.trainer.balanced import pipeline, shared_weights, stage_training
 
 
 def mistaken(name):
@@ -47,7 +47,7 @@ def tie_lost(job):
 @mistaken("replicas-apart")
 def replicas_apart(job):
     """Each replica of a stage keeps the gradients of its own micro-batches."""
-    stage_replicas.StageReplicas.sum_gradients = lambda self, weights: None
+    shared_weights.StageReplicas.sum_gradients = lambda self, weights: None
 
 
 @mistaken("same-share")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plumbline.trainer.balanced.chain import find_chain
-from plumbline.trainer.balanced.live_bytes import LiveBytes
+from plumbline.trainer.balanced.memory import LiveBytes
 from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
 from plumbline.trainer.balanced.partition import StageCosts
 from plumbline.trainer.balanced.profile import profile

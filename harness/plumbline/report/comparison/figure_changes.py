@@ -11,8 +11,7 @@ from typing import Final
 from plumbline.report.comparison.alignment import CellPair, definitions_differ
 from plumbline.report.comparison.significance import ChangeScale, Decision, FigureDifference, decide, scale_of
 from plumbline.results.records import Measurement
-from plumbline.statistics.intervals import FEWEST_LAUNCHES
-from plumbline.statistics.two_samples import paired_difference, welch_difference
+from plumbline.statistics.intervals import FEWEST_LAUNCHES, paired_difference, welch_difference
 
 FROM_NOTHING: Final = "it is 0 in A"
 TO_NOTHING: Final = "it is 0 in B"

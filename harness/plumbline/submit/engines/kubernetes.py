@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command
-from plumbline.submit.engine import Engine, EngineError, TaskState
-from plumbline.submit.kubernetes.manifests import (
+from plumbline.submit.engine import Engine, EngineError, TaskState, variables
+from plumbline.submit.kubernetes_objects import (
     INDEX_LABEL,
     JOB_LABEL,
     KINDS,
@@ -30,9 +30,8 @@ from plumbline.submit.kubernetes.manifests import (
     PodSettings,
     manifests,
     secret,
+    states_of,
 )
-from plumbline.submit.kubernetes.states import states_of
-from plumbline.submit.pairs import variables
 from plumbline.submit.tasks import Tasks
 from plumbline.worker.node_server import TOKEN
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError
-from plumbline.submit.engine import Engine, EngineError, Phase, TaskState
-from plumbline.submit.pairs import variables
+from plumbline.submit.engine import Engine, EngineError, Phase, TaskState, variables
 from plumbline.submit.tasks import Tasks
 
 _PHASES = {"PENDING": Phase.LIVE, "RUNNING": Phase.LIVE, "STOPPED": Phase.CANCELLED}

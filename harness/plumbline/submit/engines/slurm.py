@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from plumbline.slurm.scheduler import INTERRUPTED, LIVE, sbatch, states
 from plumbline.slurm.script import BatchScript
-from plumbline.submit.engine import Engine, Phase, TaskState
-from plumbline.submit.pairs import pairs, variables
+from plumbline.submit.engine import Engine, Phase, TaskState, pairs, variables
 from plumbline.submit.tasks import Tasks
 
 LOG = "log-%A_%a.txt"

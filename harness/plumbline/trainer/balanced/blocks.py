@@ -1,4 +1,4 @@
-"""A block that can be run by itself, the tensors it holds, and contexts in which to run it."""
+"""A block that can be run by itself, the tensors it holds, and contexts that leave the module as it was."""
 
 from __future__ import annotations
 
@@ -69,3 +69,48 @@ class Holder(nn.Module):
 
     def forward(self, function: Any) -> Any:
         return function()
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the module's buffers and attributes and torch's random numbers afterwards.
+
+    A step may count its calls, or keep a tensor for the next one; a trial must leave no trace. Of objects in
+    attributes, only lists, sets and dicts are restored.
+    """
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    attributes = [(vars(part), dict(vars(part)), _contents(part)) for part in module.modules()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for now, before, contents in attributes:
+                now.clear()
+                now.update(before)
+                for container, items in contents:
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(items)
+            with torch.no_grad():
+                for buffer, saved in values:
+                    buffer.copy_(saved)
+
+
+@contextmanager
+def private_buffers(module: nn.Module) -> Iterator[None]:
+    """Give a module copies of its buffers within the context, which it may change, in place or not.
+
+    A buffer of another stage has one value for all of its elements, so no operation may change it in place.
+    """
+    entries = registered_buffers(module)
+    copies: dict[int, Tensor] = {}
+    for buffers, name, buffer in entries:
+        buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in entries:
+            buffers[name] = buffer
+
+
+def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
+    return [(value, type(value)(value)) for value in vars(part).values() if type(value) in (list, set, dict)]

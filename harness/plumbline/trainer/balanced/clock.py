@@ -1,8 +1,10 @@
-"""Measures seconds on a device: by CUDA events, or by a CPU clock."""
+"""Measures seconds on a device, by CUDA events or by a CPU clock, and what stages take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
@@ -43,3 +45,43 @@ def _event() -> torch.cuda.Event:
     recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     recorded.record()
     return recorded
+
+
+KEPT = 256
+"""Of how many micro-batches, the last ones, times are kept."""
+
+
+class StageClock:
+    """Measures the computation of this stage without waiting, and whole batches with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        computing = computing_clock(device)
+        self.clocks = {
+            "forward": computing,
+            "backward": computing,
+            "batch": wall_clock(device),
+            "evaluation": computing,
+        }
+        self.spans: dict[str, deque[tuple[Any, Any]]] = {kind: deque(maxlen=KEPT) for kind in self.clocks}
+        self.disturbed = False
+        """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
+
+    @contextmanager
+    def measure(self, kind: str) -> Iterator[None]:
+        """Measure a piece of work, unless it raises."""
+        if self.disturbed:
+            self.disturbed = False
+            for spans in self.spans.values():
+                spans.clear()
+        clock = self.clocks[kind]
+        start = clock()
+        yield
+        self.spans[kind].append((start, clock()))
+
+    def seconds(self, kind: str) -> float:
+        """Return the median of the latest measurements, 0 if there are none."""
+        return median_seconds(self.spans[kind])
+
+    def report(self) -> tuple[float, float]:
+        """Return the seconds of a micro-batch and of a batch."""
+        return self.seconds("forward") + self.seconds("backward"), self.seconds("batch")

@@ -14,9 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, registered_buffers, tensors_in
 from plumbline.trainer.balanced.calls import ModuleCall, replaced_forwards
-from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow
+from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow, Label, Position
 from plumbline.trainer.balanced.interception import ADVICE
-from plumbline.trainer.balanced.labels import Label, Position
 from plumbline.trainer.balanced.remote_tensor import takes_values, takes_values_by
 from plumbline.trainer.errors import MisconfigurationError
 

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from plumbline.trainer.balanced.blocks import tensors_in
 from plumbline.trainer.balanced.calls import replaced_forwards
-from plumbline.trainer.balanced.labels import Carried, Label, Part, Position
-from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor
-from plumbline.trainer.balanced.skipped_call import run_without_values
+from plumbline.trainer.balanced.data_flow import Carried, Label, Part, Position
+from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor, run_without_values
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import map_tensors
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from plumbline.trainer.balanced.batches import indivisible
 from plumbline.trainer.balanced.blocks import tensors_in
+from plumbline.trainer.balanced.clock import StageClock
+from plumbline.trainer.balanced.data_flow import Part
 from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
 from plumbline.trainer.balanced.interception import Interception
-from plumbline.trainer.balanced.labels import Part
-from plumbline.trainer.balanced.measured import StageClock
 from plumbline.trainer.balanced.remote_tensor import is_remote
 from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import PrecisionPlugin
-from plumbline.trainer.replicas import scatter
+from plumbline.trainer.strategies import scatter
 
 
 @dataclass(frozen=True)

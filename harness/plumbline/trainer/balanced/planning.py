@@ -11,22 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
+from plumbline.trainer.balanced.blocks import undisturbed
 from plumbline.trainer.balanced.chain import Chain, find_chain
-from plumbline.trainer.balanced.measured import Balance
 from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
 from plumbline.trainer.balanced.partition import DoesNotFitError
 from plumbline.trainer.balanced.pipeline import split
 from plumbline.trainer.balanced.plan import best_plan
 from plumbline.trainer.balanced.profile import profile
-from plumbline.trainer.balanced.stage_plan import StagePlan
+from plumbline.trainer.balanced.stage_plan import Balance, StagePlan
 from plumbline.trainer.balanced.stages import Profile
-from plumbline.trainer.balanced.undisturbed import undisturbed
+from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
 from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.precision_plugins import map_tensors
 from plumbline.trainer.step import StepModule, loss_function
-from plumbline.trainer.training_state import TrainingState
 
 Trial = tuple[Callable[[Any], Any], Any]
 """The training or validation step, and the batch on which it is tried."""

@@ -20,7 +20,7 @@ from plumbline.trainer.balanced.blocks import (
     tensors_in,
 )
 from plumbline.trainer.balanced.clock import computing_clock, median_seconds
-from plumbline.trainer.balanced.live_bytes import LiveBytes
+from plumbline.trainer.balanced.memory import LiveBytes
 from plumbline.trainer.balanced.optimizer_state import time_steps
 from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
 from plumbline.trainer.module import in_mode

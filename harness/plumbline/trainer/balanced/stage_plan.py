@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
 
 from plumbline.drawing.timeline import Box, duration, timeline
 from plumbline.trainer.balanced.schedule import StageSchedule, simulate
@@ -95,6 +97,41 @@ class StagePlan:
         if measured is not None:
             line += f"; measured {duration(measured.step_seconds)}, {measured.bubble_share:.0%} bubble"
         return line
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The plan of a training and its measurements; as text it is a table of the stages."""
+
+    plan: StagePlan
+    measured: Prediction | None = None
+
+    def __str__(self) -> str:
+        return self.plan.table(self.measured)
+
+    def with_measured(self, reports: Sequence[tuple[float, float, int]]) -> Balance:
+        """Return the plan with what all ranks measured: seconds, as from ``StageClock.report``, and peak bytes."""
+        stages = len(self.plan.stages)
+        of_stages = [reports[stage::stages] for stage in range(stages)]  # of each its replicas
+        busy = tuple(fmean(seconds for seconds, _, _ in replicas) for replicas in of_stages)
+        step = max(seconds for _, seconds, _ in reports)
+        if not step:
+            return self
+        peaks = tuple(max(peak for _, _, peak in replicas) for replicas in of_stages)
+        bubble = 1 - self.plan.micro_batches // self.plan.replicas * sum(busy) / (stages * step)
+        return Balance(self.plan, Prediction(step, busy, peaks, max(0.0, bubble)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return nested dicts, lists and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Balance:
+        plan, measured = values["plan"], values["measured"]
+        parts = {"blocks": BlockCost, "stages": Stage, "ties": Shared}
+        nested = {name: tuple(kind(**value) for value in plan[name]) for name, kind in parts.items()}
+        whole = StagePlan(**{**plan, **nested, "predicted": Prediction(**plan["predicted"])})
+        return cls(whole, None if measured is None else Prediction(**measured))
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.balanced.shared_weights import Beacon
+from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.optimizers import parameters_of
 from plumbline.trainer.precision_plugins import map_tensors
-from plumbline.trainer.training_state import TrainingState
 
 
 @dataclass(frozen=True)

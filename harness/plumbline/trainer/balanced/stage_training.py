@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
-from plumbline.trainer import checkpoint_file as checkpoints
+from plumbline.trainer import checkpoints
 from plumbline.trainer.balanced.batches import SameBatches
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.balanced.exchange import Exchange
-from plumbline.trainer.balanced.measured import Balance
+from plumbline.trainer.balanced.memory import StageMemory
 from plumbline.trainer.balanced.pipeline import Pipeline, Place
 from plumbline.trainer.balanced.planning import make_plan
-from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
-from plumbline.trainer.balanced.stage_memory import StageMemory
-from plumbline.trainer.balanced.stage_replicas import StageReplicas
+from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, StageReplicas, clip_over_stages
+from plumbline.trainer.balanced.stage_plan import Balance
 from plumbline.trainer.balanced.stage_state import StageState, keep_own
 from plumbline.trainer.balanced.stage_timeout import StageTimeout, group_with_timeout, limit_default_group
 from plumbline.trainer.loop import RankResources, train

@@ -1,1 +1,0 @@
-"""Objects of Kubernetes: the manifests that are sent, and the states of what was sent."""
