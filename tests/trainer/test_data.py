@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from plumbline.trainer import MisconfigurationError
-from plumbline.trainer.data_sharding import ShardedSampler, batch_length, set_epoch, share_loader
+from plumbline.trainer.data_sharding import ShardedSampler, set_epoch, share_loader
+from plumbline.trainer.nested import batch_length
 
 samples_and_world = st.integers(1, 6).flatmap(lambda world: st.tuples(st.integers(world, 60), st.just(world)))
 

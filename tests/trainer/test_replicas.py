@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from plumbline.trainer.strategies import Replicas, gather, scatter
+from plumbline.trainer.nested import gather, scatter
+from plumbline.trainer.strategies import Replicas
 
 Pair = namedtuple("Pair", "left right")
 

@@ -16,7 +16,7 @@ from plumbline.judge.oracle.oracle import Oracle, gather, mean_gradient
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan
 from plumbline.subjects.declare import CAPABILITIES
-from plumbline.trainer.strategies import gather as trainers_gather
+from plumbline.trainer.nested import gather as trainers_gather
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.randomness import KeyedDropout
 

@@ -41,7 +41,6 @@ class TrainingState:
         return train_loader, val_loader
 
     def tensors(self) -> dict[str, Any]:
-        """Return the state of module, optimizers and precision; its tensors are those in use, not copies."""
         return {
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -49,7 +48,6 @@ class TrainingState:
         }
 
     def load_tensors(self, checkpoint: dict[str, Any]) -> None:
-        """Load what ``tensors`` returned."""
         self.module.load_state_dict(checkpoint["module"])
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -74,7 +72,6 @@ def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> N
 
     Raises:
         MisconfigurationError: It was taken in the middle of what is now one batch, or in another training.
-
     """
     found = {name: len(checkpoint[name]) for name in ("optimizers", "schedulers")}
     wanted = {"optimizers": len(state.optimizers), "schedulers": len(state.schedules)}

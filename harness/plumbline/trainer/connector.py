@@ -111,7 +111,6 @@ def connect(
 
     Raises:
         MisconfigurationError: They contradict each other, the machine or the launcher.
-
     """
     if nb_gpu_nodes is not None:
         if num_nodes not in (1, nb_gpu_nodes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed
@@ -28,7 +28,6 @@ class ShardedSampler(Sampler[Any]):
         rest: What becomes of the items beyond a multiple of ``world``: ``"pad"`` repeats the first items,
             ``"drop"`` leaves them out, ``"keep"`` gives some ranks one item more.
         agree: Take rank 0's order, for sources that draw it from a generator which may differ between ranks.
-
     """
 
     def __init__(self, source: Any, world: int, rank: int, rest: str, agree: bool) -> None:
@@ -58,7 +57,6 @@ class ShardedSampler(Sampler[Any]):
 
 
 def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
-    """Return this rank's share of a loader, or None for no validation."""
     if loader is None:
         return None
     check_loader(loader, trainer.plan, training)
@@ -77,7 +75,6 @@ def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: boo
 
     Raises:
         MisconfigurationError: The loader cannot be shared between ranks, or has nothing for some of them.
-
     """
     name = "train_dataloader" if training else "val_dataloader"
     if not isinstance(loader, DataLoader):
@@ -181,15 +178,3 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for part in {id(part): part for part in (*parts, getattr(loader, "dataset", None))}.values():
         if part is not None and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-
-
-def batch_length(batch: Any) -> int:
-    """Return how many samples a batch has: the length of its first tensor with dimensions."""
-    items: Iterable[Any] = ()
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 0
-    if isinstance(batch, dict):
-        items = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        items = batch
-    return next((length for item in items if (length := batch_length(item))), 0)

@@ -160,7 +160,6 @@ def tasks_per_node(text: str) -> set[int]:
 
     Raises:
         MisconfigurationError: it is malformed.
-
     """
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise MisconfigurationError(f"The tasks per node {text!r} are malformed: they should look like 8(x2),4.")
@@ -172,7 +171,6 @@ def first_host(nodes: str) -> str:
 
     Raises:
         MisconfigurationError: The brackets or ranges are malformed.
-
     """
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(rf"{group}(,{group})*", nodes):
@@ -239,13 +237,3 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (TorchrunEnvironment, Slurm
 def detect_environment(variables: Mapping[str, str]) -> ClusterEnvironment:
     """Return the first environment whose variables are set: torchrun (also inside SLURM), SLURM, plain."""
     return next(kind for kind in ENVIRONMENTS if kind.detect(variables))(variables)
-
-
-__all__ = [
-    "ENVIRONMENTS",
-    "ClusterEnvironment",
-    "PlainEnvironment",
-    "SlurmEnvironment",
-    "TorchrunEnvironment",
-    "detect_environment",
-]

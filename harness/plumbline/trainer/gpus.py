@@ -21,7 +21,6 @@ def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tup
 
     Raises:
         MisconfigurationError: It is none of these, or names a device twice.
-
     """
     if gpus is None:
         return ()
@@ -75,7 +74,6 @@ def make_visible(
         devices: Indices among the devices that are visible now.
         visible: The present ``CUDA_VISIBLE_DEVICES``, or None.
         cuda_started: CUDA has read its variables already: they are left alone, and so are the indices.
-
     """
     if cuda_started:
         return {}, devices

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from plumbline.trainer.checkpoints import TrainingState
-from plumbline.trainer.data_sharding import batch_length, set_epoch
+from plumbline.trainer.data_sharding import set_epoch
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module, in_mode
-from plumbline.trainer.optimizers import OnlyItsOwn, parameters_of
-from plumbline.trainer.precision_plugins import PrecisionPlugin, map_tensors
+from plumbline.trainer.nested import batch_length, map_tensors
+from plumbline.trainer.optimizers import frozen, parameters_of
+from plumbline.trainer.precision_plugins import PrecisionPlugin
 from plumbline.trainer.step import end_takes_batch, loss_function
 
 
@@ -102,15 +103,14 @@ class RankResources:
 
 @dataclass(frozen=True)
 class Turn:
-    """One optimizer's part of a step: the context of its backward passes, and its arguments of ``training_step``."""
+    """One optimizer's part of a step: the weights of the ``others``, and its arguments of ``training_step``."""
 
     optimizer: Optimizer
-    context: AbstractContextManager[Any]
+    others: list[nn.Parameter]
     arguments: tuple[int, ...]
 
 
 def train(trainer: Any, state: TrainingState, resources: RankResources) -> None:
-    """Train until ``max_epochs`` or ``max_steps``."""
     state.module.zero_grad()
     if not state.module.training:  # else layers that the user put into evaluation mode stay in it
         state.module.train()
@@ -145,7 +145,7 @@ def train_epoch(trainer: Any, state: TrainingState, resources: RankResources) ->
         for place, unmoved in enumerate(window, start=1):
             batch, last = move(unmoved), place == share
             for turn in turns:
-                with turn.context:
+                with frozen(turn.others):
                     loss = engine.backward(batch, state.batches, turn.arguments, share, last)
                 if last:
                     engine.complete(turn.optimizer)
@@ -188,7 +188,6 @@ def windows(batches: Iterator[Any], size: int, agree: bool) -> Iterator[list[Any
 
 
 def least(count: int) -> int:
-    """Return the smallest ``count`` of all ranks."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     box = torch.tensor(count, device=device)
     dist.all_reduce(box, dist.ReduceOp.MIN)
@@ -202,17 +201,16 @@ def uneven(loader: Any, world: int) -> bool:
 
 def take_turns(state: TrainingState, resources: RankResources) -> list[Turn]:
     """Return each optimizer's turn; while one of several has its turn, the others' weights take no gradients."""
-    several, takes_number = len(state.optimizers) > 1, step_takes_number(state)
+    takes_number = step_takes_number(state)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, resources.weights, strict=True)):
         mine = {id(weight) for weight in own}
         others = [weight for weights in resources.weights for weight in weights if id(weight) not in mine]
-        turns.append(Turn(optimizer, OnlyItsOwn(others) if several else nullcontext(), (number,) * takes_number))
+        turns.append(Turn(optimizer, others, (number,) * takes_number))
     return turns
 
 
 def step_takes_number(state: TrainingState) -> bool:
-    """Return whether ``training_step`` is told whose turn it is."""
     names = inspect.signature(state.module.training_step).parameters
     return len(state.optimizers) > 1 and ("optimizer_idx" in names or len(names) > 2)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,25 +33,20 @@ class SchedulerConfig:
             )
 
 
-class OnlyItsOwn:
-    """A context in which the other optimizers' weights take no gradients."""
-
-    def __init__(self, others: Sequence[Tensor]) -> None:
-        self.others = others
-        self.frozen: list[Tensor] = []
-
-    def __enter__(self) -> None:
-        self.frozen = [weight for weight in self.others if weight.requires_grad]
-        for weight in self.frozen:
-            weight.requires_grad_(False)
-
-    def __exit__(self, *_: object) -> None:
-        for weight in self.frozen:
+@contextmanager
+def frozen(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Let these weights take no gradients."""
+    trained = [weight for weight in weights if weight.requires_grad]
+    for weight in trained:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in trained:
             weight.requires_grad_(True)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -59,7 +55,6 @@ def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer],
 
     Raises:
         MisconfigurationError: It is none of the allowed forms, or an optimizer has parameters of another module.
-
     """
     optimizers, schedulers = returned, []
     if isinstance(returned, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in returned):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -160,20 +160,3 @@ class MasterWeights(Autocast):
                 for (weight, master), saved in zip(pairs, masters, strict=True):
                     master.copy_(saved)
                     weight.copy_(saved)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply ``function`` to the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return type(value)((key, map_tensors(function, item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with its floating-point tensors in ``dtype``."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)

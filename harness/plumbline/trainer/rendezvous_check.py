@@ -36,10 +36,6 @@ def meet(rank: int, world_size: int, num_nodes: int) -> Store:
     return store
 
 
-def join_timeout(address: str) -> timedelta:
-    return LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT
-
-
 def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "::1")
 
@@ -63,7 +59,7 @@ def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeou
     Raises:
         MisconfigurationError: two processes have the same rank, or not all registered in time.
     """
-    timeout = timeout or join_timeout(address)
+    timeout = timeout or (LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT)
     try:
         store, holds_it = _store(rank == 0, address, port, timeout)
         store.add(f"rank/{rank}", 1)

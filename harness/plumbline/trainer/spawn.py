@@ -23,7 +23,6 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
 
     Raises:
         RankError: A rank failed; the others have been ended.
-
     """
     plan = trainer.plan
     environment = plan.environment

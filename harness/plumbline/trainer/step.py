@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module
-from plumbline.trainer.precision_plugins import PrecisionPlugin, cast
+from plumbline.trainer.nested import batch_length, cast
+from plumbline.trainer.precision_plugins import PrecisionPlugin
 
 
 class StepModule(nn.Module):
@@ -39,7 +39,6 @@ class StepModule(nn.Module):
 
 
 def ends_itself(module: Module) -> bool:
-    """Return whether the user wrote ``training_step_end``."""
     return type(module).training_step_end is not Module.training_step_end
 
 
@@ -48,7 +47,6 @@ def scalar_loss(outputs: Any) -> Tensor:
 
     Raises:
         MisconfigurationError: There is none, or it is not a scalar.
-
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if isinstance(loss, Tensor) and not loss.dim():

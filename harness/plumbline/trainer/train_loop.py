@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plumbline.trainer.connector import one_of, whole
-from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module, in_mode
+from plumbline.trainer.nested import batch_length, map_tensors
 from plumbline.trainer.optimizers import parameters_of
-from plumbline.trainer.precision_plugins import map_tensors
 from plumbline.trainer.strategies import split
 from plumbline.trainer.trainer import Trainer
 
@@ -50,7 +49,6 @@ class TrainLoop:
 
     Raises:
         MisconfigurationError: A method is missing, or the arguments do not go together.
-
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class TrainLoop:
         Raises:
             MisconfigurationError: This cannot be trained; nothing has been started.
             RankError: A process that was started here has failed.
-
         """
         if self.train_loader is None:
             raise MisconfigurationError("There is nothing to fit: give TrainLoop a train_loader.")
@@ -277,7 +274,6 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def concatenate(parts: list[Any]) -> Any:
-    """Concatenate the nested predictions of batches."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts) if first.dim() else torch.stack(parts)

@@ -63,7 +63,6 @@ class Trainer:
 
     Raises:
         MisconfigurationError: The arguments contradict each other, the machine or the launcher.
-
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class Trainer:
         Raises:
             MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
             RankError: A rank that this process started has failed.
-
         """
         check_module(module, ckpt_path)
         self.global_step, self.current_epoch, self.metrics = 0, 0, {}
@@ -132,7 +130,6 @@ class Trainer:
 
         Raises:
             MisconfigurationError: The module or its data cannot be trained this way.
-
         """
         from plumbline.trainer.balanced.planning import plan_without_training  # only this backend needs it
 
@@ -173,7 +170,6 @@ class Trainer:
         run_rank(self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path)
 
     def _show_devices(self) -> None:
-        """Set the CUDA variables, unless SLURM has set them."""
         slurm = isinstance(self.plan.environment, SlurmEnvironment)
         shares = self.plan.shared is not None
         if self.plan.accelerator == "cuda" and not slurm and not shares and not self._devices_shown:

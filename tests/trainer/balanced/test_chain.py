@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from plumbline.trainer import MisconfigurationError
-from plumbline.trainer.balanced.blocks import same_random_numbers
 from plumbline.trainer.balanced.chain import find_chain
 
 CPU = torch.device("cpu")
@@ -111,10 +110,10 @@ def test_blocks_one_after_the_other_compute_what_the_module_does(case):
     module = make()
     chain = find(module, batch)
     interception = chain.interception(module, CPU)
-    with torch.no_grad(), same_random_numbers():
+    with torch.no_grad(), torch.random.fork_rng([]):
         expected = module(batch)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with interception.installed(), torch.no_grad(), same_random_numbers():
+    with interception.installed(), torch.no_grad(), torch.random.fork_rng([]):
         value = ()
         for block in chain.runnable(interception, module):
             value = block.run(value, batch)

@@ -127,7 +127,7 @@ def journeys(generator, blocks, largest):
         last = generator.randint(index, blocks - 1)
         keepers = [block for block in range(index, last + 1) if generator.random() < 0.5]
         size = generator.randint(1, largest // 4)  # a block may keep several
-        found.append(Travelling(size, tuple(keepers), tuple(range(index + 1, last + 1)), tuple(range(index, last))))
+        found.append(Travelling(size, list(keepers), list(range(index + 1, last + 1)), list(range(index, last))))
     return tuple(found) if generator.random() < 0.6 and blocks <= 4 else tuple(found[:4])
 
 
@@ -168,7 +168,7 @@ def test_any_case_is_optimal(data):
         saved,
         state,
         ties=(Shared("weight", tied, min(state[index] for index in tied)),),
-        travelling=(Travelling(min(saved[index] for index in kept), kept, kept[1:], kept[:1]),),
+        travelling=(Travelling(min(saved[index] for index in kept), list(kept), list(kept[1:]), list(kept[:1])),),
     )
     limit = st.integers(0, 800)
     memory = data.draw(st.none() | st.lists(limit, min_size=stages, max_size=stages))

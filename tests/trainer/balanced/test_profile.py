@@ -101,9 +101,9 @@ def test_what_two_blocks_keep_is_one_tensor_that_travels():
     assert [block.saved_bytes for block in measured.blocks] == [0, hidden, hidden]
     assert [block.output_bytes for block in measured.blocks] == [hidden, hidden, output]
     assert measured.travelling == (
-        Travelling(hidden, (), (1,), (0,)),
-        Travelling(hidden, (1, 2), (2,), (1,)),
-        Travelling(output, (), (), (2,)),
+        Travelling(hidden, [], [1], [0]),
+        Travelling(hidden, [1, 2], [2], [1]),
+        Travelling(output, [], [], [2]),
     )
 
 

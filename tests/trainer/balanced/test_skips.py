@@ -393,5 +393,5 @@ def test_what_crosses_a_cut_is_counted_with_what_only_passes_through(plan):
         first + decoded,
         6 * 4 * 4,
     ]
-    passing = next(one for one in find_profile(module, batch).travelling if one.enters == (2, 3, 4))
-    assert (passing.bytes, passing.leaves) == (first, (1, 2, 3))
+    passing = next(one for one in find_profile(module, batch).travelling if one.enters == [2, 3, 4])
+    assert (passing.bytes, passing.leaves) == (first, [1, 2, 3])

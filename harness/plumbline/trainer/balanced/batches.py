@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import warnings
@@ -28,22 +29,15 @@ class SameBatches:
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader) if self.rank == 0 else iter(())
         while True:
-            box: list[Any] = [(next(batches, END),) if self.rank == 0 else None]
+            box = [tuple(itertools.islice(batches, 1))]
             with self.timeout.waiting("the next batch"):
                 dist.broadcast_object_list(box, 0, self.control)
-            if isinstance(box[0][0], End):
+            if not box[0]:  # there is none left
                 return
             yield box[0][0]
 
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.loader, epoch)
-
-
-class End:
-    """Follows the last batch."""
-
-
-END = End()
 
 
 def first_batch(loader: Any, epoch: int) -> Any:
@@ -87,7 +81,6 @@ def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
 
     Raises:
         MisconfigurationError: ``wanted`` does not divide all batches.
-
     """
     sizes = sizes_of_batches(loader)
     if wanted is not None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.trainer.precision_plugins import map_tensors
-
 
 @dataclass(frozen=True)
 class Block:
@@ -27,27 +25,11 @@ class Block:
 
 
 def held_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, shared ones once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists and tuples, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
 
 
 def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the random number generators of the CPU and all devices afterwards."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
 
 
 def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
@@ -61,11 +43,11 @@ def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None]
 
 
 class Holder(nn.Module):
-    """Calls a function while ``functional_call`` has replaced the tensors of the modules that are held here."""
+    """Calls a function while ``functional_call`` has replaced the tensors of the module that is held here."""
 
-    def __init__(self, *modules: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.held = nn.ModuleList(modules)
+        self.held = module
 
     def forward(self, function: Any) -> Any:
         return function()

@@ -58,7 +58,6 @@ def open_up(calls: Sequence[ModuleCall], largest: float) -> list[ModuleCall]:
 
 
 def calls_of(calls: Sequence[ModuleCall], blocks: Sequence[nn.Module]) -> list[ModuleCall]:
-    """Return the calls of these modules, at any depth."""
     chosen = {id(block) for block in blocks}
     found = []
     for call in calls:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -26,7 +26,6 @@ def computing_clock(device: torch.device) -> Clock:
 
 
 def wall_clock(device: torch.device) -> Clock:
-    """Return a clock that includes waiting."""
     return _event if device.type == "cuda" else perf_counter
 
 
@@ -55,33 +54,23 @@ class StageClock:
     """Measures the computation of this stage without waiting, and whole batches with it."""
 
     def __init__(self, device: torch.device) -> None:
-        computing = computing_clock(device)
-        self.clocks = {
-            "forward": computing,
-            "backward": computing,
-            "batch": wall_clock(device),
-            "evaluation": computing,
-        }
-        self.spans: dict[str, deque[tuple[Any, Any]]] = {kind: deque(maxlen=KEPT) for kind in self.clocks}
+        self.computing, self.wall = computing_clock(device), wall_clock(device)
+        self.spans: dict[str, deque[tuple[Any, Any]]] = defaultdict(lambda: deque(maxlen=KEPT))
         self.disturbed = False
         """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Measure a piece of work, unless it raises."""
+        """Measure a piece of work, unless it raises: its computing, or of a whole ``"batch"`` the waiting too."""
         if self.disturbed:
             self.disturbed = False
-            for spans in self.spans.values():
-                spans.clear()
-        clock = self.clocks[kind]
+            self.spans.clear()
+        clock = self.wall if kind == "batch" else self.computing
         start = clock()
         yield
         self.spans[kind].append((start, clock()))
 
-    def seconds(self, kind: str) -> float:
-        """Return the median of the latest measurements, 0 if there are none."""
-        return median_seconds(self.spans[kind])
-
     def report(self) -> tuple[float, float]:
         """Return the seconds of a micro-batch and of a batch."""
-        return self.seconds("forward") + self.seconds("backward"), self.seconds("batch")
+        forward, backward, batch = (median_seconds(self.spans[kind]) for kind in ("forward", "backward", "batch"))
+        return forward + backward, batch

@@ -52,7 +52,6 @@ class Position:
         self.operation = f"{name} {self._counts[name]}"
 
     def label(self, output: int) -> Label:
-        """Return the label of an output of the last recorded operation or call."""
         return Label(self.call, self.operation, output)
 
 
@@ -117,12 +116,10 @@ class DataFlow:
         return [0, *(min(cuts, key=self._crossing_bytes) for cuts in possible if cuts)]
 
     def reasons(self) -> list[str]:
-        """Return why some calls cannot be separated."""
         missing = [cuts[0] for cuts in self._between_calls() if self.obstacles.keys() >= set(cuts)]
         return list(dict.fromkeys(self.obstacles[cut] for cut in missing))
 
     def _between_calls(self) -> list[tuple[int, int]]:
-        """Return, for each pair of calls, the places before which they can be separated."""
         return [(2 * call, 2 * call - 1) for call in range(1, len(self.calls))]
 
     def _crossing_bytes(self, cut: int) -> int:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, registered_buffers, tensors_in
+from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, registered_buffers
 from plumbline.trainer.balanced.calls import ModuleCall, replaced_forwards
 from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow, Label, Position
 from plumbline.trainer.balanced.interception import ADVICE
 from plumbline.trainer.balanced.remote_tensor import takes_values, takes_values_by
 from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.nested import tensors_in
 
 
 def record_data_flow(
@@ -27,7 +28,6 @@ def record_data_flow(
 
     Raises:
         MisconfigurationError: It makes other calls than ``calls``, or with ``all_calls`` leaves some out.
-
     """
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
     recorder = FlowRecorder(flow, module, calls, all_calls=all_calls)
@@ -250,7 +250,6 @@ def version_of(tensor: Tensor) -> int:
 
 
 def random_state() -> list[Tensor]:
-    """Return the states of the generators of the CPU and the current device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())

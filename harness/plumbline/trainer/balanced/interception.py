@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from plumbline.trainer.balanced.blocks import tensors_in
 from plumbline.trainer.balanced.calls import replaced_forwards
 from plumbline.trainer.balanced.data_flow import Carried, Label, Part, Position
 from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor, run_without_values
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.precision_plugins import map_tensors
+from plumbline.trainer.nested import map_tensors, tensors_in
 
 ADVICE = "Return modules from configure_blocks that every step calls."
 
@@ -46,7 +45,6 @@ class Interception:
         drawn: Labels of tensors that operations between calls draw at random, on one stage.
         trial: Whether this is a trial run. Then the outputs of skipped calls are not cached, and a call that returns
             numbers that depend on values raises ``NoValuesError``.
-
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class Interception:
 
         Raises:
             MisconfigurationError: The step calls the blocks in another order than before, or needs a remote value.
-
         """
         self.part, self.inputs, self.tensors = part, inputs, {}
         self.wanted = {carried.label for carried in (*part.arriving, *part.departing)}
@@ -247,7 +244,6 @@ class OperationsBetween(TorchFunctionMode):
 
 
 def plain_values_in(value: Any) -> list[Any]:
-    """Return the numbers and strings in nested dicts, lists and tuples."""
     if isinstance(value, dict):
         return [found for key, item in value.items() for found in (key, *plain_values_in(item))]
     if isinstance(value, (list, tuple)):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plumbline.trainer.balanced.blocks import held_tensors, tensors_in
+from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.nested import tensors_in
 from plumbline.trainer.optimizers import parameters_of
 
 
@@ -71,7 +72,6 @@ class StageMemory:
         optimizers: All of the stage.
         device: The stage's.
         allowed: Bytes. None: no limit.
-
     """
 
     name: str
@@ -95,7 +95,6 @@ class StageMemory:
 
         Raises:
             MisconfigurationError: It needed more than is allowed.
-
         """
         self.measuring = len(self._stepped) < len(self.optimizers)
         if self.device.type == "cuda":

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from plumbline.trainer.balanced.blocks import bytes_of, tensors_in
+from plumbline.trainer.balanced.blocks import bytes_of
+from plumbline.trainer.nested import tensors_in
 
 
 def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
@@ -60,7 +61,12 @@ def time_steps(
     try:
         stepping = _copies_to_step(optimizers, copies)
         with _without_hooks():
-            spans = [_time_step(stepping, clock) for _ in range(repeats + 1)]
+            spans = []
+            for _ in range(repeats + 1):
+                begin = clock()
+                for copied in stepping:
+                    copied.step()
+                spans.append((begin, clock()))
     except torch.cuda.OutOfMemoryError:
         return []
     return spans[1:] if stepping else []
@@ -80,13 +86,6 @@ def _copies_to_step(
     return stepping
 
 
-def _time_step(stepping: Sequence[torch.optim.Optimizer], clock: Callable[[], Any]) -> tuple[Any, Any]:
-    begin = clock()
-    for copied in stepping:
-        copied.step()
-    return begin, clock()
-
-
 def _with_gradient(tensor: Tensor) -> Tensor:
     values = tensor.detach().clone().requires_grad_()
     values.grad = tensor.grad
@@ -94,7 +93,6 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with these groups and without state."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.state = type(optimizer.state)(dict)
@@ -108,7 +106,6 @@ def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Disable global optimizer hooks, so that they do not see these steps."""
     every: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [dict(hooks) for hooks in every]
     for hooks in every:

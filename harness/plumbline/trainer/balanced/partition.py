@@ -41,11 +41,9 @@ class StageCosts:
         self._arriving = [0, *(block.output_bytes for block in profile.blocks)]
 
     def seconds(self, first: int, last: int) -> float:
-        """Return the seconds of one micro-batch's forward and backward."""
         return self._seconds[first][last - first]
 
     def optimizer_seconds(self, first: int, last: int) -> float:
-        """Return the seconds of the optimizers' step, once a batch."""
         return self._optimizer[first][last - first]
 
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
@@ -76,7 +74,6 @@ def partition(
     Raises:
         MisconfigurationError: There are fewer blocks than stages.
         DoesNotFitError: They do not fit into ``memory``.
-
     """
     blocks = len(profile.blocks)
     if stages > blocks:
@@ -217,7 +214,6 @@ def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
 
 
 def _keeper(tensor: Travelling, first: int) -> float:
-    """Return the first block from ``first`` on that keeps the tensor."""
     return min((block for block in tensor.keepers if block >= first), default=INFINITE)
 
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from plumbline.trainer.balanced.batches import indivisible
-from plumbline.trainer.balanced.blocks import tensors_in
 from plumbline.trainer.balanced.clock import StageClock
 from plumbline.trainer.balanced.data_flow import Part
 from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
 from plumbline.trainer.balanced.interception import Interception
 from plumbline.trainer.balanced.remote_tensor import is_remote
-from plumbline.trainer.data_sharding import batch_length
 from plumbline.trainer.errors import MisconfigurationError
+from plumbline.trainer.nested import batch_length, scatter, tensors_in
 from plumbline.trainer.precision_plugins import PrecisionPlugin
-from plumbline.trainer.strategies import scatter
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ class Pipeline:
             batch: A whole batch; dim 0 of its tensors is split.
             share: The number of batches in an optimizer step.
             key: Distinguishes this step from others with batches of the same shapes.
-
         """
         mine = self.micro_batches // self.place.replicas
         micro_batches = split(batch, self.micro_batches)[self.place.replica * mine : (self.place.replica + 1) * mine]
@@ -220,7 +217,6 @@ def split(batch: Any, micro_batches: int) -> Sequence[Any]:
 
     Raises:
         MisconfigurationError: It has no whole number of samples for each.
-
     """
     samples = batch_length(batch)
     if samples % micro_batches or not samples:

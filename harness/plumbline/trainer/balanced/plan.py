@@ -29,7 +29,6 @@ def best_plan(
 
     Raises:
         MisconfigurationError: No plan fits; the message is that of the plan with the most stages and micro-batches.
-
     """
     found: list[tuple[StagePlan, Profile]] = []
     refusals: dict[tuple[bool, int, int], MisconfigurationError] = {}
@@ -106,7 +105,6 @@ def plan_stages(
     memory: Sequence[int] | None = None,
     replicas: int = 1,
 ) -> StagePlan:
-    """Return the plan for given stages, with its prediction."""
     costs = StageCosts(measured, len(stages), micro_batches // replicas)
     unknown = Prediction(
         step_seconds=0.0,

@@ -24,7 +24,7 @@ from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
 from plumbline.trainer.module import Module, in_mode
-from plumbline.trainer.precision_plugins import map_tensors
+from plumbline.trainer.nested import map_tensors
 from plumbline.trainer.step import StepModule, loss_function
 
 Trial = tuple[Callable[[Any], Any], Any]
@@ -39,7 +39,6 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
 
     Raises:
         MisconfigurationError: As ``make_plan``.
-
     """
     copied = deepcopy(module)
     copied.trainer = trainer
@@ -63,7 +62,6 @@ def make_plan(
 
     Raises:
         MisconfigurationError: The module has too few blocks, the batches do not divide, or the memory does not suffice.
-
     """
     plan, module, devices = trainer.plan, state.module, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
@@ -189,7 +187,6 @@ def blocks_on(
 
 
 def memory_limits(given: int | Sequence[int] | None, device: torch.device, devices: int) -> tuple[int, ...] | None:
-    """Return how many bytes each device may hold, None for no limit."""
     if given is None and device.type == "cuda":
         given = torch.cuda.get_device_properties(device).total_memory
     if given is None:

@@ -11,51 +11,31 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from plumbline.trainer.balanced.blocks import (
-    Block,
-    Holder,
-    bytes_of,
-    held_tensors,
-    same_random_numbers,
-    tensors_in,
-)
+from plumbline.trainer.balanced.blocks import Block, Holder, bytes_of, held_tensors
 from plumbline.trainer.balanced.clock import computing_clock, median_seconds
 from plumbline.trainer.balanced.memory import LiveBytes
 from plumbline.trainer.balanced.optimizer_state import time_steps
 from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
 from plumbline.trainer.module import in_mode
-from plumbline.trainer.precision_plugins import map_tensors
+from plumbline.trainer.nested import map_tensors, tensors_in
 
 REPEATS = 7
-
-
-@dataclass
-class Journey:
-    """A storage that is passed between blocks, see ``stages.Travelling``."""
-
-    bytes: int
-    keepers: list[int] = field(default_factory=list)
-    enters: list[int] = field(default_factory=list)
-    leaves: list[int] = field(default_factory=list)
-
-    def done(self) -> Travelling:
-        return Travelling(self.bytes, tuple(self.keepers), tuple(self.enters), tuple(self.leaves))
 
 
 @dataclass
 class Journeys:
     """The storages that are passed between blocks; ``here`` has that of each tensor that enters the next block."""
 
-    every: list[Journey] = field(default_factory=list)
-    here: list[Journey] = field(default_factory=list)
+    every: list[Travelling] = field(default_factory=list)
+    here: list[Travelling] = field(default_factory=list)
 
     def note(self, block: int, entering: list[Tensor], saved: Mapping[int, int], leaving: list[Tensor]) -> None:
         """Record what a block is given, keeps and returns; ``saved`` has bytes by the address of the storage."""
-        known: dict[int, Journey] = dict(zip(map(address, entering), self.here, strict=True)) if self.here else {}
+        known: dict[int, Travelling] = dict(zip(map(address, entering), self.here, strict=True)) if self.here else {}
         for tensors, ends in ((entering, "enters"), (leaving, "leaves")):
             for where, tensor in {address(tensor): tensor for tensor in tensors}.items():
                 if where not in known:
-                    known[where] = Journey(tensor.untyped_storage().nbytes())
+                    known[where] = Travelling(tensor.untyped_storage().nbytes())
                     self.every.append(known[where])
                 getattr(known[where], ends).append(block)
         for where, journey in known.items():
@@ -99,13 +79,12 @@ def profile(
         optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
         optimizers: Of the module's parameters; copies of them are stepped.
         repeats: Of the measurement of each block.
-
     """
     held = held_tensors(module)
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
     batch = {address(tensor) for tensor in tensors_in(inputs)}
     value, journeys, costs = (), Journeys(), []
-    with same_random_numbers(), in_mode(module, training=True):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), in_mode(module, training=True):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
             ours = batch | {address(tensor) for tensor in copies.values()}
@@ -115,7 +94,7 @@ def profile(
             ) -> BlockProfile:
                 return _measure(block, value, inputs, ours, device, repeats, journeys, index)
 
-            named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
+            named = {f"held.{name}": tensor for name, tensor in copies.items()}
             measured: BlockProfile = functional_call(Holder(module), named, (measure,))
             value = measured.outputs
             parameters = {id(held[name]): tensor for name, tensor in copies.items()}
@@ -142,7 +121,7 @@ def profile(
         for name, holders in _holders(blocks).items()
         if len(holders) > 1
     )
-    return Profile(tuple(costs), ties, tuple(journey.done() for journey in journeys.every))
+    return Profile(tuple(costs), ties, tuple(journeys.every))
 
 
 def _measure(
@@ -155,7 +134,6 @@ def _measure(
     journeys: Journeys,
     index: int,
 ) -> BlockProfile:
-    """Run the block: for what it keeps, for its live memory, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -198,8 +176,6 @@ def _measure(
 
 
 def _arrived(value: Any) -> Any:
-    """Return copies of travelling tensors that a block may change in place and that receive gradients."""
-
     def arrive(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
@@ -214,7 +190,6 @@ def _backward(outputs: Any) -> None:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a parameter's values with a gradient of its own, or a copy of a buffer."""
     if isinstance(tensor, nn.Parameter):
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
     return tensor.detach().to(device, copy=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plumbline.trainer.balanced.blocks import private_buffers, tensors_in
-from plumbline.trainer.precision_plugins import map_tensors
+from plumbline.trainer.balanced.blocks import private_buffers
+from plumbline.trainer.nested import map_tensors, tensors_in
 
 DEVICE = torch.Tensor.device.__get__
 MOVES = (Tensor.cpu, Tensor.cuda)
@@ -98,7 +98,6 @@ def _shape_only(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the device in positional arguments, as in ``tensor.to(device)``."""
     named = (torch.device, str) if func is Tensor.to else torch.device
     return tuple(torch.device("meta") if isinstance(value, named) else value for value in args)
 
@@ -113,7 +112,6 @@ def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any
     Raises:
         NoValuesError: In a ``trial``, if the outputs or an attribute of the module seem to contain numbers that depend
             on weights, buffers or the number of calls. Other stages would have other numbers.
-
     """
     if not trial:
         with private_buffers(module):

@@ -91,7 +91,6 @@ def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches:
 
 
 def _ready(ends: dict[tuple[str, int, int], float], kind: str, stage: int, index: int, stages: int) -> float | None:
-    """Return when the input of this piece of work is there, None if that is not known yet."""
     if kind == FORWARD:
         return ends.get((FORWARD, stage - 1, index)) if stage else 0.0
     return ends.get((BACKWARD, stage + 1, index)) if stage < stages - 1 else ends.get((FORWARD, stage, index))

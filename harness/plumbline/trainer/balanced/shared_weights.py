@@ -24,7 +24,6 @@ class SharedWeights:
         weights: The module's weights by name.
         place: This rank's.
         limit: Seconds that nobody waits longer than.
-
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class StagePlan:
     replicas: int = 1  # of each stage; they share the micro-batches of a batch
 
     def stage_name(self, number: int) -> str:
-        """Return a stage's name for messages: its number and its blocks."""
         names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
         return f"Stage {number} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
 
@@ -79,7 +78,6 @@ class StagePlan:
         return "\n".join(lines) + "\n"
 
     def picture(self) -> str:
-        """Return the simulated step as the text of an SVG."""
         labels = [
             f"stage {number}: {_count(stage.last - stage.first, 'block')}, {size(peak)}"
             for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
@@ -122,7 +120,6 @@ class Balance:
         return Balance(self.plan, Prediction(step, busy, peaks, max(0.0, bubble)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return nested dicts, lists and numbers."""
         return asdict(self)
 
     @classmethod

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.balanced.shared_weights import Beacon
 from plumbline.trainer.checkpoints import TrainingState
+from plumbline.trainer.nested import map_tensors
 from plumbline.trainer.optimizers import parameters_of
-from plumbline.trainer.precision_plugins import map_tensors
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,9 @@ class StageOptimizer:
 
     @property
     def counted(self) -> list[bool]:
-        """Which parameters' norms count on this stage."""
         return [slot.owned for slot in self.slots] + [False] * self.beacon
 
     def whole_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups of ``state_dict`` with the parameters of all stages."""
         whole, start = [], 0
         for group, size in zip(groups, self.group_sizes, strict=True):
             whole.append({**group, "params": list(range(start, start + size))})
@@ -160,7 +158,6 @@ class StageState(TrainingState):
         }
 
     def _masters(self) -> list[dict[int, Tensor]]:
-        """Return the float32 masters of this stage's own weights by number, for each optimizer."""
         return [
             {slot.number: on_cpu(master) for slot, master in zip(self._half(part), masters, strict=True) if slot.owned}
             for part, masters in zip(self.parts, self.precision.state_dict().get("masters", ()), strict=False)
@@ -174,7 +171,6 @@ class StageState(TrainingState):
 
 
 def merged(parts: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
-    """Merge dicts, sorted by key."""
     return dict(sorted((key, value) for part in parts for key, value in part.items()))
 
 

@@ -34,7 +34,6 @@ class StageTimeout:
         first: The rank of stage 0; the others follow it.
         store: Where ranks that have waited too long report for whom, so that the stage at fault is named.
         stages: The number of stages of a pipeline.
-
     """
 
     def __init__(self, limit: float, stage: int, first: int, store: Any, stages: int) -> None:
@@ -46,7 +45,6 @@ class StageTimeout:
 
         Raises:
             StageTimeoutError: The limit has passed.
-
         """
         start, rank = monotonic(), self.first + self.stage
         target = EVERYBODY if isinstance(awaited, str) else str(self.first + awaited)

@@ -35,7 +35,6 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
 
     Raises:
         MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
-
     """
     plan, rank = trainer.plan, trainer.rank
     control: Any = dist.new_group(backend="gloo")
@@ -142,7 +141,6 @@ def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) ->
 
 
 def holders(module: nn.Module, held: list[frozenset[str]]) -> dict[str, tuple[int, ...]]:
-    """Return, for each weight that several stages hold, these stages."""
     stages = {
         name: tuple(number for number, names in enumerate(held) if name in names)
         for name, weight in module.named_parameters()

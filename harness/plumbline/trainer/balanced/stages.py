@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Shared:
     optimizer_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Travelling:
-    """A tensor that passes between blocks.
+    """A storage that passes between blocks.
 
-    A device holds it if its first block is given the tensor, its last block returns it, or a block keeps it.
+    A device holds it if its first block is given it, its last block returns it, or a block keeps it.
     """
 
     bytes: int
-    keepers: tuple[int, ...]  # blocks that keep it for backward: it is within their saved_bytes
-    enters: tuple[int, ...]  # blocks that are given it
-    leaves: tuple[int, ...]  # blocks that return it
+    keepers: list[int] = field(default_factory=list)  # blocks that keep it for backward: it is within their saved_bytes
+    enters: list[int] = field(default_factory=list)  # blocks that are given it
+    leaves: list[int] = field(default_factory=list)  # blocks that return it
 
 
 @dataclass(frozen=True)
