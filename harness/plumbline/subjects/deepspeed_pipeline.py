@@ -76,7 +76,6 @@ def tensors_of(module):
 
 
 def gather(model, held):
-    """Copy the weights and buffers of all stages to every rank."""
     for name, tensor in tensors_of(model):
         holders = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(holders, name in held)

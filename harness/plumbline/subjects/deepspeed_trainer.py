@@ -40,7 +40,7 @@ OF_ZERO = CAPABILITIES - {"unused-parameters"}
 
 @subject(
     name="deepspeed",
-    backends=["zero", "zero2"],
+    backends=["zero", "zero2", "fsdp"],
     precisions=["32", "16", "bf16"],
     capabilities=OF_ZERO,
     library="deepspeed",
@@ -50,20 +50,7 @@ def train_zero(job):
     fit(job)
 
 
-@subject(
-    name="deepspeed",
-    backends=["fsdp"],
-    precisions=["32", "16", "bf16"],
-    capabilities=OF_ZERO,
-    library="deepspeed",
-    buffers="per-rank",
-)
-def train_stage_3(job):
-    fit(job)
-
-
 def settings(job):
-    """Return what users write into ``ds_config.json``."""
     return {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulate,

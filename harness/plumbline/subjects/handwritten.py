@@ -1,13 +1,16 @@
-"""Training by hand as in torch's tutorials, on one device and with DistributedDataParallel.
+"""Training by hand as in torch's tutorials, where each device has the whole model.
 
 The other trainers of torch (``torch_*.py``) use the same loop and override what they do differently.
 """
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 
 import torch.distributed
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -19,15 +22,20 @@ PRECISIONS = ["64", "32", "16", "bf16"]
 BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
 
 
-@subject(
-    name="torch",
-    backends=["none", "ddp"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES,
-    library="torch",
-)
+@subject(name="torch", backends=["none", "ddp"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
 def train(job):
     fit(job, OneDevice(job) if job.backend == "none" else Ddp(job))
+
+
+@subject(name="torch", backends=["zero"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
+def train_zero(job):
+    fit(job, Zero(job))
+
+
+# On CPUs DataParallel would be a plain forward.
+@subject(name="torch", backends=["dp"], precisions={"cuda": PRECISIONS}, capabilities=CAPABILITIES, library="torch")
+def train_dp(job):
+    fit(job, Dp(job))
 
 
 class OneDevice:
@@ -81,6 +89,14 @@ class OneDevice:
         return {"model": self.bare.state_dict(), **every}
 
 
+class Dp(OneDevice):
+    """DataParallel, which splits each batch over the devices and gathers the outputs on the first."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.model = DataParallel(self.bare, job.devices)
+
+
 class Ddp(OneDevice):
     """DistributedDataParallel, which averages gradients over the ranks during the last backward of a window."""
 
@@ -95,8 +111,27 @@ class Ddp(OneDevice):
         return nullcontext() if last else self.model.no_sync()
 
 
+class Zero(Ddp):
+    """ZeroRedundancyOptimizer, which shards the optimizer's state and broadcasts the updated weights."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.optimizers = [sharded(optimizer) for optimizer in self.optimizers]
+
+    def states(self):
+        for optimizer in self.optimizers:
+            optimizer.consolidate_state_dict(to=0)
+        return super().states() if torch.distributed.get_rank() == 0 else {}
+
+
+def sharded(optimizer):
+    """Return a ZeroRedundancyOptimizer with the groups of ``optimizer``, which has not stepped yet."""
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **options)
+
+
 def fit(job, trainer):
-    """Train ``job``."""
     optimizers = trainer.optimizers
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)

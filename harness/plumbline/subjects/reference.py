@@ -71,22 +71,15 @@ class _Adapter(Module):
 
 @subject(
     name="reference",
-    backends=["none", "auto", "dp", "ddp", "ddp2"],
+    backends=["none", "auto", "dp", "ddp", "ddp2", "balanced"],
     precisions=["64", "32", "16", "bf16"],
     capabilities=CAPABILITIES,
 )
 def train(job: Any) -> None:
-    fit(job)
-
-
-@subject(
-    name="reference",
-    backends=["balanced"],
-    precisions=["64", "32", "16", "bf16"],
-    capabilities=CAPABILITIES,
-)
-def train_balanced(job: Any) -> None:
-    fit_stages(job)
+    if job.backend == "balanced":
+        fit_stages(job)
+    else:
+        fit(job)
 
 
 def fit_stages(job: Any) -> None:

@@ -47,7 +47,6 @@ class JobEncoder(InputModule):
         JobEncoder.latest = self
 
     def preprocess(self, inputs, prompt=None, **kwargs):
-        """Return the batch of the samples that the texts name."""
         part = inputs[0].split()[0]
         batch = self.data[part].batch([int(text.split()[1]) for text in inputs])
         return {"input_ids": batch["index"], **batch}

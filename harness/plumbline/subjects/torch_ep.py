@@ -20,13 +20,7 @@ PRECISIONS = ["64", "32", "bf16"]
 REFUSED = {"sparse-gradients", "unused-parameters", "several-optimizers"}
 
 
-@subject(
-    name="torch",
-    backends=["ep"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES - REFUSED,
-    library="torch",
-)
+@subject(name="torch", backends=["ep"], precisions=PRECISIONS, capabilities=CAPABILITIES - REFUSED, library="torch")
 def train(job):
     fit(job, Ep(job))
 

@@ -66,7 +66,6 @@ class Fsdp(OneDevice):
 
 
 def joined_mesh(job):
-    """Join the process group and return the mesh of all devices."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # a mesh has only the type of its devices
     torch.distributed.init_process_group(job.comm)

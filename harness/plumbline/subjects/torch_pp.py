@@ -37,7 +37,6 @@ class Schedule:
     turn: bool = False
 
     def stages_of(self, rank, ranks):
-        """Return the numbers of a rank's stages in the model's order."""
         if self.turn:
             return [rank, 2 * ranks - 1 - rank]
         return list(range(rank, self.stages_per_rank * ranks, ranks))

@@ -23,13 +23,7 @@ from plumbline.subjects.torch_fsdp import REFUSED, joined_mesh
 from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
 
 
-@subject(
-    name="torch",
-    backends=["sp"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES - REFUSED,
-    library="torch",
-)
+@subject(name="torch", backends=["sp"], precisions=PRECISIONS, capabilities=CAPABILITIES - REFUSED, library="torch")
 def train(job):
     fit(job, Sp(job))
 

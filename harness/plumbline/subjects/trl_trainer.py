@@ -116,7 +116,6 @@ def samples(data, vocabulary):
 
 
 def tokenizer(size):
-    """Return a tokenizer. Only its padding token is used."""
     words = {"<pad>": 0, **{f"{number}": number for number in range(1, size)}}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), pad_token="<pad>")
 

@@ -84,7 +84,6 @@ def register(workload: Workload) -> None:
 
     Raises:
         ValueError: its name is taken.
-
     """
     if EVERY.get(workload.name, workload) is not workload:
         raise ValueError(f"there is already a workload {workload.name!r}: give this one another name")

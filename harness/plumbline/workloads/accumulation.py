@@ -41,8 +41,7 @@ class _WithBatchNormAndDropout(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.last(self.drop(self.norm(self.first(batch["x"])).tanh(), batch["index"]))
-        return outputs
+        return self.last(self.drop(self.norm(self.first(batch["x"])).tanh(), batch["index"]))
 
 
 class Validation(Mlp):
@@ -71,8 +70,7 @@ class _WithDropout(nn.Module):
         self.first, self.drop, self.last = nn.Linear(16, 32), KeyedDropout(1), nn.Linear(32, 8)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.last(self.drop(self.first(batch["x"]).tanh(), batch["index"]))
-        return outputs
+        return self.last(self.drop(self.first(batch["x"]).tanh(), batch["index"]))
 
 
 class Metrics(Accumulation):

@@ -20,8 +20,7 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.layers(batch["x"])
-        return outputs
+        return self.layers(batch["x"])
 
 
 class Mlp(Workload):
@@ -53,8 +52,7 @@ class _Linear(nn.Module):
             self.linear.weight.copy_(torch.randint(-4, 5, (2, FEATURES)).float() / 8)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.linear(batch["x"])
-        return outputs
+        return self.linear(batch["x"])
 
 
 class LinearExact(Workload):

@@ -41,8 +41,7 @@ class _Remembering(nn.Module):
                 self.latest.copy_(self.first.bias)
         # As in ``overflow``: the power of two goes out and in again, and the gradient between is as much larger.
         gain = batch["gain"][:, None]
-        outputs: Tensor = self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
-        return outputs
+        return self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
 
 
 def _factor(step: int) -> float:

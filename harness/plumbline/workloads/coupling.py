@@ -22,8 +22,7 @@ class _Cnn(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.head(self.features(batch["image"]).mean((2, 3)))
-        return outputs
+        return self.head(self.features(batch["image"]).mean((2, 3)))
 
 
 class CnnBatchNorm(Workload):
@@ -67,7 +66,6 @@ class Contrastive(Workload):
     blocks = 3
 
     def build(self) -> nn.Module:
-        """Return an encoder 12 → 24 → 8 whose outputs have length one."""
         return _Encoder()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -97,8 +95,7 @@ class _LanguageModel(nn.Module):
         now = self.embedding(batch["tokens"][:, :-1])
         # A causal summary of what came before: the running mean.
         past = now.cumsum(1) / torch.arange(1, LENGTH + 1, device=now.device, dtype=now.dtype)[:, None]
-        outputs: Tensor = self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
-        return outputs
+        return self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
 
 
 class LmTokens(Workload):
@@ -111,7 +108,6 @@ class LmTokens(Workload):
     mean_over_labels = True
 
     def build(self) -> nn.Module:
-        """Return embedding, a causal mixing layer, a head; outputs are (batch, length, vocabulary)."""
         return _LanguageModel()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:

@@ -68,6 +68,5 @@ class Columns(Dataset[Batch]):
         return Sample({name: column[position] for name, column in self.columns.items()})
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the samples at ``indices``, in that order, as one batch."""
         chosen = torch.as_tensor(indices, dtype=torch.long)
         return Sample({name: column[chosen] for name, column in self.columns.items()})

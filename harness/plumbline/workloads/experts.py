@@ -44,8 +44,7 @@ class _Mixture(nn.Module):
         # Gates by ReLU (Wang et al. 2024, arXiv:2412.14711), squared: where rounding opens or closes one, neither the
         # output nor the gradient jumps, as they would where the largest few are taken.
         gates = self.router(hidden).relu().square()
-        outputs: Tensor = self.head(hidden + self.experts(hidden, gates))
-        return outputs
+        return self.head(hidden + self.experts(hidden, gates))
 
 
 class MixtureOfExperts(Mlp):

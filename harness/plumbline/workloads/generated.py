@@ -218,8 +218,7 @@ class _Residual(nn.Module):
         self.inner = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = x + self.inner(x).tanh()
-        return outputs
+        return x + self.inner(x).tanh()
 
 
 class _Tied(nn.Module):
@@ -231,16 +230,6 @@ class _Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.weight.T).tanh() @ self.weight
-
-
-class _Frozen(nn.Module):
-    def __init__(self, width: int, _: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(x)
-        return outputs
 
 
 class _Unused(nn.Module):
@@ -299,8 +288,7 @@ class _Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        outputs: Tensor = x + self.experts(rows, self.router(rows).relu().square()).view(x.shape)
-        return outputs
+        return x + self.experts(rows, self.router(rows).relu().square()).view(x.shape)
 
 
 class _Attention(nn.Module):
@@ -313,8 +301,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.project(x).chunk(3, -1)
         if x.dim() == 2:
-            outputs: Tensor = value + query * key
-            return outputs
+            return value + query * key
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
@@ -326,8 +313,7 @@ class _Dropout(nn.Module):
         self.masks = KeyedDropout(0)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        outputs: Tensor = self.masks(x.flatten(1), index).view(x.shape)
-        return outputs
+        return self.masks(x.flatten(1), index).view(x.shape)
 
 
 class _BatchNorm(nn.Module):
@@ -338,8 +324,7 @@ class _BatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.norm(x.flatten(0, -2)).view(x.shape)
-        return outputs
+        return self.norm(x.flatten(0, -2)).view(x.shape)
 
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -352,20 +337,12 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "tied": _Tied,
     "attention": _Attention,
     "dropout": lambda width, size: _Dropout(),
-    "frozen": _Frozen,
+    "frozen": lambda width, size: nn.Linear(width, width).requires_grad_(False),
     "unused": _Unused,
     "thawed": _Thawed,
     "experts": _Mixture,
 }
 """Layers by name, each made of the width of its inputs and of its outputs; all but ``linear`` keep the width."""
-
-
-def _classes(outputs: Tensor, batch: Batch) -> Tensor:
-    return nn.functional.cross_entropy(outputs, batch["y"])
-
-
-def _squares(outputs: Tensor, batch: Batch) -> Tensor:
-    return nn.functional.mse_loss(outputs, batch["target"])
 
 
 def _token_mean(outputs: Tensor, batch: Batch) -> Tensor:
@@ -379,17 +356,14 @@ def _in_batch(outputs: Tensor, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device))
 
 
-def _two(outputs: Tensor, batch: Batch) -> Tensor:
-    return _classes(outputs, batch) + 0.3 * _squares(outputs, batch)
-
-
-def _labels(outputs: Tensor, batch: Batch) -> Tensor:
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
-
-
-_LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = dict(
-    zip((*LOSSES, LABELS), (_classes, _squares, _token_mean, _in_batch, _two, _labels), strict=True)
-)
+_LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "classes": lambda outputs, batch: nn.functional.cross_entropy(outputs, batch["y"]),
+    "squares": lambda outputs, batch: nn.functional.mse_loss(outputs, batch["target"]),
+    "token-mean": _token_mean,
+    "in-batch": _in_batch,
+    "two": lambda outputs, batch: _LOSSES["classes"](outputs, batch) + 0.3 * _LOSSES["squares"](outputs, batch),
+    LABELS: lambda outputs, batch: nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+}
 
 
 def _optimizers(kind: str, params: list[Any]) -> Iterator[torch.optim.Optimizer]:

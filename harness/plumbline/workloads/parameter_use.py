@@ -20,8 +20,7 @@ class _PartlyFrozen(nn.Module):
         self.middle.requires_grad_(False)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
-        return outputs
+        return self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
 
 
 class Frozen(Mlp):
@@ -55,13 +54,11 @@ class Branching(nn.Module):
         return [self.first, self.last]
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits, (batch, 8)."""
         hidden = self.first(batch["x"])
         hard = batch["hard"].nonzero().flatten()
         if len(hard):
             hidden = hidden.index_add(0, hard, self.extra(batch["x"][hard]).to(hidden.dtype))
-        outputs: Tensor = self.last(hidden.tanh())
-        return outputs
+        return self.last(hidden.tanh())
 
 
 class _WithSpare(Branching):
@@ -140,8 +137,7 @@ class _ThawsLater(nn.Module):
         if int(self.seen) <= self.frozen_for:
             weight, bias = weight.detach(), bias.detach()
         hidden = nn.functional.linear(self.first(batch["x"]).tanh(), weight, bias)
-        outputs: Tensor = self.last(hidden.tanh())
-        return outputs
+        return self.last(hidden.tanh())
 
 
 class Thawed(Mlp):

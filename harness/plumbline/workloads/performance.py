@@ -56,8 +56,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations (batch, outputs, height / stride, width / stride)."""
-        outputs: Tensor = (self.way(x) + self.around(x)).relu()
-        return outputs
+        return (self.way(x) + self.around(x)).relu()
 
 
 class _ResNet(nn.Module):
@@ -73,8 +72,7 @@ class _ResNet(nn.Module):
         self.features, self.head = nn.Sequential(*layers), nn.Linear(widths[-1], CLASSES)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.head(self.features(batch["image"]).mean((2, 3)))
-        return outputs
+        return self.head(self.features(batch["image"]).mean((2, 3)))
 
 
 class ResNet(PerformanceWorkload):
@@ -88,7 +86,6 @@ class ResNet(PerformanceWorkload):
     }
 
     def build(self) -> nn.Module:
-        """Return the network; outputs are (batch, classes)."""
         return _ResNet(**self.size.model)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
@@ -133,8 +130,7 @@ class TransformerBlock(nn.Module):
         query, key, value = self.project(self.norm_1(x)).view(split).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        outputs: Tensor = x + self.feed(self.norm_2(x))
-        return outputs
+        return x + self.feed(self.norm_2(x))
 
 
 class _Gpt(nn.Module):
@@ -147,8 +143,7 @@ class _Gpt(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         now = batch["tokens"][:, :-1]
         x = self.tokens(now) + self.places(torch.arange(now.shape[1], device=now.device))
-        outputs: Tensor = self.head(self.norm(self.blocks(x)))
-        return outputs
+        return self.head(self.norm(self.blocks(x)))
 
 
 class Gpt(PerformanceWorkload):
@@ -168,7 +163,6 @@ class Gpt(PerformanceWorkload):
     }
 
     def build(self) -> nn.Module:
-        """Return the transformer; outputs are (batch, length, vocabulary)."""
         return _Gpt(**self.size.model)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:

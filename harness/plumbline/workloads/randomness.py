@@ -70,8 +70,7 @@ class DrawnDropout(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Return ``x`` (batch, units) with half of it dropped and the rest doubled; unchanged in evaluation."""
-        outputs: Tensor = x * self.coins(x, batch).to(x.dtype)
-        return outputs
+        return x * self.coins(x, batch).to(x.dtype)
 
 
 class _WithKeyedDropout(nn.Module):
@@ -85,8 +84,7 @@ class _WithKeyedDropout(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         hidden = self.drop_first(self.first(batch["x"]).tanh(), batch["index"])
-        outputs: Tensor = self.last(self.drop_middle(self.middle(hidden).tanh(), batch["index"]))
-        return outputs
+        return self.last(self.drop_middle(self.middle(hidden).tanh(), batch["index"]))
 
 
 class Dropout(Mlp):
@@ -114,8 +112,7 @@ class _WithDrawnDropout(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         hidden = self.drop_first(self.first(batch["x"]).tanh(), batch)
-        outputs: Tensor = self.last(self.drop_middle(self.middle(hidden).tanh(), batch))
-        return outputs
+        return self.last(self.drop_middle(self.middle(hidden).tanh(), batch))
 
 
 class RandomMasks(Mlp):

@@ -22,8 +22,7 @@ class _Bag(nn.Module):
         self.head = nn.Linear(8, 6)
 
     def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.head(self.embedding(batch["words"]).mean(1).tanh())
-        return outputs
+        return self.head(self.embedding(batch["words"]).mean(1).tanh())
 
 
 class EmbeddingSparse(Workload):
@@ -70,15 +69,13 @@ class NestedOutputs(Mlp):
     narrow = True
 
     def build(self) -> nn.Module:
-        """Return a trunk with two heads; outputs are ``{"logits", "rest": (hidden, (aside, length))}``."""
         return _Several()
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         hidden, (aside, length) = outputs["rest"]
         # Losses that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
         small = sum(nn.functional.mse_loss(output, torch.zeros_like(output)) for output in (hidden, aside))
-        loss: Tensor = nn.functional.cross_entropy(outputs["logits"], batch["y"]) + 0.1 * small + 0.5 * length.mean()
-        return loss
+        return nn.functional.cross_entropy(outputs["logits"], batch["y"]) + 0.1 * small + 0.5 * length.mean()
 
 
 VOCABULARY = 20
@@ -100,8 +97,7 @@ class _Attention(nn.Module):
         query, key, value = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
         later = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
         scores = (query @ key.mT / split[-1] ** 0.5).masked_fill(later, -torch.inf)
-        outputs: Tensor = self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
-        return outputs
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
 class _Transformer(nn.Module):
@@ -121,8 +117,7 @@ class _Transformer(nn.Module):
         x = self.tokens(now) + self.places(torch.arange(LENGTH, device=now.device))
         x = x + self.attention(self.norm_1(x))
         x = x + self.feed(self.norm_2(x))
-        outputs: Tensor = self.head(self.norm_3(x))
-        return outputs
+        return self.head(self.norm_3(x))
 
 
 class Transformer(Workload):
@@ -137,7 +132,6 @@ class Transformer(Workload):
     batch_size = 12
 
     def build(self) -> nn.Module:
-        """Return the transformer; outputs are (batch, length, vocabulary)."""
         return _Transformer()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:

@@ -143,8 +143,7 @@ class _Amplifying(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         # The power of two goes out and in again, exactly; on the way back the gradient between is as much larger.
         gain = batch["gain"][:, None]
-        outputs: Tensor = self.last(self.first(batch["x"]).tanh() / gain) * gain
-        return outputs
+        return self.last(self.first(batch["x"]).tanh() / gain) * gain
 
 
 class Overflow(Mlp):
