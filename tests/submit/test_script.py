@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbline.core.errors import PlanError
-from plumbline.slurm.script import BatchScript
+from plumbline.slurm.scheduler import BatchScript
 from plumbline.submit.engine import pairs, variables
 from plumbline.submit.engines.slurm import SlurmEngine
 from plumbline.submit.submission import SubmitRequest

@@ -34,7 +34,6 @@ class Corpus:
         self._progress = folder / "progress.json"
 
     def add(self, failure: Failure) -> Path:
-        """Write a failure, and return the file of its problem."""
         self.folder.mkdir(parents=True, exist_ok=True)
         recipe, cell = failure.drawn.recipe, failure.drawn.cell
         locator = write_problem(recipe, self.folder, found=f": {failure.cause} on {cell.backend} {cell.topology}")
@@ -60,7 +59,6 @@ class Corpus:
 
     @property
     def causes(self) -> set[str]:
-        """The causes of all failures."""
         return {found.cause for found in self}
 
     @property
@@ -69,7 +67,6 @@ class Corpus:
         return Counter(json.loads(self._progress.read_text("utf-8"))) if self._progress.exists() else Counter()
 
     def went_on(self, counts: Mapping[str, int]) -> None:
-        """Add to the counts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self._progress, json.dumps(self.progress + Counter(counts), indent=1) + "\n")
 

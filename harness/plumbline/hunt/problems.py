@@ -129,7 +129,6 @@ class Problem(Generated):
 
 
 def name_of(recipe: Recipe) -> str:
-    """Return the name of a recipe's workload, which follows from the recipe."""
     return f"drawn-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
 
 
@@ -153,5 +152,4 @@ def in_words(recipe: Recipe) -> str:
 
 
 def trained_on(cell: Cell, recipe: Recipe, locator: str) -> Cell:
-    """Return the cell with the recipe's workload."""
     return replace(cell, workload=name_of(recipe), workload_locator=locator)

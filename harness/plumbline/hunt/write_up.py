@@ -21,6 +21,7 @@ from plumbline.hunt.program.render import NoTemplateError, render, render_by_han
 from plumbline.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
 from plumbline.hunt.search import Failure
 from plumbline.planning.declaration import Declaration
+from plumbline.report.text import counted
 
 EXPECTED = {
     "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
@@ -58,10 +59,10 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     declaration = declared_for(cell.subject, cell.backend, declared)
     name = name_of(recipe)
     values: dict[str, object] = {
-        "title": f"{_library(declaration)}: {failure.cause} ({cell.backend}, {_ranks(cell.processes)})",
+        "title": f"{_library(declaration)}: {failure.cause} ({cell.backend}, {counted(cell.processes, 'rank')})",
         "versions": declaration.software,
         "cell": cell,
-        "ranks": _ranks(cell.processes),
+        "ranks": counted(cell.processes, "rank"),
         "recipe": in_words(recipe),
         "expected": EXPECTED.get(finding.check, OTHERWISE),
         "message": finding.message,
@@ -142,10 +143,6 @@ def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:
         given += ["--nodes", str(cell.topology.num_nodes)]
     yield shlex.join(["plumbline", "hunt", "--subject", subject, "--folder", str(folder), "--again"])
     yield shlex.join([*suite_command(*given), "--backends", cell.backend, "--precisions", cell.precision])
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _library(declaration: Declaration) -> str:

@@ -48,7 +48,6 @@ class TrainingPass:
         self.model = workload.model(dtype).train()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the gradient of each parameter that the loss of ``batch`` depends on."""
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         loss = pass_of(self._workload, self.model, batch)
         with calling("backward"):

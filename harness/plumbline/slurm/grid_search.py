@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlumblineError
-from plumbline.slurm.scheduler import sbatch
-from plumbline.slurm.script import BatchScript
+from plumbline.slurm.scheduler import BatchScript, sbatch
 
 
 class SearchError(PlumblineError):

@@ -23,7 +23,7 @@ from typing import Final
 
 from scipy.stats import false_discovery_control  # type: ignore[import-untyped]
 
-from plumbline.statistics.intervals import CONFIDENCE, Estimate, variance
+from plumbline.statistics.intervals import CONFIDENCE, Estimate, combined_error, variance
 
 FEWEST_RUNS: Final = 4
 """With three, one side has one run and the other two: a spread with one degree of freedom tells nothing."""
@@ -101,10 +101,7 @@ def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> t
             return None
         error = fmean(variance(samples) / len(samples) for samples in repeated) / len(side)
         parts.append((error, sum(len(samples) - 1 for samples in repeated)))
-    squared = sum(error for error, _ in parts)
-    # Welch-Satterthwaite, as in ``welch_difference``.
-    freedom = 1 / sum((error / squared) ** 2 / degrees for error, degrees in parts) if squared else math.inf
-    return math.sqrt(squared), freedom
+    return combined_error(parts)
 
 
 def _noise_of_runs(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:

@@ -142,10 +142,15 @@ def welch_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
         ValueError: a side has fewer than two samples.
     """
     parts = [(variance(side) / len(side), len(side) - 1) for side in (a, b)]
+    return Estimate(fmean(b) - fmean(a), *combined_error(parts))
+
+
+def combined_error(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the standard error of a sum, with its degrees of freedom, from squared errors with theirs."""
     squared = sum(part for part, _ in parts)
     # Welch-Satterthwaite, in parts of the whole, which do not underflow. Without any variance, any number will do.
     freedom = 1 / sum((part / squared) ** 2 / degrees for part, degrees in parts) if squared else math.inf
-    return Estimate(fmean(b) - fmean(a), math.sqrt(squared), freedom)
+    return math.sqrt(squared), freedom
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:

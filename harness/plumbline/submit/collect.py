@@ -33,7 +33,6 @@ class Collected:
 
 
 def is_bad(records: Sequence[Result | Measurement]) -> bool:
-    """Return whether a cell of these records makes a run fail."""
     results = [record for record in records if isinstance(record, Result)]
     end = ending(results) if results else Outcome.PASSED
     return end == UNEXPECTED_PASS or (isinstance(end, Outcome) and end.is_bad)
@@ -123,6 +122,5 @@ def _move_traces(submission: Submission, collected: Collected) -> None:
 
 
 def clear(submission: Submission) -> None:
-    """Remove the tasks' report directories; the run has their records now."""
     for task in range(len(submission.tasks)):
         shutil.rmtree(submission.part(task), ignore_errors=True)

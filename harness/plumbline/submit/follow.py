@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from plumbline.report.text import counted
 from plumbline.results.run import Run
 from plumbline.submit.collect import Collected, clear, collect, write
 from plumbline.submit.engine import FORGOTTEN, Phase, TaskState
@@ -92,7 +93,7 @@ class Follower:
                 continue
             if state.phase is Phase.CANCELLED:
                 self._given_up[task] = (
-                    f"job {self._jobs[task]}_{task} was cancelled; {_cells(len(missing))} not examined"
+                    f"job {self._jobs[task]}_{task} was cancelled; {counted(len(missing), 'cell')} not examined"
                 )
                 continue
             if state.phase is not Phase.INTERRUPTED:
@@ -101,11 +102,11 @@ class Follower:
             if self._failed_attempts[task] > 1:
                 self._given_up[task] = (
                     f"ended twice ({state.name or 'unknown state'}) without examining another cell; "
-                    f"{_cells(len(missing))} not examined: see {self._log(task)}"
+                    f"{counted(len(missing), 'cell')} not examined: see {self._log(task)}"
                 )
                 continue
             how = state.name.lower().replace("_", " ") or "unknown state"
-            self.notify(f"task {task} ({how}) left {_cells(len(missing))} unfinished: resubmitting")
+            self.notify(f"task {task} ({how}) left {counted(len(missing), 'cell')} unfinished: resubmitting")
             again[task] = missing
         self._submit(again)
 
@@ -118,7 +119,7 @@ class Follower:
         job = self.submission.engine.send(self.submission, self.submission.new_job(), list(missing))
         self.submission.add_job(job, list(missing))
         self._jobs.update(dict.fromkeys(missing, job))
-        self.notify(f"job {job}: {_cells(sum(map(len, missing.values())))} in {_tasks(len(missing))}")
+        self.notify(f"job {job}: {counted(sum(map(len, missing.values())), 'cell')} in {counted(len(missing), 'task')}")
 
     def _log(self, task: int) -> str:
         return self.submission.engine.log(self.submission, self._jobs[task], task)
@@ -131,12 +132,4 @@ def progress(submission: Submission, collected: Collected, states_by_task: Mappi
     waiting = f" ({'; '.join(reasons)})" if reasons else ""
     tasks = ", ".join(f"{count} {name}{waiting if name == 'pending' else ''}" for name, count in counts.items())
     bad = f", {collected.bad} bad" if collected.bad else ""
-    return f"{len(collected.cells)} of {_cells(len(submission.cells))}{bad}; tasks: {tasks or 'all ended'}"
-
-
-def _cells(count: int) -> str:
-    return f"{count} cell{'' if count == 1 else 's'}"
-
-
-def _tasks(count: int) -> str:
-    return f"{count} task{'' if count == 1 else 's'}"
+    return f"{len(collected.cells)} of {counted(len(submission.cells), 'cell')}{bad}; tasks: {tasks or 'all ended'}"

@@ -53,7 +53,6 @@ class PodSettings:
 
 
 def secret(name: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """Return a Secret with the environment variables of every pod."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": dict(values)}
 
 
@@ -230,7 +229,6 @@ def _ended(status: Mapping[str, Any], index: int) -> TaskState | None:
 
 
 def _indices(text: str) -> Iterator[int]:
-    """Yield the indices in a Job's status, such as ``1,3-5``."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
@@ -245,7 +243,6 @@ def _live(pods: Iterable[Mapping[str, Any]]) -> TaskState:
 
 
 def _reason(status: Mapping[str, Any]) -> str:
-    """Return what a pending pod's container waits for, or why the pod has no node."""
     for container in status.get("containerStatuses") or ():
         waits = container.get("state", {}).get("waiting", {})
         if waits.get("reason", "ContainerCreating") != "ContainerCreating":

@@ -31,7 +31,6 @@ class Submission(Tasks):
     engine: Engine
 
     def save(self) -> None:
-        """Write it to a new folder."""
         self.folder.mkdir(parents=True)
         point_symlink(self.run.parent / LATEST, self.run.name)
         engine = {"name": self.engine.name, **self.engine.settings()}

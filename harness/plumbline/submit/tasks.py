@@ -58,15 +58,12 @@ class Tasks:
         return self.run / FOLDER
 
     def part(self, task: int) -> Path:
-        """Return the report directory of one task."""
         return self.folder / f"task-{task}"
 
     def selection(self, task: int) -> Path:
-        """Return the file with the cells of a task, as arguments for pytest."""
         return self.part(task) / "cells.txt"
 
     def select(self, task: int, cells: Sequence[str]) -> None:
-        """Write the file with the cells that a task will examine."""
         nodeids = {cell.cell: cell.nodeid for cell in self.cells}
         self.part(task).mkdir(exist_ok=True)
         self.selection(task).write_text("".join(f"{nodeids[cell]}\n" for cell in cells))
@@ -76,12 +73,10 @@ class Tasks:
         return f"plumbline-{self.run.name.lower()}-{len(self._lines())}"
 
     def add_job(self, job: str, tasks: Sequence[int]) -> None:
-        """Record that a job was sent for some of the tasks."""
         with self._file.open("a") as file:
             file.write(json.dumps({"job": job, "tasks": list(tasks)}) + "\n")
 
     def jobs(self) -> dict[int, str]:
-        """Return the last job of each task."""
         return {task: line["job"] for line in self._lines() for task in line["tasks"]}
 
     def tasks_of(self, job: str) -> list[int]:

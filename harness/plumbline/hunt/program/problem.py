@@ -160,7 +160,6 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """Processes of the training."""
         return self.cell.processes
 
     @property
@@ -176,7 +175,6 @@ class Problem:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch."""
         size = self.batch * self.shares
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
@@ -232,7 +230,6 @@ class Problem:
 
     @property
     def targets(self) -> str:
-        """The names of a batch's columns after ``x``."""
         return "y, target" if self.recipe.loss == "two" else "y"
 
     @property
@@ -241,7 +238,6 @@ class Problem:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one optimizer."""
         return self.recipe.optimizer == "several"
 
     @property
@@ -250,7 +246,6 @@ class Problem:
 
     @property
     def rate(self) -> str:
-        """The factor of the learning rate after n steps."""
         return RATE
 
     def optimizer(self, model: str, *, scheduled: bool = True) -> str:

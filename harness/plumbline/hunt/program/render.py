@@ -66,5 +66,4 @@ def _environment(folder: Path) -> Environment:
 
 
 def _cannot(what: str) -> None:
-    """Let a template refuse what it does not express."""
     raise NotExpressedError(what)

@@ -83,7 +83,6 @@ class KubernetesEngine(Engine):
         return cls(options.image, claim, path, options.namespace, options.kind, patch, variables(options.env))
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings but the environment, which may hold secrets."""
         return {**asdict(self), "environment": {}}
 
     def check(self, submission: Tasks) -> None:

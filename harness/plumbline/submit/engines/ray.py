@@ -42,7 +42,6 @@ class RayEngine(Engine):
         """Refuse nothing: the cluster decides."""
 
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
-        """Return the commands that would send the tasks."""
         at = ["--address", self.address] if self.address else []
         sent = ["ray", "job", "submit", "--no-wait", *at]
         lines = [

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from plumbline.slurm.scheduler import INTERRUPTED, LIVE, sbatch, states
-from plumbline.slurm.script import BatchScript
+from plumbline.slurm.scheduler import INTERRUPTED, LIVE, BatchScript, sbatch, states
 from plumbline.submit.engine import Engine, Phase, TaskState, pairs, variables
 from plumbline.submit.tasks import Tasks
 
