@@ -19,7 +19,7 @@ from plumbline.check.judge.rng import judge_rng
 from plumbline.check.judge.samples import judge_samples
 from plumbline.core.finding import Finding
 
-QUESTIONS = (
+CHECKS = (
     judge_initial_weights, judge_samples, judge_rng, judge_objective, judge_ranks_agree, judge_buffers,
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorded
 
 
 def findings(training: RecordedTraining) -> list[Finding]:
-    return [finding for question in QUESTIONS for finding in question(training)]
+    return [finding for check in CHECKS for finding in check(training)]
 
 
 @pytest.mark.parametrize("scene", RIGHT)

@@ -9,6 +9,7 @@ import pytest
 from plumbline.core.finding import ORDER, UNEXPLAINED, Finding, diagnosis
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def bad(check, cause=None):
@@ -44,7 +45,7 @@ def test_the_origin_comes_before_its_consequence(origin, consequence):
 
 
 def test_every_check_has_its_place():
-    assert set(CHECKS) | {"launch"} == set(ORDER)
+    assert set(CHECKS[TraceAnalysis]) | {"launch"} == set(ORDER)
 
 
 def test_a_check_that_nobody_placed_comes_last():

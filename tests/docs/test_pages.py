@@ -19,6 +19,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.report.tables.support import MARKS
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.subjects.short_names import SHORT_NAMES
@@ -138,7 +139,7 @@ def test_subjects_marks_outcomes_checks_capabilities_and_metrics_are_those_of_th
     outcomes = {outcome.value for outcome in Outcome}
     assert set(column("docs/reading-the-table.md", "## Outcomes of a cell")) == outcomes
     assert set(column("docs/glossary.md", "## Outcomes")) == outcomes
-    assert set(column("docs/how-the-judge-decides.md", "## Checks")) == {"launch", *CHECKS}
+    assert set(column("docs/how-the-judge-decides.md", "## Checks")) == {"launch", *CHECKS[TraceAnalysis]}
     capabilities = [name for name in column("docs/subject-interface.md", "## Declaring a subject") if "-" in name]
     assert set(capabilities) <= CAPABILITIES
     assert set(column("docs/subject-interface.md", "## Declaring a subject")) >= CAPABILITIES

@@ -50,7 +50,7 @@ def test_the_page_has_a_check_a_cause_and_a_report_format():
 
 
 def test_its_check_is_asked(results):
-    assert results["even-batches"]["outcome"] == "passed"
+    assert results["bounded-gradients"]["outcome"] == "passed"
 
 
 def test_its_cause_explains(results):

@@ -27,6 +27,7 @@ from plumbline.hunt.search import Failure, Search
 from plumbline.hunt.subject import cells_of, searches
 from plumbline.hunt.write_up import write_up
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.planning.declaration import Declaration
 from plumbline.workloads.generated import Recipe
 
@@ -135,7 +136,7 @@ def test_a_page_says_what_its_program_printed_and_whether_it_confirms(tmp_path, 
     assert page.startswith("# torch 2.9: gradients: doubled (ddp, 2 ranks)")
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS[TraceAnalysis])
 def test_whatever_fails_has_a_page(tmp_path, monkeypatch, check):
     right = ProgramRun(0, "", "")
     monkeypatch.setattr("plumbline.hunt.write_up.run_program", lambda *given: right)

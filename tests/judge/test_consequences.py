@@ -10,6 +10,7 @@ from plumbline.core.finding import ORDER, Finding, diagnosis
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.consequences import RULES, in_order
+from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def bad(check, cause=None, family=None, step=None, outcome=Outcome.FAILED):
@@ -113,7 +114,11 @@ def test_a_check_that_raised_is_no_consequence():
 
 
 def test_rules_speak_of_checks_that_there_are():
-    assert {rule.check for rule in RULES} | {rule.origin for rule in RULES} <= set(CHECKS) | {"launch"} == set(ORDER)
+    assert (
+        {rule.check for rule in RULES} | {rule.origin for rule in RULES}
+        <= set(CHECKS[TraceAnalysis]) | {"launch"}
+        == set(ORDER)
+    )
     assert all(rule.why for rule in RULES)
 
 

@@ -109,9 +109,9 @@ def test_what_any_member_of_a_replica_begins_with_is_the_jobs(simulation, cell_o
     (right,) = simulation.right_trace(workload, cell_of("mlp", "none", "1x1")).ranks
     members = [replace(right, rank=number, world_size=3) for number in range(3)]
     analysis = TraceAnalysis(Trace(tuple(members)), workload, cell)
-    assert CHECKS["initial-weights"](analysis).outcome is Outcome.PASSED
+    assert CHECKS[TraceAnalysis]["initial-weights"](analysis).outcome is Outcome.PASSED
     first = members[rank].steps[0]
     other = {name: value + 1 if "bias" in name else value for name, value in first.before.items()}
     members[rank] = replace(members[rank], steps=(replace(first, before=other), *members[rank].steps[1:]))
-    finding = CHECKS["initial-weights"](TraceAnalysis(Trace(tuple(members)), workload, cell))
+    finding = CHECKS[TraceAnalysis]["initial-weights"](TraceAnalysis(Trace(tuple(members)), workload, cell))
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "not-broadcast")

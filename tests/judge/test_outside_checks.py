@@ -13,6 +13,7 @@ from plumbline.judge.checks import CHECKS
 from plumbline.judge.consequences import RULES, Rule
 from plumbline.judge.findings import Vacuous, failed, passed
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.planning.expectation_files import Checks
 from plumbline.results.records import Result
 from plumbline.workloads import WORKLOADS
@@ -31,7 +32,7 @@ def small_weights(analysis):
 
 @pytest.fixture
 def judged(monkeypatch, simulation, cell_of):
-    monkeypatch.setitem(CHECKS, "small-weights", small_weights)
+    monkeypatch.setitem(CHECKS[TraceAnalysis], "small-weights", small_weights)
     cell = cell_of("mlp", "ddp", "1x2")
     trace = simulation.right_trace(WORKLOADS["mlp"], cell)
 

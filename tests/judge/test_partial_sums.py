@@ -79,4 +79,4 @@ def test_an_update_in_parts_is_right_and_another_update_is_not(cell_of, simulati
         for rank, step in zip(ranks, steps, strict=True):
             rank.append(replace(step, after=after))
     changed = Trace(tuple(RankTrace(rank, 2, tuple(own)) for rank, own in enumerate(ranks)))
-    assert CHECKS["update"](TraceAnalysis(changed, workload, cell)).outcome is outcome
+    assert CHECKS[TraceAnalysis]["update"](TraceAnalysis(changed, workload, cell)).outcome is outcome

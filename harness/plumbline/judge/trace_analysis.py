@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plumbline.core.cell import Cell
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.evidence.recording import OptimizerStep, Recording
 from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.epochs import Epochs
@@ -91,7 +92,7 @@ class GlobalStep:
         return frozenset(name for step in self.ranks for name in step.held_back)
 
 
-class TraceAnalysis:
+class TraceAnalysis(Recording):
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
@@ -116,6 +117,13 @@ class TraceAnalysis:
         if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):
             return {}
         return mask_shapes(workload, self.cell.topology.devices)
+
+    @property
+    def optimizer_steps(self) -> Iterator[OptimizerStep]:
+        for trace in self.whole_trace.ranks:
+            for number, step in enumerate(trace.steps):
+                size = math.hypot(*map(norm, step.gradients.values()))
+                yield OptimizerStep(trace.rank, number, tuple(step.before), size, step.learning_rates, step.skipped)
 
     @cached_property
     def full_training(self) -> FullTraining:

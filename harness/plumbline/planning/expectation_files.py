@@ -24,7 +24,8 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
-from plumbline.judge.checks import CHECKS
+from plumbline.judge.checks import checks_of
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.results.records import Expected, SourceLine
 from plumbline.workloads import WORKLOADS
 
@@ -58,7 +59,7 @@ def _is_bad(outcome: Outcome) -> Outcome:
 
 
 def _is_check(name: str) -> str:
-    known = (*CHECKS, "launch")
+    known = (*checks_of(TraceAnalysis), "launch")
     if name not in known:
         raise ValueError(f"unknown check {name!r}; choose from {', '.join(known)}")
     return name

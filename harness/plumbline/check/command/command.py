@@ -20,7 +20,7 @@ from plumbline.check.command.watch import ProcessWatch
 from plumbline.check.evidence.options import RecordingOptions, write_options
 
 if TYPE_CHECKING:
-    from plumbline.check.judge.judging import CheckedTraining
+    from plumbline.check.judge.judge import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
@@ -65,7 +65,7 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
     with _folder() as folder:
         write_options(folder, options)
         # Importing torch takes a second or more: the command runs meanwhile.
-        loading = Thread(target=import_module, args=("plumbline.check.judge.judging",), daemon=True)
+        loading = Thread(target=import_module, args=("plumbline.check.judge.judge",), daemon=True)
         loading.start()
         with closing(ProcessWatch(folder)) as watch:
             ended = options.stop or options.dry_run
@@ -74,7 +74,7 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
-        from plumbline.check.judge.judging import judged_trainings
+        from plumbline.check.judge.judge import judged_trainings
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)

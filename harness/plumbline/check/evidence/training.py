@@ -7,13 +7,14 @@ the combination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from plumbline.evidence.projection import project
+from plumbline.evidence.recording import OptimizerStep, Recording
 from plumbline.recording.observer import Facts as Facts
 
 SEGMENT = 64
@@ -164,7 +165,7 @@ class RecordedRank:
 
 
 @dataclass(frozen=True)
-class RecordedTraining:
+class RecordedTraining(Recording):
     """All processes of a training that took optimizer steps, ordered by rank."""
 
     ranks: tuple[RecordedRank, ...]
@@ -172,6 +173,14 @@ class RecordedTraining:
     @property
     def world_size(self) -> int:
         return self.ranks[0].world_size
+
+    @property
+    def optimizer_steps(self) -> Iterator[OptimizerStep]:
+        for rank in self.ranks:
+            for step in rank.steps:
+                names = tuple(one.name for one in step.parameters)
+                rates = step.facts.get("learning-rate", {}).get("rates", ())
+                yield OptimizerStep(rank.rank, step.number, names, step.norm, tuple(rates), step.skipped)
 
     def at(self, place: int) -> Mapping[int, RecordedStep]:
         """Return the ``place``-th step of each rank that took as many, by rank."""

@@ -1,13 +1,17 @@
-"""All questions that are put to a recorded training, in the order in which their answers are read."""
+"""The checks of a script, and what they find in the trainings that its processes recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from plumbline.check.evidence.read import read_trainings
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.consequences import settle
+from plumbline.check.judge.coverage import Coverage, coverage_of
+from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.learning_rate import judge_learning_rate
@@ -23,40 +27,55 @@ from plumbline.check.judge.samples import judge_samples
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.unused_losses import judge_unused_losses
 from plumbline.check.judge.update import judge_update
-from plumbline.core.finding import Finding, leaves_no_numbers
-from plumbline.core.outcome import Outcome
+from plumbline.core.finding import Finding, in_reading_order
+from plumbline.judge.check_runner import run_checks
+from plumbline.judge.checks import CHECKS
 
-QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
-    judge_initial_weights,
-    judge_samples,
-    judge_rng,
-    judge_recomputation,
-    judge_gradients,
-    judge_clipping,
-    judge_skipped_steps,
-    judge_learning_rate,
-    judge_update,
-    judge_optimized_parameters,
-    judge_ranks_agree,
-    judge_buffers,
-    judge_precision,
-    judge_objective,
-    judge_unused_losses,
-    judge_lost_ties,
-    judge_rounded_updates,
-]
+CHECKS[RecordedTraining] |= {
+    "initial-weights": judge_initial_weights,
+    "samples": judge_samples,
+    "rng": judge_rng,
+    "recomputation": judge_recomputation,
+    "gradients": judge_gradients,
+    "clipping": judge_clipping,
+    "skipped-steps": judge_skipped_steps,
+    "learning-rate": judge_learning_rate,
+    "update": judge_update,
+    "optimized-parameters": judge_optimized_parameters,
+    "ranks-agree": judge_ranks_agree,
+    "buffers": judge_buffers,
+    "precision": judge_precision,
+    "objective": judge_objective,
+    "unused-losses": judge_unused_losses,
+    "lost-ties": judge_lost_ties,
+    "rounded-updates": judge_rounded_updates,
+}
+
+
+@dataclass(frozen=True)
+class CheckedTraining:
+    """One training of a command and what was found in it, in reading order; ``estimate`` is that of a dry run."""
+
+    training: RecordedTraining
+    findings: list[Finding]
+    coverage: Coverage
+    estimate: CostEstimate | None = None
+
+
+def judged_trainings(folder: Path) -> list[CheckedTraining]:
+    """Return the trainings that were recorded below a folder, each with its findings.
+
+    Raises:
+        TraceError: evidence cannot be read.
+    """
+    return [_judged(one, folder) for one in read_trainings(folder)]
+
+
+def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
+    findings = judge(training)
+    return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))
 
 
 def judge(training: RecordedTraining) -> list[Finding]:
-    """Return every finding about a training, in the order of the questions, but what leaves no numbers first.
-
-    A question that raises has no answer; it does not hide the others.
-    """
-    findings: list[Finding] = []
-    for question in QUESTIONS:
-        try:
-            findings.extend(question(training))
-        except Exception as error:
-            name = question.__name__.removeprefix("judge_").replace("_", "-")
-            findings.append(Finding(name, Outcome.ERRORED, f"it could not be judged: {type(error).__name__}: {error}"))
-    return sorted(settle(findings), key=lambda one: not leaves_no_numbers(one))
+    """Return every finding about a training, in reading order."""
+    return in_reading_order(settle(run_checks(training)))

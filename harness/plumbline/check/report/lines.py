@@ -10,7 +10,7 @@ from enum import Enum
 from plumbline.check.command.command import CheckedCommand
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
-from plumbline.check.judge.judging import CheckedTraining
+from plumbline.check.judge.judge import CheckedTraining
 from plumbline.check.judge.noted import HeadlineNote, Information
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation

@@ -1,14 +1,21 @@
-"""The checks: what is judged about a trace. A check is one function in one file, and one entry here.
+"""The checks, by the kind of evidence that they judge. A check is one function in one file, and one entry here.
 
-It takes a TraceAnalysis and returns a Finding, or None where it does not apply (ranks cannot disagree where there is
-one). It raises Vacuous where it could not have failed. An entry may also be added from outside of this package.
+It takes the evidence and returns a Finding, several of them, or None where it does not apply (ranks cannot disagree
+where there is one). It raises Vacuous where it could not have failed. The checks of a subject judge a TraceAnalysis;
+``plumbline.check.judge`` adds those of a script. One that takes any Recording judges both.
+
+from plumbline.judge.checks import CHECKS, Recording
+CHECKS[Recording]["my-check"] = my_check
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from plumbline.core.finding import Finding
+from plumbline.evidence.recording import Recording
 from plumbline.judge.checks.buffers import buffers
 from plumbline.judge.checks.checkpoint import checkpoint
 from plumbline.judge.checks.gradients import gradients
@@ -27,9 +34,11 @@ from plumbline.judge.checks.update import update
 from plumbline.judge.checks.validation import validation
 from plumbline.judge.trace_analysis import TraceAnalysis
 
-Check = Callable[[TraceAnalysis], Finding | None]
+Check = Callable[[Any], Finding | Iterable[Finding] | None]
 
-CHECKS: dict[str, Check] = {
+CHECKS: defaultdict[type, dict[str, Check]] = defaultdict(dict)
+
+CHECKS[TraceAnalysis] = {
     "steps": steps,
     "samples": samples,
     "initial-weights": initial_weights,
@@ -47,3 +56,11 @@ CHECKS: dict[str, Check] = {
     "training": training,
     "metrics": metrics,
 }
+
+
+def checks_of(kind: type) -> dict[str, Check]:
+    """Return the checks of a kind of evidence, then those of what it is a special case of."""
+    return {name: check for each in kind.__mro__ for name, check in CHECKS.get(each, {}).items()}
+
+
+__all__ = ["CHECKS", "Check", "Recording", "checks_of"]
