@@ -21,7 +21,6 @@ from plumbline.check.evidence.training import (
     RecordedTraining,
 )
 from plumbline.check.judge.buffers import judge_buffers
-from plumbline.check.judge.consequences import settle
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.noted import HeadlineNote
@@ -33,6 +32,7 @@ from plumbline.check.judge.samples import judge_samples
 from plumbline.check.rank.observers.row_hashes import digest
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
 
 WRAPPED: Facts = {
     "modules": [{"class": "Net", "wrapper": {"ranks": 2}, "sharded_as_data": False, "layouts": []}],
@@ -466,14 +466,20 @@ def test_an_update_that_differs_is_accused() -> None:
     assert bad(judged(made)) == ["updates-differ"]
 
 
+def marked(*findings: Finding) -> list[Finding]:
+    return mark_consequences(findings, SCRIPT_RULES, same_cause=False)
+
+
 def test_a_consequence_without_its_mistake_is_information() -> None:
     made = of_weights(weights("a", "b"), weights("a", "c", 2.0), gradients=("g", "h"))
     (finding,) = judge_ranks_agree(made)
-    assert (finding.cause, finding.consequence_of) == ("not-synchronised", "gradients")
-    (harmless,) = settle([finding])
+    assert finding.cause == "not-synchronised"
+    (harmless,) = marked(finding)
     assert harmless.message.endswith("; this is not counted as wrong, because nothing is wrong in gradients")
     assert bad([harmless]) == []
-    assert bad(settle([finding, Finding("gradients", Outcome.FAILED, "")])) == ["not-synchronised", None]
+    follows, _ = found = marked(finding, Finding("gradients", Outcome.FAILED, ""))
+    assert bad(found) == ["not-synchronised", None]
+    assert follows.consequence_of == "gradients"
 
 
 def test_one_rank_that_skips_is_named() -> None:
@@ -577,8 +583,8 @@ def test_gradients_of_ranks_whose_weights_are_made_equal_are_not_judged(second: 
 def test_gradients_that_are_averaged_after_clipping_follow_from_that() -> None:
     clipped = Finding("clipping", Outcome.FAILED, "", cause="clipped-before-averaging")
     own = Finding("gradients", Outcome.FAILED, "", cause="not-synchronised")
-    assert [finding.consequence_of for finding in settle([own, clipped])] == ["clipping", None]
-    assert settle([own]) == [own]
+    assert [finding.consequence_of for finding in marked(own, clipped)] == ["clipping", None]
+    assert marked(own) == [own]
 
 
 def test_a_step_before_that_is_unscaled_again_is_named() -> None:

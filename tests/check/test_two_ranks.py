@@ -18,6 +18,7 @@ from plumbline.check.judge.ranks_agree import judge_ranks_agree
 from plumbline.check.judge.rng import judge_rng
 from plumbline.check.judge.samples import judge_samples
 from plumbline.core.finding import Finding
+from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
 
 CHECKS = (
     judge_initial_weights, judge_samples, judge_rng, judge_objective, judge_ranks_agree, judge_buffers,
@@ -67,7 +68,8 @@ def test_nothing_is_said_against_a_right_training(trainings: Mapping[str, Record
 
 @pytest.mark.parametrize("scene", WRONG)
 def test_a_mistake_is_named_and_nothing_else_is(trainings: Mapping[str, RecordedTraining], scene: str) -> None:
-    bad = [one for one in findings(trainings[scene]) if one.outcome.is_bad and one.consequence_of is None]
+    found = mark_consequences(findings(trainings[scene]), SCRIPT_RULES, same_cause=False)
+    bad = [one for one in found if one.outcome.is_bad and one.consequence_of is None]
     assert [(one.check, one.cause) for one in bad] == [WRONG[scene]]
 
 

@@ -6,15 +6,19 @@ import itertools
 
 import pytest
 
-from plumbline.core.finding import ORDER, Finding, diagnosis
+from plumbline.core.finding import ORDER, Finding, diagnosis, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
-from plumbline.judge.consequences import RULES, in_order
+from plumbline.judge.consequences import RULES, mark_consequences
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def bad(check, cause=None, family=None, step=None, outcome=Outcome.FAILED):
     return Finding(check, outcome, "", cause=cause, family=family, step=step)
+
+
+def in_order(findings):
+    return tuple(in_reading_order(mark_consequences(findings)))
 
 
 def origins(*findings):

@@ -1,4 +1,4 @@
-"""Which bad findings of a cell follow from another one: a table of rules, each with its reason.
+"""Which bad findings about a training follow from another one: a table of rules, each with its reason.
 
 Samples, gradients, learning rates and updates are each judged from the subject's own state, so a mistake in one does
 not make another of them fail: no rule connects these. A rule is one way in which a mistake shows a second time.
@@ -6,11 +6,12 @@ not make another of them fail: no rule connects these. A rule is one way in whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from plumbline.core.finding import ORDER, UNEXPLAINED, Finding, in_reading_order, is_unexplained
+from plumbline.core.finding import ORDER, UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import Information, with_hint
 
 NONE: Collection[str | None] = {None, UNEXPLAINED}
 """The causes of a finding that names no cause."""
@@ -40,7 +41,9 @@ class Rule:
     """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
 
     None in a field means any. ``causes`` and ``families`` restrict the finding of ``check``, and ``outcome`` how it
-    ended; ``origin_causes`` restrict the finding of ``origin``.
+    ended; ``origin_causes`` restrict the finding of ``origin``. ``hint`` says what to look at instead.
+    ``needed``: without a bad finding of ``origin`` the finding is no mistake. ``at_any_step``: the origin may have been
+    seen later.
     """
 
     check: str
@@ -50,22 +53,30 @@ class Rule:
     origin_causes: Collection[str | None] | None = None
     families: Collection[str | None] | None = None
     outcome: Outcome | None = None
+    hint: str | None = None
+    needed: bool = False
+    at_any_step: bool = False
 
-    def explains(self, finding: Finding, origin: Finding) -> bool:
-        """Return whether ``finding`` follows from ``origin``, which may not have begun later.
+    def applies_to(self, finding: Finding) -> bool:
+        """Return whether the rule is about ``finding``, whatever else was found.
 
         A check that raised has no cause, not even ``unexplained``: it has no verdict, so nothing explains it.
         """
-        if finding.outcome is Outcome.ERRORED and finding.cause is None:
-            return False
         return (
             finding.check == self.check
-            and origin.check == self.origin
+            and not (finding.outcome is Outcome.ERRORED and finding.cause is None)
             and (self.causes is None or finding.cause in self.causes)
-            and (self.origin_causes is None or origin.cause in self.origin_causes)
             and (self.families is None or finding.family in self.families)
             and (self.outcome is None or finding.outcome is self.outcome)
-            and (origin.step is None or finding.step is None or origin.step <= finding.step)
+        )
+
+    def explains(self, finding: Finding, origin: Finding) -> bool:
+        """Return whether ``finding`` follows from ``origin``, which may not have begun later."""
+        return (
+            origin.check == self.origin
+            and self.applies_to(finding)
+            and (self.origin_causes is None or origin.cause in self.origin_causes)
+            and (self.at_any_step or origin.step is None or finding.step is None or origin.step <= finding.step)
         )
 
 
@@ -162,27 +173,66 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of one cell in reading order; each names the check whose consequence it is, if any.
+_CLIPPED_FIRST: Collection[str | None] = {"clipped-before-averaging"}
+_CLIPPED_HINT = "each rank clips its own gradient before the all-reduce"
 
-    Two findings with the same named cause are one mistake that two checks detected: the finding of the later check is
-    the consequence.
+SCRIPT_RULES: tuple[Rule, ...] = (
+    Rule("gradients", "clipping", "gradients are judged as they were clipped: of each rank's own samples",
+         origin_causes=_CLIPPED_FIRST, hint=_CLIPPED_HINT, at_any_step=True),
+    Rule("ranks-agree", "clipping", "gradients are judged as they were clipped: of each rank's own samples",
+         origin_causes=_CLIPPED_FIRST, causes={"not-synchronised"}, hint=_CLIPPED_HINT, at_any_step=True),
+    Rule("ranks-agree", "gradients", "ranks whose gradients differ by design, as with averaged models, part",
+         causes={"not-synchronised"}, needed=True, at_any_step=True),
+    Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
+         causes={"not-broadcast"}, needed=True, at_any_step=True),
+)  # fmt: skip
+"""The rules about a script, of which it is not known what it is meant to do."""
+
+
+def mark_consequences(
+    findings: Iterable[Finding], rules: Sequence[Rule] | None = None, *, same_cause: bool = True
+) -> list[Finding]:
+    """Return the findings about one training; each names the check whose consequence it is, if any.
+
+    The rules are ``RULES`` by default. ``same_cause``: two findings with the same named cause are one mistake that two
+    checks detected, and the finding of the later check is the consequence.
     """
+    rules, findings = RULES if rules is None else rules, list(findings)
     bad = sorted((one for one in findings if one.outcome.is_bad), key=_order)
     origins: dict[str, str] = {}
+    hints: dict[str, str | None] = {}
     for finding in bad:
-        if origin := _origin(finding, bad, origins):
-            origins[finding.check] = origin
-    roots = {check: _root(check, origins) for check in origins}
-    return tuple(in_reading_order(replace(one, consequence_of=roots.get(one.check)) for one in findings))
+        if rule := _explaining(finding, bad, origins, rules):
+            origins[finding.check], hints[finding.check] = rule.origin, rule.hint
+        elif same_cause and (twin := _twin(finding, bad, origins)):
+            origins[finding.check] = twin
+    return [_marked(one, origins, hints.get(one.check), rules) for one in findings]
 
 
-def _origin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
-    for rule in RULES:
+def _marked(finding: Finding, origins: dict[str, str], hint: str | None, rules: Sequence[Rule]) -> Finding:
+    if finding.check in origins:
+        finding = with_hint(finding, hint) if hint else finding
+        return replace(finding, consequence_of=_root(finding.check, origins))
+    missing = next((one.origin for one in rules if one.needed and one.applies_to(finding)), None)
+    if missing is None or not finding.outcome.is_bad:
+        return finding
+    message = f"{finding.message}; this is not counted as wrong, because nothing is wrong in {missing}"
+    changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None}
+    return Information(**vars(finding) | changed)
+
+
+def _explaining(
+    finding: Finding, bad: Sequence[Finding], origins: dict[str, str], rules: Sequence[Rule]
+) -> Rule | None:
+    for rule in rules:
         for other in bad:
             since = replace(other, step=_since(other, bad, origins))
             if rule.explains(finding, since) and not _leads_to(other.check, finding.check, origins):
-                return other.check
+                return rule
+    return None
+
+
+def _twin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
     for other in bad[: bad.index(finding)]:
         if not is_unexplained(finding) and (other.cause, other.family) == (finding.cause, finding.family):
             return other.check if not _leads_to(other.check, finding.check, origins) else None

@@ -7,7 +7,8 @@ appends what to look at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -16,6 +17,11 @@ from plumbline.judge.oracle.noise import Deviation, in_noise, larger
 
 class Vacuous(Exception):  # noqa: N818 - it is a verdict about the check, not an error of the program
     """The check could not have failed on this trace. The message says why."""
+
+
+@dataclass(frozen=True)
+class Information(Finding):
+    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
 
 
 def passed(check: str, observed: str) -> Finding:
@@ -38,6 +44,19 @@ def failed(
     return Finding(
         check, Outcome.FAILED, message, cause=cause, family=family, step=step, parameter=parameter, rank=rank
     )  # fmt: skip
+
+
+def failed_with_hint(check: str, observed: str, hint: str, **place_and_cause: Any) -> Finding:
+    """Return what ``failed`` does, with ``hint`` at the end of the message: what to look at."""
+    finding = failed(check, observed, **place_and_cause)
+    return replace(finding, message=f"{finding.message}: {hint}")
+
+
+def with_hint(finding: Finding, hint: str) -> Finding:
+    """Return a finding with another hint in place of its own, also in its message."""
+    if finding.hint is None:
+        return finding
+    return replace(finding, message=finding.message.replace(finding.hint, hint), hint=hint)
 
 
 def from_deviation(

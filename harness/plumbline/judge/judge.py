@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from plumbline.core.cell import Cell
-from plumbline.core.finding import Finding
+from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.evidence.trace import Trace
@@ -16,7 +16,7 @@ from plumbline.judge.causes.registry import explain
 from plumbline.judge.check_runner import run_check, run_checks
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
-from plumbline.judge.consequences import in_order
+from plumbline.judge.consequences import mark_consequences
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import Workload
 
@@ -44,7 +44,9 @@ def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavi
         if any(map(_is_of_numbers, findings)) and (step := _diverged_at(analysis)) is not None:
             until = TraceAnalysis(_until(trace, step), workload, cell, behavior)
             findings = [_before(step, one, until) if _is_of_numbers(one) else one for one in findings]
-    return in_order(with_hung_ranks(tuple(findings), trace) if trace.hung else findings)
+    return tuple(
+        in_reading_order(mark_consequences(with_hung_ranks(tuple(findings), trace) if trace.hung else findings))
+    )
 
 
 def _is_of_numbers(finding: Finding) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.rank_layout import OBSERVER
 from plumbline.core.finding import Finding
+from plumbline.judge.findings import with_hint
 
 _WITHOUT_WRAPPER: Mapping[str, str] = {
     "not-synchronised": (
@@ -19,18 +19,9 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
 }
 """By the cause."""
 
-AFTER_CLIPPING = "each rank clips its own gradient before the all-reduce"
-
 
 def advised(finding: Finding, training: RecordedTraining) -> Finding:
     """Return a finding about gradients with advice that fits the script."""
     other = _WITHOUT_WRAPPER.get(str(finding.cause))
     wrapped = any((rank.facts.get(OBSERVER) or {}).get("wrapped") for rank in training.ranks)
     return finding if other is None or wrapped else with_hint(finding, other)
-
-
-def with_hint(finding: Finding, hint: str) -> Finding:
-    """Return a finding with another hint, also at the end of its message."""
-    if finding.hint is None:
-        return finding
-    return replace(finding, message=finding.message.replace(finding.hint, hint), hint=hint)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.recorded_passes import aligned_forwards
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
 
 CHECK = "buffers"
@@ -43,7 +42,7 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
         ]
         for place, names in noted:
             if names:
-                return accuse(
+                return failed_with_hint(
                     CHECK,
                     f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
                     "they stay NaN, and so does evaluation; look for an input or an activation that overflows",
@@ -68,7 +67,7 @@ def _not_broadcast(
     first = forwards[0]["buffers"][name]
     rank = next(i for i, forward in enumerate(forwards) if forward["buffers"].get(name, first)[0] != first[0])
     norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} there"
-    return accuse(
+    return failed_with_hint(
         CHECK,
         f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
         f"({norms}), although DistributedDataParallel broadcasts them before it",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import (
     Noted,
     failed_observers,
@@ -22,7 +21,7 @@ from plumbline.check.judge.noted import (
 )
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
 
 OBSERVER = "clipping"
@@ -148,7 +147,7 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
             norms = used  # which was computed before, of other gradients
         if norms:
             first = next(iter(ranks.values()))
-            return accuse(
+            return failed_with_hint(
                 "clipping",
                 f"each rank clipped by a norm of its own ({listed(f'{norm:.6g}' for norm in norms)}), although all of "
                 "them step with the same gradient, first",
@@ -167,7 +166,7 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))
-            return accuse(
+            return failed_with_hint(
                 "clipping",
                 f"each rank's shards were scaled by a factor of their own ({listed(f'{one:.6g}' for one in factors)}), "
                 "first",
@@ -187,7 +186,7 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
-            return accuse(
+            return failed_with_hint(
                 "clipping",
                 "the script multiplied each rank's shards by another factor "
                 f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient, first",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.ranks_agree import must_agree
@@ -19,7 +18,7 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 
 CHECK = "initial-weights"
 
@@ -62,9 +61,9 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
     message = f"{what} between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
-        finding = accuse(CHECK, message, f"look for what changes weights before step {number}", family="sync")
+        finding = failed_with_hint(CHECK, message, f"look for what changes weights before step {number}", family="sync")
     else:
-        finding = accuse(
+        finding = failed_with_hint(
             CHECK,
             message,
             "broadcast all of them from one rank before training, and change none on one rank afterwards",
@@ -86,7 +85,7 @@ def _frozen(training: RecordedTraining) -> Finding | None:
         frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
         differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
         if differing:
-            return accuse(
+            return failed_with_hint(
                 CHECK,
                 f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
                 "forward, although DistributedDataParallel broadcast them when it was made",

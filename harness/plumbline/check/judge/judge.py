@@ -9,7 +9,6 @@ from plumbline.check.evidence.read import read_trainings
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
-from plumbline.check.judge.consequences import settle
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.gradients import judge_gradients
@@ -30,6 +29,7 @@ from plumbline.check.judge.update import judge_update
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.judge.check_runner import run_checks
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
 
 CHECKS[RecordedTraining] |= {
     "initial-weights": judge_initial_weights,
@@ -78,4 +78,4 @@ def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
 
 def judge(training: RecordedTraining) -> list[Finding]:
     """Return every finding about a training, in reading order."""
-    return in_reading_order(settle(run_checks(training)))
+    return in_reading_order(mark_consequences(run_checks(training), SCRIPT_RULES, same_cause=False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import HeadlineNote, headline_note
 from plumbline.check.judge.step_objective import (
     NEAR,
@@ -16,6 +15,7 @@ from plumbline.check.judge.step_objective import (
     steps_together,
 )
 from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint
 
 CHECK = "objective"
 
@@ -40,7 +40,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     ):
         return None
     if all(equals(share.weight, 1.0) for share in shares):
-        return accuse(
+        return failed_with_hint(
             CHECK,
             f"the gradient is the sum over {count} micro-batches, not their mean",
             f"divide the loss by {count}",
@@ -49,7 +49,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
         )
     # With two micro-batches a quarter may be a constant that belongs to the loss: ½ of a square, and its mean.
     if count > 2 and all(equals(share.weight, 1 / count**2) and share.is_alone for share in shares):
-        return accuse(
+        return failed_with_hint(
             CHECK,
             f"the loss of each of {count} micro-batches has the weight 1/{count**2}, where 1/{count} makes a mean",
             f"divide the loss by {count} only once, in the script or in its trainer",

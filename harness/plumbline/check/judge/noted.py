@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.findings import failed
+from plumbline.judge.findings import Information, failed, failed_with_hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +35,7 @@ class Noted:
         """Return a failure: what was observed, that it was first at this step, and what to do."""
         details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, "cause": cause, "family": family}
         first = f"{observed}, first"
-        return accuse(check, first, hint, **details) if hint else failed(check, first, **details)
+        return failed_with_hint(check, first, hint, **details) if hint else failed(check, first, **details)
 
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
@@ -58,11 +57,6 @@ def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[
 def same_parameters(steps: Iterable[Noted]) -> bool:
     """Return whether ranks step with parameters of the same names and shapes: those of one model, each a copy."""
     return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
-
-
-@dataclass(frozen=True)
-class Information(Finding):
-    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
 
 
 def information(check: str, message: str, step: int | None = None) -> Information:

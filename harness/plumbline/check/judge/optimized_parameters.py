@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import information, listed
 from plumbline.check.judge.recorded_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.recorded_weights import common_steps, reduced_parameters, weights_at
 from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint
 from plumbline.report.text import counted
 
 CHECK = "update"
@@ -50,7 +50,7 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
                 continue
             name = steps[-1].facts.get("update", {}).get("class") or "the optimizer"
             are, move = ("is", "moves") if len(own) == 1 else ("are", "move")
-            yield accuse(
+            yield failed_with_hint(
                 CHECK,
                 f"{name} holds {counted(len(stale), 'parameter')} that no module uses and that received no gradient, "
                 f"while {counted(len(own), 'parameter')} of the model that received one {are} in no optimizer and "
@@ -113,7 +113,7 @@ def _lacking(
     if len(lacking) == len(ranks):
         return None
     are = "is" if len(names) == 1 else "are"
-    return accuse(
+    return failed_with_hint(
         CHECK,
         f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks and in none on rank "
         f"{listed(lacking)}, so the ranks drift apart: {listed(sorted(names))}",

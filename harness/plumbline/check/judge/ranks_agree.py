@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.recorded_weights import (
@@ -19,7 +17,7 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import failed, passed
+from plumbline.judge.findings import failed, failed_with_hint, passed
 from plumbline.report.text import counted
 
 CHECK = "ranks-agree"
@@ -78,7 +76,7 @@ def _failure(
     """Return the failure, with the reason that a rank's step differs from another's."""
     skipped = [rank for rank, step in steps.items() if step.skipped]
     if 0 < len(skipped) < len(steps):
-        return accuse(
+        return failed_with_hint(
             CHECK,
             f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it",
             "does each rank look for overflows in its own gradients only?",
@@ -93,9 +91,8 @@ def _failure(
     where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
     if any(one.differ("before") for one in accused):
         if first:
-            finding = failed(CHECK, f"{message}: they did so before", cause="not-broadcast", family="sync", **where)
-            return replace(finding, consequence_of="initial-weights")
-        return accuse(
+            return failed(CHECK, f"{message}: they did so before", cause="not-broadcast", family="sync", **where)
+        return failed_with_hint(
             CHECK,
             f"{message}, and before it, although they agreed after the one before",
             "what writes to the parameters besides the optimizer?",
@@ -105,9 +102,8 @@ def _failure(
         )
     if any(one.differ("gradients") for one in accused):
         observed = f"{message}: ranks step with different gradients"
-        finding = failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
-        return replace(finding, consequence_of="gradients")
-    return accuse(
+        return failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
+    return failed_with_hint(
         CHECK,
         f"{message}, although the weights before it and the gradients are the same",
         "do all ranks have the same learning rate, and the same state in the optimizer?",

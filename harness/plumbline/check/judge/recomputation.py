@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import failed_observers, not_judged
 from plumbline.check.judge.recorded_passes import passes_of
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
 
 CHECK = "recomputation"
@@ -129,7 +128,7 @@ def _together(norms: Tensor, known: Tensor) -> float:
 
 def _finding(wrong: _Judged, found: str) -> Finding:
     known = _explained(wrong.facts)
-    finding = accuse(
+    finding = failed_with_hint(
         CHECK, f"{found} {known.observed}: gradients are off by {100 * wrong.share:.3g} %", known.hint,
         cause=known.cause, family=known.family, step=wrong.step.number, rank=wrong.rank, parameter=wrong.parameter,
     )  # fmt: skip

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import headline_note
 from plumbline.check.judge.recorded_passes import forwards_of
 from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint
 
 CHECK = "samples"
 LEAST = 8
@@ -48,7 +48,7 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
                     f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
                     "before each epoch unless this is meant.",
                 )
-            return accuse(
+            return failed_with_hint(
                 CHECK,
                 observed,
                 "call sampler.set_epoch(epoch) before each epoch",
@@ -80,7 +80,7 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
         alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
         shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
         if alike and shared and one["seed"] != other["seed"]:
-            return accuse(
+            return failed_with_hint(
                 CHECK,
                 f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: their "
                 "shards come from different orders, so an epoch has some samples twice and others not at all",

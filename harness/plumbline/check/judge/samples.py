@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import failed_observers, information, not_judged
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
@@ -19,7 +18,7 @@ from plumbline.check.judge.sampler_passes import (
     whole_data_on_every_rank,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
 
 CHANCE = math.log(1e-8)
@@ -84,7 +83,7 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
         return information(CHECK, f"{observed}; {innocent}")
     sampler = next(sampler_passes(by_number[ranks[0]]), None)
     if sampler is None or not sampler["distributed"]:
-        return accuse(
+        return failed_with_hint(
             CHECK,
             f"{observed}, so they do the same work {_times(len(ranks))}",
             "give each rank its own rows with a DistributedSampler, or a seed of its own",
@@ -92,7 +91,7 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
             family="data",
         )
     settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
-    return accuse(
+    return failed_with_hint(
         CHECK,
         f"{observed}, and their samplers are made for {settings}",
         "pass the rank to the sampler, not the local rank",
@@ -178,7 +177,7 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
     shared, chance = _shared_rows(training)
     if chance > CHANCE:
         return None
-    return accuse(
+    return failed_with_hint(
         CHECK,
         f"each rank goes through the whole data set in an order of its own: {counted(shared, 'row')} came on several "
         "ranks in one epoch",

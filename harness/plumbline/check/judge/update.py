@@ -11,11 +11,10 @@ from functools import cached_property
 import torch
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.accusation import accuse
 from plumbline.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.findings import compare_with_one, with_parameters
+from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, explained, holds
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
@@ -268,7 +267,7 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                 last[step.optimizer] = received
             quiet = step.optimizer in followed and not (step.skipped or step.passes or step.other_passes)
             if quiet and before is not None and bool(received.any()) and torch.equal(received, before):
-                return accuse(
+                return failed_with_hint(
                     "steps",
                     "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
                     "between, first",

@@ -11,10 +11,10 @@ from plumbline.check.command.command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.judge.coverage import Coverage
 from plumbline.check.judge.judge import CheckedTraining
-from plumbline.check.judge.noted import Information
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding
+from plumbline.judge.findings import Information
 from plumbline.results.document_schema import document_schema
 from plumbline.results.fields import Count, Text
 from plumbline.results.records import FindingRecord, SourceLine, fields_of

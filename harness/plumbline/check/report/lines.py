@@ -11,11 +11,12 @@ from plumbline.check.command.command import CheckedCommand
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
 from plumbline.check.judge.judge import CheckedTraining
-from plumbline.check.judge.noted import HeadlineNote, Information
+from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import Information
 from plumbline.report.text import counted, in_words, listed, percent, shortened, x_noise
 
 MOST_NAMES = 3
