@@ -63,7 +63,6 @@ def _diverged_at(analysis: TraceAnalysis) -> int | None:
 
 
 def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
-    """Return what a check finds until the step at which the training diverges."""
     if finding.check in BY_STEP:
         for earlier in run_check(finding.check, CHECKS[TraceAnalysis][finding.check], until):
             if earlier.outcome is Outcome.FAILED:

@@ -89,7 +89,6 @@ def _replica(place: int, ranks: Sequence[RankTrace], mask_shapes: Mapping[str, t
 
 
 def _step(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> Step:
-    """Return one step of all ranks of a replica as one."""
     return replace(
         with_tensors_of_all(parts),
         micro_batches=_micro_batches(parts, mask_shapes),
@@ -163,7 +162,6 @@ def _losses(step: Step) -> int:
 
 
 def _first_of_each(several: Iterable[Tensors]) -> Tensors:
-    """Return the tensors of all, by name; of those with one name the first."""
     joined: Tensors = {}
     for tensors in several:
         for name, value in tensors.items():

@@ -294,7 +294,6 @@ class TraceAnalysis(Recording):
     def _rounding_alone(
         self, step: GlobalStep, contract: Tensors, left: Callable[[Tensors], Tensors]
     ) -> dict[str, float]:
-        """Return the tensors of a step's gradient that are zero in truth, and how large float64 makes them."""
         names = next_to_nothing(contract)
         if not names:
             return {}
@@ -438,7 +437,6 @@ def _is_finite(tensors: Tensors) -> bool:
 
 
 def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
-    """Return what each group contributes to the mean of a tensor."""
     count = sum(len(groups) for groups in parts)
     return (part[name] / count for groups in parts for part in groups if name in part)
 

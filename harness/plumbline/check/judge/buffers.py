@@ -55,7 +55,6 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
 
 
 def _differing(forwards: Sequence[Facts]) -> list[str]:
-    """Return the names of the buffers of which a rank has another value than the first rank."""
     first, *others = [forward["buffers"] for forward in forwards]
     return [name for name, (bits, _) in first.items() if any(o.get(name, (bits,))[0] != bits for o in others)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import (
-    Noted,
+    ObserverFacts,
     failed_observers,
     information,
     listed,
@@ -60,13 +60,13 @@ def _asked_for(limit: float, norm: float) -> float:
     return min(1.0, limit / (norm + _TO_AVOID_ZERO))
 
 
-def _complete(one: Noted) -> list[Facts]:
+def _complete(one: ObserverFacts) -> list[Facts]:
     """Return the calls between the last backward pass of a step and the step."""
     last = _last_pass(one)
     return [call for call in one.facts["calls"] if not call["late"] and (last is None or call["pass"] >= last)]
 
 
-def _last_pass(one: Noted) -> int | None:
+def _last_pass(one: ObserverFacts) -> int | None:
     return max((each.number for each in one.step.passes), default=None)
 
 
@@ -95,8 +95,7 @@ def _before_unscaling(training: RecordedTraining) -> Finding | None:
 
 
 def _after_the_step(training: RecordedTraining) -> Finding | None:
-    """Find optimizers whose gradients are clipped only after they have been used."""
-    histories: dict[tuple[int, int], list[Noted]] = {}
+    histories: dict[tuple[int, int], list[ObserverFacts]] = {}
     for one in noted(training, OBSERVER):
         histories.setdefault((one.rank, one.step.optimizer), []).append(one)
     for steps in histories.values():
@@ -115,7 +114,6 @@ def _after_the_step(training: RecordedTraining) -> Finding | None:
 
 
 def _every_micro_batch(training: RecordedTraining) -> Finding | None:
-    """Find gradients to which a later backward pass of the same step was added after they had been clipped."""
     for one in noted(training, OBSERVER):
         last = _last_pass(one)
         for call in one.facts["calls"]:
@@ -132,7 +130,6 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
 
 
 def _before_averaging(training: RecordedTraining) -> Finding | None:
-    """Find ranks that step with one gradient, but each of which clipped by a norm of its own."""
     for ranks, calls in _last_calls(training, sharded=False):
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if not any(_is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
@@ -160,7 +157,6 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
 
 
 def _shard_by_shard(training: RecordedTraining) -> Finding | None:
-    """Find shards of one gradient that were scaled by different factors."""
     for ranks, calls in _last_calls(training, sharded=True):
         factors = [call["factor"] for call in calls.values() if call["norm"]]
         rounding = max(one.facts["roundings"] for one in ranks.values())
@@ -179,7 +175,6 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
 
 
 def _shards_by_hand(training: RecordedTraining) -> Finding | None:
-    """Find shards of one gradient that the script itself multiplied by different factors."""
     if not rank_layout(training).is_sharded:
         return None
     for ranks in side_by_side(training, OBSERVER):
@@ -199,7 +194,6 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
 
 
 def _other_length(training: RecordedTraining) -> Finding | None:
-    """Find gradients that became longer or shorter than the call asked for, by the norm that they had."""
     for one in noted(training, OBSERVER):
         for call in one.facts["calls"]:
             norm = math.hypot(call["norm"], call["others"])
@@ -220,7 +214,9 @@ def _other_length(training: RecordedTraining) -> Finding | None:
     return None
 
 
-def _last_calls(training: RecordedTraining, *, sharded: bool) -> Iterator[tuple[Mapping[int, Noted], dict[int, Facts]]]:
+def _last_calls(
+    training: RecordedTraining, *, sharded: bool
+) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
     """Yield steps that every rank took with the same model, and the last call of each rank before them.
 
     Only steps before which every rank clipped by a norm, all of them ``sharded`` gradients, or all of them whole ones.
@@ -239,7 +235,6 @@ def _differ(norms: Sequence[float | None], by: float) -> bool:
 
 
 def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
-    """Return whether gradients, all of which were recorded, are one."""
     vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
     if len(vectors) < len(gradients):
         return False
@@ -247,7 +242,7 @@ def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
     return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)
 
 
-def _done(training: RecordedTraining, clipped: list[Noted]) -> Iterator[Finding]:
+def _done(training: RecordedTraining, clipped: list[ObserverFacts]) -> Iterator[Finding]:
     """Yield what the calls did; where none of them changed a gradient, whether they are right is not known.
 
     A call without a limit only measures the norm.
@@ -270,7 +265,7 @@ def _done(training: RecordedTraining, clipped: list[Noted]) -> Iterator[Finding]
         yield not_judged("clipping", f"no gradient was above the limit ({limits}), so {made} changed nothing")
 
 
-def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
+def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
     for one in clipped:
         calls = _complete(one)
         covered = max(call["covered"] for call in calls)

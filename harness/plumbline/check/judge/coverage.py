@@ -92,7 +92,7 @@ class Coverage:
 def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) -> Coverage:
     """Return what was judged of a training.
 
-    ``findings`` are those about it: where a question about gradients has no answer, none of them was judged.
+    ``findings`` are those about it: where the check of gradients has no verdict, none of them was judged.
     """
     entries = {
         (step.optimizer, one.name): one.entries
@@ -128,7 +128,6 @@ def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
 
 
 def _unstepped(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
-    """Yield each parameter of optimizers that have no recorded step, and its size."""
     for rank in training.ranks:
         for optimizer, parameters in (rank.facts.get("unstepped") or {}).items():
             for name, size in parameters.items():
@@ -136,7 +135,6 @@ def _unstepped(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
 
 
 def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
-    """Yield each parameter of optimizers that began after the recorded steps, with a negative number, and its size."""
     for rank in training.ranks:
         for optimizer, parameters in (rank.facts.get("late") or {}).items():
             for name, size in parameters.items():
@@ -178,7 +176,6 @@ def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) 
 
 
 def _why_not_compared(steps: Iterable[RecordedStep], key: Key, place: int, reason: str | None) -> str:
-    """Return why nothing arrived at a parameter, from what its optimizer received."""
     own = [step.parts(step.received)[place] for step in steps if step.optimizer == key[0]]
     if all(bool(part.isnan().all()) for part in own):
         return NO_GRADIENT
@@ -224,7 +221,6 @@ def _replayed(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[
 
 
 def _holds_any(marked: Tensor, step: RecordedStep) -> Tensor:
-    """Return for each parameter whether any entry of its segment is marked."""
     lengths = torch.tensor([one.length for one in step.parameters])
     numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
     return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, numbers, marked.long()) > 0

@@ -232,7 +232,6 @@ class ReceivedGradient(GradientCase):
         return torch.tensor(coarsest, dtype=torch.float64)
 
     def _formats(self, parameter: Parameter) -> list[str]:
-        """Return the formats on the way of a parameter's gradient to the optimizer."""
         return [one for one in (parameter.dtype, parameter.reduced, self.hook_format) if one]
 
     def _underflow(self, weight: Weight) -> Tensor:

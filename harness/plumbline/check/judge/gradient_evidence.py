@@ -83,7 +83,6 @@ def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
 def _received_gradients(
     training: RecordedTraining,
 ) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
-    """Yield each received gradient, and the whole step of each rank."""
     previous: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
     hook_format = _hook_format(training)
@@ -109,7 +108,6 @@ def _received_gradients(
 
 
 def _windows(training: RecordedTraining) -> Mapping[int, int]:
-    """Return the largest number of backward passes of a step, by the optimizer."""
     windows: dict[int, int] = {}
     for step in (step for rank in training.ranks for step in rank.steps):
         windows[step.optimizer] = max(windows.get(step.optimizer, 1), len(step.passes))
@@ -117,7 +115,6 @@ def _windows(training: RecordedTraining) -> Mapping[int, int]:
 
 
 def _hook_format(training: RecordedTraining) -> str:
-    """Return the format to which a communication hook of torch rounds gradients, "" without one."""
     hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
     if any("bf16" in name for name in hooks):
         return "bfloat16"
@@ -125,7 +122,6 @@ def _hook_format(training: RecordedTraining) -> str:
 
 
 def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) -> str:
-    """Return why a gradient cannot be judged, "" if it can."""
     if not case.is_finite:
         return NOT_FINITE
     if not case.compared.any():

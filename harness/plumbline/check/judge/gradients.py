@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.advice import advised
-from plumbline.check.judge.changed_by_hand import settled
 from plumbline.check.judge.gradient_case import RIGHT, Fit, ReceivedGradient
 from plumbline.check.judge.gradient_evidence import (
     ALIKE_PARTS,
@@ -21,16 +19,29 @@ from plumbline.check.judge.gradient_evidence import (
     GradientEvidence,
     gradient_evidence,
 )
+from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import listed, not_judged
+from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.registry import explain
+from plumbline.judge.findings import with_hint
 from plumbline.judge.hypothesis import Evidence, Match
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
 from plumbline.judge.mistakes.gradient_case import GradientMistake
 
 CHECK = "gradients"
+
+_WITHOUT_WRAPPER: Mapping[str, str] = {
+    "not-synchronised": (
+        "they were never all-reduced: wrap the model in DistributedDataParallel, or average the gradients over ranks "
+        "between the backward pass and the step"
+    ),
+    "averaged-twice": "they are averaged already: remove one of the two divisions",
+    "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
+}
+"""What to do in a script that has no DistributedDataParallel, by the cause: advice about one would mislead."""
 
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
@@ -59,8 +70,8 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged(CHECK, IN_PARTS, wrong[0][0].index)
         return
     cases = [case for case, _ in wrong]
-    finding = advised(explain(_finding(*wrong[0], cases), _Wrong.of(cases)), training)
-    yield settled(finding, cases, training)
+    finding = _advised(explain(_finding(*wrong[0], cases), _Wrong.of(cases)), training)
+    yield excuse_manual_edits(finding, cases, training)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +96,12 @@ class _Wrong(Evidence):
             first = self.wrong[0]
             return Match(first.index, first.rank, _figures(first))
         return None
+
+
+def _advised(finding: Finding, training: RecordedTraining) -> Finding:
+    other = _WITHOUT_WRAPPER.get(str(finding.cause))
+    wrapped = any((rank.facts.get(LAYOUT) or {}).get("wrapped") for rank in training.ranks)
+    return finding if other is None or wrapped else with_hint(finding, other)
 
 
 def _fits(case: ReceivedGradient, prediction: Combination | SomeParameters | Match) -> bool:
@@ -163,7 +180,6 @@ def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
 
 
 def _why_no_case(training: RecordedTraining) -> str:
-    """Return why no step has a gradient to compare, though every rank recorded steps."""
     steps = training.at(0)
     if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
         return "ranks stepped different optimizers, or at different times"
@@ -176,6 +192,5 @@ def _why_no_case(training: RecordedTraining) -> str:
 
 
 def _of_optimizers(cases: Iterable[ReceivedGradient]) -> str:
-    """Return which optimizers these gradients belong to, where only some of them are concerned."""
     names = dict.fromkeys(case.step.facts.get("update", {}).get("class") or "an optimizer" for case in cases)
     return f"{listed(names)}: "

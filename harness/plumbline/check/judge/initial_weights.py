@@ -75,7 +75,6 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
 
 
 def _frozen(training: RecordedTraining) -> Finding | None:
-    """Return the failure of frozen weights that a DistributedDataParallel has broadcast, and that differ."""
     for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
         tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
         if not all(module["wrapped"] for module in modules) or any(

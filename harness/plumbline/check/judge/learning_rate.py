@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import (
-    Noted,
+    ObserverFacts,
     failed_observers,
     information,
     listed,
@@ -39,7 +39,6 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _differ(training: RecordedTraining) -> Finding | None:
-    """Find ranks with copies of one model that step with different rates."""
     if ranks_begin_apart(training):
         return None
     for ranks in side_by_side(training, OBSERVER):
@@ -112,11 +111,11 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
         )
 
 
-def _before_the_step(one: Noted) -> bool:
+def _before_the_step(one: ObserverFacts) -> bool:
     last = max((each.number for each in one.step.passes), default=None)
     return any(number == last and before_step for number, before_step in one.facts["schedule"])
 
 
-def _after_skipped(one: Noted, following: Noted) -> bool:
+def _after_skipped(one: ObserverFacts, following: ObserverFacts) -> bool:
     same = (one.rank, one.step.optimizer) == (following.rank, following.step.optimizer)
     return same and one.step.skipped and bool(following.facts["schedule"])

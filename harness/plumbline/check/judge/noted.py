@@ -13,7 +13,7 @@ from plumbline.judge.findings import Information, failed, failed_with_hint
 
 
 @dataclass(frozen=True, eq=False)
-class Noted:
+class ObserverFacts:
     """What one observer noted about one step of one rank."""
 
     rank: int
@@ -38,23 +38,23 @@ class Noted:
         return failed_with_hint(check, first, hint, **details) if hint else failed(check, first, **details)
 
 
-def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
+def noted(training: RecordedTraining, observer: str) -> Iterator[ObserverFacts]:
     """Yield what an observer noted about each step, rank after rank."""
     for rank in training.ranks:
         for step in rank.steps:
             if observer in step.facts:
-                yield Noted(rank.rank, step, step.facts[observer])
+                yield ObserverFacts(rank.rank, step, step.facts[observer])
 
 
-def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[int, Noted]]:
+def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[int, ObserverFacts]]:
     """Yield the same step of each rank that took it, by rank: the same optimizer's with the same number."""
-    places: dict[tuple[int, int], dict[int, Noted]] = {}
+    places: dict[tuple[int, int], dict[int, ObserverFacts]] = {}
     for one in noted(training, observer):
         places.setdefault((one.step.optimizer, one.step.number), {})[one.rank] = one
     yield from places.values()
 
 
-def same_parameters(steps: Iterable[Noted]) -> bool:
+def same_parameters(steps: Iterable[ObserverFacts]) -> bool:
     """Return whether ranks step with parameters of the same names and shapes: those of one model, each a copy."""
     return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
 
@@ -75,7 +75,7 @@ def headline_note(check: str, sentences: str, step: int | None = None) -> Headli
 
 
 def not_judged(check: str, why: str, step: int | None = None) -> Finding:
-    """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
+    """Return the finding of a check without a verdict: ``skipped``, with the reason."""
     return Finding(check, Outcome.SKIPPED, f"not judged: {why}", step=step)
 
 

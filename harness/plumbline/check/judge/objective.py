@@ -46,7 +46,6 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
-    """Return which losses each backward pass adds and how much each weighs; None where passes differ in that."""
     passes = [(one, one.facts.get("objective", {}).get("calls", ())) for rank in ranks for one in passes_of(rank)]
     kinds = {tuple(call["function"] for call in calls) for _, calls in passes}
     if len(kinds) != 1 or not (functions := kinds.pop()):

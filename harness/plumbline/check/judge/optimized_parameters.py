@@ -77,7 +77,6 @@ def _stale(steps: list[RecordedStep]) -> list[int]:
 
 
 def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
-    """Find parameters that some ranks optimise and others do not, and that drift apart since."""
     reduced = reduced_parameters(training)
     equal: set[str] = set()
     for place, steps in common_steps(training):

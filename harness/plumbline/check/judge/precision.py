@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import Noted, information, listed, noted, same_parameters, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, information, listed, noted, same_parameters, side_by_side
 from plumbline.core.finding import Finding
 
 OBSERVER = "precision"
@@ -25,7 +25,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
 
     One rank alone may evaluate now and then, in whatever precision.
     """
-    seen: dict[tuple[int, int], list[tuple[Noted, Noted, str]]] = {}
+    seen: dict[tuple[int, int], list[tuple[ObserverFacts, ObserverFacts, str]]] = {}
     for ranks in side_by_side(training, OBSERVER):
         first, *others = ranks.values()
         for other in others:
@@ -45,7 +45,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
     return None
 
 
-def _difference(one: Noted, other: Noted) -> str:
+def _difference(one: ObserverFacts, other: ObserverFacts) -> str:
     """Return in words what differs, "" where nothing does; how often autocast is entered may differ."""
     for what in ("parameters", "gradients"):
         left, right = one.facts[what], other.facts[what]
@@ -57,7 +57,6 @@ def _difference(one: Noted, other: Noted) -> str:
 
 
 def _real(autocast: Facts) -> set[str]:
-    """Return the autocasts that were entered to compute in another dtype."""
     return {name for name in autocast if not name.endswith(" off")}
 
 
@@ -65,7 +64,7 @@ def _list(names: object) -> str:
     return listed(sorted(names)) or "none" if isinstance(names, (dict, set)) else str(names)
 
 
-def _in_words(training: RecordedTraining, steps: list[Noted]) -> Iterator[str]:
+def _in_words(training: RecordedTraining, steps: list[ObserverFacts]) -> Iterator[str]:
     facts = [one.facts for one in steps]
     yield f"parameters are {_list({name for one in facts for name in one['parameters']})}"
     yield f"gradients are {_list({name for one in facts for name in one['gradients']})}"

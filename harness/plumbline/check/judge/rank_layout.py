@@ -74,7 +74,6 @@ def _other_parallelism(world: int, facts: Iterable[Facts], modules: Iterable[Fac
 
 
 def _is_of_data(mesh: dict[str, Any]) -> bool:
-    """Say whether the dimensions of a mesh that have more than one rank are those of data parallelism."""
     names = mesh["names"] or [""] * len(mesh["shape"])
     return all(size == 1 or name in _DATA_DIMENSIONS for size, name in zip(mesh["shape"], names, strict=True))
 

@@ -73,7 +73,6 @@ def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced
 def _failure(
     place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
 ) -> Finding:
-    """Return the failure, with the reason that a rank's step differs from another's."""
     skipped = [rank for rank, step in steps.items() if step.skipped]
     if 0 < len(skipped) < len(steps):
         return failed_with_hint(

@@ -81,7 +81,6 @@ def recomputed_unjudged(training: RecordedTraining) -> set[tuple[int, str]]:
 
 
 def _suspected(training: RecordedTraining) -> Iterator[tuple[int, RecordedStep, BackwardPass]]:
-    """Yield ranks and steps with the backward passes in which other values may have been recomputed."""
     for rank in training.ranks:
         for step in rank.steps:
             for one in step.passes:
@@ -137,8 +136,6 @@ def _finding(wrong: _Judged, found: str) -> Finding:
 
 @dataclass(frozen=True)
 class _Explanation:
-    """The cause of other values, what was observed of it, and what to do."""
-
     cause: str
     family: str
     observed: str

@@ -92,7 +92,6 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
 
 
 def _local(step: RecordedStep) -> torch.Tensor:
-    """Return the sum of what the backward passes of a step computed on its rank."""
     parts = [one.local / one.scale for one in (*step.other_passes, *step.passes)]
     return sum(parts, torch.zeros_like(step.received))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import Noted, amount, failed_observers, headline_note, listed, noted
+from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, listed, noted
 from plumbline.core.finding import Finding
 
 OBSERVER = "moved-weights"
@@ -18,7 +18,7 @@ _DTYPES = ("bfloat16", "float16")
 def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note where most updates of an optimizer's 16-bit weights round to nothing, at every step."""
     yield from failed_observers(training, OBSERVER, CHECK)
-    steps: dict[tuple[int, int], list[Noted]] = {}
+    steps: dict[tuple[int, int], list[ObserverFacts]] = {}
     for one in noted(training, OBSERVER):
         steps.setdefault((one.rank, one.step.optimizer), []).append(one)
     for own in steps.values():
@@ -35,7 +35,7 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
             return
 
 
-def _are_lost(one: Noted) -> bool:
+def _are_lost(one: ObserverFacts) -> bool:
     """Say whether a step changes fewer than half of the entries, and makes less than half of the update that is due.
 
     Only of torch's own optimizers: others may keep what is rounded away, or the weights themselves in float32.
@@ -48,7 +48,7 @@ def _are_lost(one: Noted) -> bool:
     return bool(0 < due > 2 * made)
 
 
-def _warms_up(steps: list[Noted]) -> bool:
+def _warms_up(steps: list[ObserverFacts]) -> bool:
     """Say whether the learning rate grows: the updates that count are still to come."""
     rates = [one.step.facts.get("learning-rate", {}).get("rates", []) for one in steps]
     return any(later > before for one, other in pairwise(rates) for before, later in zip(one, other, strict=False))

@@ -59,7 +59,6 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
 
 
 def _in_one_order(rank: RecordedRank) -> Iterator[list[Facts]]:
-    """Yield the passes through each sampler that shuffles, where there are several and all have one order."""
     trained: dict[int, list[Facts]] = {}
     for one in sampler_passes(rank):
         if one["distributed"] and one.get("shuffle") and one["gradients"] and one["steps"]:

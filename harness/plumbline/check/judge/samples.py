@@ -64,7 +64,6 @@ def _forwards(rank: RecordedRank) -> list[Facts]:
 
 
 def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
-    """Return the ranks in groups with the same rows, in the same order, in all forwards that they recorded."""
     groups: dict[tuple[str, ...], list[int]] = {}
     shortest = min(len(_forwards(rank)) for rank in training.ranks)
     for rank in training.ranks:
@@ -107,7 +106,6 @@ def _times(count: int) -> str:
 def _innocent(
     training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
 ) -> str | None:
-    """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
         return f"whether that is meant is not known: {layout.reason}"
     own = _of_first_module(forwards)
@@ -152,7 +150,6 @@ def _chance(rows: int) -> float:
 
 
 def _targets(rank: RecordedRank) -> tuple[str, ...]:
-    """Return digests of the targets of the losses, in their order."""
     return tuple(call["targets"] for one in passes_of(rank) for call in one.facts.get("objective", {}).get("calls", ()))
 
 
@@ -171,7 +168,6 @@ def _gradients_alike(ranks: Sequence[RecordedRank]) -> bool:
 
 
 def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
-    """Return the failure of ranks that each shuffle and use all of the data, if rows show that they do."""
     if not whole_data_on_every_rank(training):
         return None
     shared, chance = _shared_rows(training)
@@ -219,7 +215,6 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
 
 
 def _rows_used(training: RecordedTraining) -> Finding | None:
-    """Return what is known about the rows of all ranks: information where something about them is unusual."""
     forwards = [_of_first_module([one for one in _forwards(rank) if "order" in one]) for rank in training.ranks]
     if not any(forwards):
         return not_judged(CHECK, "no recorded module was called with a tensor")

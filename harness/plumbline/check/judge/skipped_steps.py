@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, listed, noted, same_parameters, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import passed
 from plumbline.report.text import counted
@@ -71,7 +71,6 @@ def _for_nothing(training: RecordedTraining) -> Finding | None:
 
 
 def _without_overflow(training: RecordedTraining) -> Finding | None:
-    """Find skipped steps with infinities that none of their backward passes computed, on any rank."""
     if len({one.step.optimizer for one in noted(training, OBSERVER)}) > 1:
         return None  # where all gradients are clipped together, one's infinity is in the other's too
     for ranks in _skipped_by_all(training):
@@ -89,8 +88,7 @@ def _without_overflow(training: RecordedTraining) -> Finding | None:
     return None
 
 
-def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, Noted]]:
-    """Yield the steps that every rank of the world has skipped, by rank."""
+def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, ObserverFacts]]:
     for ranks in side_by_side(training, OBSERVER):
         if len(ranks) == training.world_size and all(one.step.skipped for one in ranks.values()):
             yield ranks
@@ -112,7 +110,6 @@ def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
 
 
 def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
-    """Return the name of a parameter at which gradients arrived in a step, and whose gradient is not finite."""
     if not step.passes:
         return None
     given = step.received if step.unclipped is None else step.unclipped
@@ -122,7 +119,6 @@ def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
 
 
 def _not_finite(training: RecordedTraining) -> Finding | None:
-    """Find steps that were taken with infinite gradients, and that made weights infinite."""
     for one in noted(training, OBSERVER):
         broken = one.facts.get("broken", 0)
         if not one.step.skipped and broken:
@@ -141,5 +137,5 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
     return None
 
 
-def _failed(observed: str, hint: str, one: Noted, cause: str) -> Finding:
+def _failed(observed: str, hint: str, one: ObserverFacts, cause: str) -> Finding:
     return one.failed(CHECK, observed, hint, cause=cause, family="amp")

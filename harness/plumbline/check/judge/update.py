@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, information, listed, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
@@ -61,7 +61,7 @@ def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
 class ReplayedUpdates:
     """Errors of all parameters that were judged, with the step of each, and why others were not."""
 
-    errors: list[tuple[Deviation, Noted]] = field(default_factory=list)
+    errors: list[tuple[Deviation, ObserverFacts]] = field(default_factory=list)
     why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     _moved: set[tuple[int, Key]] = field(default_factory=set)
     _reasons: dict[tuple[int, Key], str] = field(default_factory=dict)
@@ -81,11 +81,11 @@ class ReplayedUpdates:
             if (rank, key) not in self._moved and (key not in moved or why != NOT_MOVED)
         }
 
-    def add(self, one: Noted) -> None:
+    def add(self, one: ObserverFacts) -> None:
         """Take a step that an optimizer took on one rank."""
         if one.step.skipped:
             return
-        doubt = "" if one.facts["why"] or _repeats(one) else _doubt(one)
+        doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
         reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(len(one.step.parameters))]}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
         self._note(one, reasons)
@@ -103,7 +103,7 @@ class ReplayedUpdates:
             if due or made:
                 self._moved.add((one.rank, (one.step.optimizer, name)))
 
-    def _note(self, one: Noted, reasons: Mapping[str, Sequence[int]]) -> None:
+    def _note(self, one: ObserverFacts, reasons: Mapping[str, Sequence[int]]) -> None:
         """Keep the reasons by parameter: what prevents judging it counts more than that it was not due to move."""
         for why, numbers in reasons.items():
             for number in numbers:
@@ -112,7 +112,7 @@ class ReplayedUpdates:
                     self._reasons[key] = why or NOT_MOVED
 
 
-def _doubt(one: Noted) -> str:
+def _why_inconclusive(one: ObserverFacts) -> str:
     """Return why a step that differs from its replay may be right all the same, "" where it may not."""
     name = one.facts["class"]
     if not one.facts["of_torch"]:
@@ -124,7 +124,7 @@ def _doubt(one: Noted) -> str:
     return ""
 
 
-def _repeats(one: Noted) -> bool:
+def _repeats(one: ObserverFacts) -> bool:
     """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
     return all(
         in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
@@ -151,8 +151,8 @@ def _compared(steps: ReplayedUpdates) -> Finding:
 class ReplayedUpdateCase(CountedCase):
     """A step that differs from its replay, and the same step of the other ranks."""
 
-    one: Noted
-    others: list[Noted]
+    one: ObserverFacts
+    others: list[ObserverFacts]
 
     @cached_property
     def rows(self) -> list[list[float]]:
@@ -181,7 +181,7 @@ class ReplayedUpdateCase(CountedCase):
         rest = self.made**2 - self.factor**2 * self.due**2
         return rest <= (KNOWN_TO * self.made) ** 2
 
-    def moved(self, one: Noted) -> set[int]:
+    def moved(self, one: ObserverFacts) -> set[int]:
         """Return the numbers of the parameters that moved in a step."""
         return {int(row[0]) for row in one.facts["parameters"] if row[4]}
 
@@ -190,7 +190,6 @@ UpdateHypothesis = Hypothesis[ReplayedUpdateCase, Match]
 
 
 def _stepped_in_part(case: ReplayedUpdateCase) -> Iterator[Match]:
-    """Match where the rank moved some of the weights, as it should, and other ranks moved the rest."""
     due = {int(row[0]) for row in case.rows if row[3]}
     own = case.moved(case.one)
     right = all(row[1] <= KNOWN_TO * row[3] for row in case.rows if row[0] in own)
@@ -255,7 +254,6 @@ def _shared_memory(training: RecordedTraining) -> Finding | None:
 
 
 def _stepped_again(training: RecordedTraining) -> Finding | None:
-    """Find a second step with exactly the gradient of the step before, and no backward pass between them."""
     for rank in training.ranks:
         last: dict[int, torch.Tensor] = {}
         # Gradients that come another way than by backward passes may well be the same twice.
@@ -281,7 +279,6 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
 
 
 def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
-    """Say where something else than the optimizer changed weights between its steps."""
     changed = [one for one in noted(training, OBSERVER) if one.facts["outside"]]
     if changed:
         first = changed[0]

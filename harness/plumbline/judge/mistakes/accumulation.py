@@ -27,7 +27,6 @@ def _short_window_divided_by_full_length(case: GradientCase) -> Predictions:
 
 
 def _kept(first: int, end: int, case: GradientCase) -> Predictions:
-    """Predict that only the micro-batches from ``first`` to before ``end`` count: their sum, or their mean."""
     for factor in (1.0, case.micro_batches / (end - first)):
         yield Combination(lambda r, b, n, f=factor: f * (first <= b < end))  # type: ignore[misc]
 

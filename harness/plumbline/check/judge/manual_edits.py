@@ -27,7 +27,7 @@ clipped by hand, so a larger number would excuse more.
 """
 
 
-def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:
+def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:
     """Return the finding about wrong gradients, changed where the script's own code may have meant them.
 
     A gradient that nobody changed after the backward pass is as wrong as before. A script that multiplies gradients
