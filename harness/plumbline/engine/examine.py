@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,8 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, TraceError
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
 from plumbline.launch.cell_launch import CellLaunch, behavior_of, start, with_interruption
 from plumbline.launch.pool import Pool
@@ -34,25 +35,34 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
     """
     try:
         with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
-            return verdict(start(pool, cell, folder, settings), cell)
+            trace = trace_of(start(pool, cell, folder, settings), cell)
+            return verdict(trace, cell, behavior_of(pool, cell))
+    except TraceError as error:
+        return unreadable(error)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
 
 
-def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
-    """Wait for a launch of ``cell`` and judge it. ``meanwhile`` is called when the ranks have ended.
+def trace_of(launched: CellLaunch, cell: Cell) -> Trace:
+    """Wait for a launch of ``cell`` and return its trace.
 
     A workload with an interruption needs two more launches.
 
     Raises:
         LaunchError: the harness could not launch the ranks, or lost them.
+        TraceError: the evidence cannot be read.
     """
     workload = workload_of(cell)
-    try:
-        trace = launched.wait_for_trace()
-        if workload.interrupt_after is not None:
-            trace = with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
-    except TraceError as error:
-        return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
-    meanwhile()
-    return Examined(judge(trace, workload, cell, behavior_of(launched.pool, cell)), trace.seconds)
+    trace = launched.wait_for_trace()
+    if workload.interrupt_after is None:
+        return trace
+    return with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
+
+
+def verdict(trace: Trace, cell: Cell, behavior: TrainingBehavior) -> Examined:
+    return Examined(judge(trace, workload_of(cell), cell, behavior), trace.seconds)
+
+
+def unreadable(error: TraceError) -> Examined:
+    """Return the finding of a cell whose evidence cannot be read."""
+    return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -187,6 +188,14 @@ class Pool:
             elif event.get("launch") == running.number:
                 progress.update(event)
         return progress.ends
+
+    def kill_ranks(self) -> None:
+        """Kill the ranks of the launch in progress; ``finish``, in another thread, then returns.
+
+        Raises:
+            LaunchError: The server is gone.
+        """
+        self._send({"command": "signal", "launch": self._launches, "signal": int(signal.SIGKILL)})
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -60,7 +60,7 @@ class BenchmarkCase(ConformanceCase):
         launches, rounds = session.options.launches, PERFORMANCE[cell.workload].rounds
         benchmark.group = f"{cell.workload} {cell.precision}"
         locator = session.pools.locator_of(cell.subject)
-        session.prefetch.discard()
+        session.cells_in_flight.discard()
         with exclusive_lease():
             own, by_hand = session.pools.for_measuring.several(locator, self._yardstick(locator), count=launches)
             paired = PairedRounds(self._begin(own, cell), self._begin_yardstick(by_hand), rounds)

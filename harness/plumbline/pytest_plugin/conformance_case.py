@@ -11,7 +11,7 @@ import pytest
 from plumbline.core.errors import LaunchError
 from plumbline.core.finding import Finding, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.engine.examine import Examined, verdict
+from plumbline.engine.examine import Examined
 from plumbline.planning.expectations import expected
 from plumbline.planning.plan import Planned
 from plumbline.pytest_plugin.session import Session
@@ -67,15 +67,9 @@ class ConformanceCase:
         ]
 
     def _train_and_judge(self) -> Examined:
-        launch = self._session.prefetch.launch(self._planned)
-        self._evidence = str(launch.folder)
-        with launch.lease:
-
-            def begin_next() -> None:
-                launch.lease.give_back_devices()  # judging needs the CPU only
-                self._session.begin_upcoming()
-
-            return verdict(launch.launched, self._planned.cell, begin_next)
+        cell = self._session.cells_in_flight.launch(self._planned)
+        self._evidence = str(cell.folder)
+        return self._session.cells_in_flight.examine(cell, self._session.upcoming_cells())
 
     def _try_again(self, first: LaunchError) -> Examined:
         if self._evidence:

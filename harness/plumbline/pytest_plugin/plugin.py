@@ -265,7 +265,10 @@ def _session(config: pytest.Config, suite: Path) -> Session:
         from plumbline.pytest_plugin.session import Session
 
         with _usage_errors():
-            session = Session(vars(config.option), config.rootpath, suite, partial(_notify, config))
+            # The workers of xdist share the cores already.
+            forks_judges = not hasattr(config, "workerinput")
+            notify = partial(_notify, config)
+            session = Session(vars(config.option), config.rootpath, suite, notify, forks_judges=forks_judges)
         config.stash[SESSION] = session
         config.pluginmanager.register(session.recording, "plumbline-recording")
         config.pluginmanager.register(SessionHooks(session), "plumbline-session")

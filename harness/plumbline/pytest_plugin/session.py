@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlanError
+from plumbline.engine.judge_process import number_of_judges
 from plumbline.engine.subject_code import subject_code
 from plumbline.launch.timeouts import Timeouts
 from plumbline.machine.lease import shared_lease
@@ -20,7 +21,7 @@ from plumbline.planning.expectations import known_of_subject
 from plumbline.planning.options import Options
 from plumbline.planning.plan import Planned, plan
 from plumbline.planning.reproduction import Reproduction
-from plumbline.pytest_plugin.prefetch import Prefetch
+from plumbline.pytest_plugin.cells_in_flight import CellsInFlight
 from plumbline.pytest_plugin.run_recording import RunRecording
 from plumbline.pytest_plugin.subject_pools import SubjectPools
 from plumbline.results.records import SourceLine
@@ -36,20 +37,27 @@ class Session:
         root: pytest's root directory.
         suite: the file whose cells are run. The expectations lie beside its folder.
         notify: shows the user a message at once.
+        forks_judges: judge in several processes, if this machine allows it.
 
     Raises:
         PlumblineError: the options cannot be planned, an expectation is invalid, or a subject cannot be loaded.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], root: Path, suite: Path, notify: Callable[[str], None] = print
+        self,
+        given: Mapping[str, Any],
+        root: Path,
+        suite: Path,
+        notify: Callable[[str], None] = print,
+        *,
+        forks_judges: bool = False,
     ) -> None:
         import torch
 
         # The judge's tensors are small, and more threads would compete with the ranks.
         torch.set_num_threads(1)
         self.notify = notify
-        self.upcoming: Planned | None = None  # the cell of the next test
+        self.upcoming: Sequence[Planned] = ()  # the cells of the next tests
         self.options = Options(given, root, notify)
         self.recording = RunRecording(self.options)
         self.timeouts = Timeouts(self.options.settings.time_limit)
@@ -71,8 +79,13 @@ class Session:
             except BaseException:
                 self.pools.close()
                 raise
-        self.prefetch = Prefetch(
-            self.pools, settings, self.recording.new_folder, notify, leases_devices=launcher.nodes is None
+        self.cells_in_flight = CellsInFlight(
+            self.pools,
+            settings,
+            self.recording.new_folder,
+            notify,
+            leases_devices=launcher.nodes is None,
+            judges=number_of_judges() if forks_judges else 0,
         )
 
     def _check_selected(self) -> None:
@@ -132,10 +145,14 @@ class Session:
         if self.options.resume is not None and not self.recording.resumes:
             self.notify(f"{self.options.report_dir} has no run to resume; beginning a new one")
 
-    def begin_upcoming(self) -> None:
-        if self.upcoming and not self.upcoming.refusal and not self.timeouts.reason(self.upcoming.cell.subject):
-            self.prefetch.begin(self.upcoming)
+    def upcoming_cells(self) -> list[Planned]:
+        """Return the cells of the next tests that have to be trained."""
+        return [
+            one
+            for one in self.upcoming
+            if not one.refusal and not self.timeouts.reason(one.cell.subject) and not self.recording.known(one.cell)
+        ]
 
     def close(self) -> None:
+        self.cells_in_flight.discard()
         self.pools.close()
-        self.prefetch.close()

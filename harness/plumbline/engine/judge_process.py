@@ -1,0 +1,72 @@
+"""Judges a trace in a process of its own, so that several cells are judged at once."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from plumbline.engine.examine import Examined
+from plumbline.worker.processes import die_with
+
+
+def number_of_judges() -> int:
+    """Return how many traces can be judged at once; 0 if this process has to judge them itself.
+
+    A fork has the causes, checks and workloads that were registered in this process. It is not possible where autograd
+    has threads for devices, nor reliable on macOS.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST) if cores > 1 else 0
+
+
+MOST = 4
+"""The largest number of judges: each needs memory for a trace, and one launch at a time does not feed more."""
+
+
+class JudgeProcess:
+    """A fork of this process that calls ``judge``."""
+
+    def __init__(self, judge: Callable[[], Examined]) -> None:
+        self._judge = judge
+        context = multiprocessing.get_context("fork")
+        self.connection, send_to = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(judge, send_to, os.getpid()), daemon=True)
+        with warnings.catch_warnings():
+            # The threads of rendezvous stores hold no lock that a judge takes.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            self._process.start()
+        send_to.close()
+
+    def wait(self) -> Examined:
+        """Return what ``judge`` returned. If the process failed, this process judges."""
+        try:
+            examined: Examined = self.connection.recv()
+        except (EOFError, OSError):
+            examined = self._judge()
+        finally:
+            self.end()
+        return examined
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _run(judge: Callable[[], Examined], connection: Connection, parent: int) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    gc.freeze()  # the parent's objects may own threads, which a fork does not have
+    with suppress(Exception):
+        connection.send(judge())
