@@ -62,7 +62,7 @@ def test_a_subject_that_times_out_three_times_in_a_row_is_given_up_in_one_senten
     assert outcomes["failed"] == 3
     assert outcomes["skipped"] == 3
     assert "hanging: 3 cells in a row reached the time limit of 1 s" in result.stderr.str()
-    result.stdout.fnmatch_lines(["*INCOMPLETE: 3 of 6 cells have no complete result*"])
+    result.stdout.fnmatch_lines(["*INCOMPLETE: 3 of 6 cells without a complete result*"])
     again = project.pytest(*asked, "--subject", "hanging.py", "--resume")
     assert again.parseoutcomes()["failed"] == 6, "three that the run knows, and three more before it is given up again"
 
