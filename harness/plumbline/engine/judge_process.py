@@ -33,6 +33,10 @@ def number_of_judges() -> int:
 MOST = 4
 """The largest number of judges: each needs memory for a trace, and one launch at a time does not feed more."""
 
+YIELD = 5
+"""The niceness of judges. Ranks have a time limit: beside two nice judges they get at least as much of two cores as
+beside one judge of their own niceness."""
+
 
 class JudgeProcess:
     """A fork of this process that calls ``judge``."""
@@ -66,6 +70,7 @@ class JudgeProcess:
 
 def _run(judge: Callable[[], Examined], connection: Connection, parent: int) -> None:
     die_with(parent)
+    os.nice(YIELD)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     gc.freeze()  # the parent's objects may own threads, which a fork does not have
     with suppress(Exception):
