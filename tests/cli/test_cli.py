@@ -128,7 +128,7 @@ def test_evidence_that_is_cut_off_is_not_judged(run, capsys):
         assert main(["judge", str(run)]) == 0
     finally:
         file.write_bytes(whole)
-    assert "is not a whole trace" in capsys.readouterr().out
+    assert "is not a complete trace" in capsys.readouterr().out
 
 
 def test_there_is_no_run(tmp_path, capsys):

@@ -93,15 +93,15 @@ def test_a_trace_is_plain_files_of_a_limited_size(tmp_path, monkeypatch):
     linked, pipe = tmp_path / "rank-0.safetensors", tmp_path / "rank-1.safetensors"
     linked.symlink_to(whole)
     os.mkfifo(pipe)
-    for path, why in ((linked, "symbolic link"), (pipe, "it is no plain file")):
+    for path, why in ((linked, "symbolic link"), (pipe, "it is not a regular file")):
         with pytest.raises(TraceError, match=why):
             read.read_rank(path)
     monkeypatch.setattr(read, "LARGEST_FILE", 10)
-    with pytest.raises(TraceError, match="bytes, and the limit is 10"):
+    with pytest.raises(TraceError, match="bytes; the limit is 10"):
         read.read_rank(whole)
     folder = tmp_path / "cell"
     folder.symlink_to(tmp_path)
-    with pytest.raises(TraceError, match="is a link, and a trace has none"):
+    with pytest.raises(TraceError, match="is a symbolic link, which a trace never contains"):
         read.read_trace(folder)
 
 
@@ -111,11 +111,11 @@ def test_a_tensor_store_is_plain_files_too(tmp_path):
     assert tensor_store.load(str(tmp_path), stored).tolist() == [0, 1, 2, 3]
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TraceError, match="no plain file"):
+    with pytest.raises(TraceError, match="not a regular file"):
         tensor_store.load(str(tmp_path), stored)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(TraceError, match="no plain file"):
+    with pytest.raises(TraceError, match="not a regular file"):
         tensor_store.load(str(tmp_path), stored)
 
 

@@ -118,7 +118,7 @@ def test_a_file_cut_off_anywhere_is_refused(whole, tmp_path):
     content, _ = whole
     for length in range(len(content)):
         (tmp_path / "cut").write_bytes(content[:length])
-        with pytest.raises(TraceError, match="not a whole trace"):
+        with pytest.raises(TraceError, match="not a complete trace"):
             read_rank(tmp_path / "cut")
 
 

@@ -76,7 +76,7 @@ def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return the sketch's fingerprint alone, which is cheaper."""
+    """Return only the sketch's fingerprint, which is cheaper."""
     reading = _Reading(tensor, 0)
     for start in reading.starts:
         reading.hash(start)
@@ -84,7 +84,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Tensor:
-    """Return P x alone, as it stands in a sketch, which is far cheaper.
+    """Return only P x, as in a sketch, which is far cheaper.
 
     Args:
         tensor: of any shape and strides.

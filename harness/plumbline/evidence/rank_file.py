@@ -1,4 +1,4 @@
-"""The file that one rank writes: a safetensors file, with everything that is no tensor in its metadata.
+"""The file that one rank writes: a safetensors file, with everything except tensors in its metadata.
 
 It is written and read without the library, because a rank has only torch, and `plumbline check` needs nothing else.
 The format (8 bytes little-endian header length, a JSON header, raw bytes) is documented at
@@ -102,7 +102,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class RankFile:
-    """The file at ``path``, written twice: what was recorded so far, beside it, and the whole at the end.
+    """The file at ``path``, written at the end; meanwhile a file beside it has what was recorded so far.
 
     ``so_far`` returns what has been recorded when it is called.
     """
@@ -114,7 +114,7 @@ class RankFile:
         self._lock = Lock()
 
     def write_so_far(self) -> None:
-        """Write what has been recorded so far; nothing once the whole was written.
+        """Write what has been recorded so far, unless the whole was written.
 
         Raises:
             OSError: it cannot be written.
@@ -195,7 +195,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     recorded = values["steps"]
     parts: dict[tuple[int, str], Tensors] = {}
     if values.get("sketches"):
-        raise ValueError("it has random projections in the place of large tensors, as versions up to 0.1 wrote them")
+        raise ValueError("it was written by version 0.1 or earlier, with random projections instead of large tensors")
     stored: dict[str, Any] = {
         name: StoredTensor(int(fingerprint), tuple(map(int, shape)), str(dtype))
         for name, (fingerprint, shape, dtype) in dict(values.get("stored", {})).items()

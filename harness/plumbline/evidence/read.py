@@ -48,13 +48,13 @@ def read_trace(folder: Path) -> Trace:
 
 
 def refuse_links(path: Path) -> None:
-    """Refuse a link: a run may come from anywhere, and nothing outside of its folder is a part of it.
+    """Refuse a link: a run may come from anywhere, and only files in its folder belong to it.
 
     Raises:
         TraceError: ``path`` is a symbolic link.
     """
     if path.is_symlink():
-        raise TraceError(f"{path} is a link, and a trace has none: take the run from its source again")
+        raise TraceError(f"{path} is a symbolic link, which a trace never contains: copy the run from its source again")
 
 
 def _read_launch(folder: Path) -> Trace:
@@ -64,7 +64,7 @@ def _read_launch(folder: Path) -> Trace:
     names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
     if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
         raise TraceError(
-            f"{folder} has a file called rank-{strange[0][:50]!r}, which is not a rank: run the cell again"
+            f"{folder} has a file called rank-{strange[0][:50]!r}, which does not belong to a rank: run the cell again"
         )
     ranks = sorted(map(int, names))
     files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
@@ -84,7 +84,7 @@ def read_rank(path: Path) -> RankTrace:
         return unflatten(*read_file(path))
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise TraceError(
-            f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
+            f"{path} is not a complete trace ({type(error).__name__}: {error}); run the cell again"
         ) from error
 
 
@@ -127,14 +127,14 @@ def _content(path: Path) -> bytearray:
     """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened.
 
     Raises:
-        OSError, ValueError: it is no plain file, or larger than ``LARGEST_FILE``.
+        OSError, ValueError: it is not a regular file, or larger than ``LARGEST_FILE``.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         if found.st_size > LARGEST_FILE:
-            raise ValueError(f"it has {found.st_size} bytes, and the limit is {LARGEST_FILE}")
+            raise ValueError(f"it has {found.st_size} bytes; the limit is {LARGEST_FILE}")
         content = bytearray(found.st_size)
         if stream.readinto(content) != found.st_size:
             raise ValueError("it became shorter while it was read")
@@ -161,12 +161,12 @@ PARTS = ("before", "gradients", "after", "held_back")
 
 
 def whole_tensors(trace: Trace, store: Path) -> Trace:
-    """Return a launch's trace with whole tensors in the place of shards, and of references to the tensor store.
+    """Return a launch's trace with whole tensors instead of shards and references to the tensor store.
 
-    A trace that is not whole is returned as it is: it is not judged.
+    An incomplete trace is returned unchanged, because it is not judged.
 
     Raises:
-        TraceError: shards are missing, overlap, or are no parts of one tensor, or the store is not whole; the message
+        TraceError: shards are missing, overlap, or are not parts of one tensor, or the store is damaged; the message
             names it.
     """
     values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
@@ -191,14 +191,14 @@ def whole_tensors(trace: Trace, store: Path) -> Trace:
 
 
 def _blocks_of(rank: RankTrace) -> dict[str, Block]:
-    """Return the blocks that a rank held of parameters, as far as they are not the whole of one."""
+    """Return the blocks of the parameters that a rank held only in part."""
     held = rank.steps[0].before if rank.steps else {}
     shards: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, Shard)}
     return {name: _block(shard) for name, shard in shards.items() if _block(shard)[1] != shard.shape}
 
 
 class _Assembly:
-    """Joins or loads each tensor, and each set of tensors, once for all ranks: what was one object stays one."""
+    """Joins or loads each tensor, and each set of tensors, once for all ranks, so that identities are kept."""
 
     def __init__(self, store: Path) -> None:
         self._stored = cache(partial(load_stored, str(store)))
@@ -234,9 +234,9 @@ class _Assembly:
 
 
 def _flaw(own: Shard, rank: int, shards: Sequence[Any]) -> str | None:
-    """Return why shards, one of each of ``own.ranks``, do not make up the tensor of which ``own`` is one; else None."""
+    """Return why the shards of ``own.ranks``, one each, do not make up the tensor of ``own``; else None."""
     if not any(shard is own for shard in shards):
-        return f"rank {rank} holds neither all of it nor a block of it (is it a sum that was not reduced yet?)"
+        return f"rank {rank} holds neither all of it nor a block of it (a sum that was not reduced yet has no blocks)"
     for other, shard in zip(own.ranks, shards, strict=True):
         if not isinstance(shard, Shard):
             return f"rank {other} recorded no shard of it"

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 WEIGHTS: Final = "weights"
-"""What a chunk computes: outputs; gradients; gradients of weights alone, where these are put off."""
+"""What a chunk computes: outputs, gradients, or only the deferred gradients of weights."""
 
 ChunkKind = Literal["forward", "backward", "weights"]
 
@@ -63,10 +63,10 @@ class RankTiming:
     """What one rank sends: the timed rounds, and what was measured after them.
 
     ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric, ``communication`` a share of the time,
-    ``shares`` those of a step's parts by their names, ``flops`` the floating-point operations of a step; all are None
-    where there was no looking, ``communication`` also where no collective was seen, and ``flops`` where they could not.
-    ``pipeline`` has the chunks of some steps of the warm-up, in order; it is empty where there is no pipeline.
-    ``devices`` are the UUIDs of the rank's GPUs, where torch tells them.
+    ``shares`` the shares of a step's parts by name, and ``flops`` the floating-point operations of a step. These are
+    None if they were not measured, ``communication`` also if there was no collective, and ``flops`` if it is unknown.
+    ``pipeline`` has the chunks of some steps of the warm-up, in order; it is empty without a pipeline.
+    ``devices`` are the UUIDs of the rank's GPUs, if torch reports them.
     ``problems`` say which files of a profiled launch could not be written.
     """
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Tensors = dict[str, "Tensor"]
 """Named tensors: the name of a parameter or buffer in ``job.model()`` to its value, on the cpu.
 
-As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``StoredTensor``. Reading
-the trace of a launch puts whole tensors in their places.
+A rank records sharded weights and gradients as ``Shard``, and large ones as ``StoredTensor``. Reading the trace of a
+launch replaces both by whole tensors.
 """
 
 
@@ -28,7 +28,7 @@ STORE_ABOVE = 2**16
 
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where in a tensor a block of it begins, and the shape of the block."""
+"""Where a block of a tensor begins, and its shape."""
 
 
 def block_index(block: Block) -> tuple[slice, ...]:
@@ -53,10 +53,10 @@ class StoredTensor:
 class Shard:
     """One rank's block of a tensor of ``shape``; ``begin`` is the index of its first entry in that tensor.
 
-    Of a flattened tensor it is a run of entries: ``values`` has one dimension, and ``begin`` one number.
-    ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, this one
-    included; of several replicas they are those of one. It is empty where a rank holds no block, but for example its
-    part of a sum over ranks.
+    A shard of a flattened tensor is a run of entries: ``values`` has one dimension, and ``begin`` one number.
+    ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, including this
+    one; with several replicas they are the ranks of one replica. ``ranks`` is empty if the rank does not hold a block,
+    but for example its part of a sum over ranks.
     """
 
     values: Tensor
@@ -101,12 +101,12 @@ class Step:
 
     Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
     of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
-    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass. Where they
+    one are taken at the weights that the earlier ones left. It is empty if all of them share one pass. If they
     ``alternate``, each micro-batch has its passes for all of them before the next one: only those over the last
     micro-batch come after the steps of earlier optimizers.
 
-    A GradScaler decides for each optimizer alone. Where it skipped one and not another, the step counts as taken, and
-    ``held_back`` has the gradients of the one that was skipped, which are not among ``gradients``.
+    A GradScaler decides for each optimizer separately. If it skipped one but not another, the step counts as taken,
+    and ``held_back`` has the gradients of the skipped one, which are not in ``gradients``.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -149,7 +149,7 @@ class Logged:
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
 )  # fmt: skip
-"""What torch.distributed raises on a rank that waits for another one that has ended."""
+"""What torch.distributed raises on a rank that waits for a rank that has ended."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ class RankTrace:
     ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
     one line for each call, the innermost first.
     ``torch`` is the rank's version of torch, "" where the trace is older than this field.
-    ``holds_nothing`` says of a rank that it held no parameter while it trained, as a stage that only computes.
-    ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
-    ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors are in the place of shards.
+    ``holds_nothing`` says that the rank held no parameter while it trained, such as a stage that only computes.
+    ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None without a model.
+    ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors have replaced shards.
     """
 
     rank: int
