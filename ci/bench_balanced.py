@@ -1,15 +1,15 @@
-"""Does the self-balancing trainer take what it predicts, and how much faster are two devices than one?
+"""Does the self-balancing trainer meet its predictions, and how much faster are two devices than one?
 
-    python ci/bench_balanced.py --report reports/balanced.md        # some eight minutes
+    python ci/bench_balanced.py --report reports/balanced.md        # about eight minutes
     python ci/bench_balanced.py --models GPT --rounds 4             # one model, printed
 
-Three models on two devices of one core each: a GPT, a ResNet, a perceptron with one huge embedding
-(``ci/bench_balanced/staged_models.py``). Of each model there are five trainings at a time, of which one computes while
-the others wait (``turns.py``): the trainer on one device, twice; balanced; balanced with the equal-count split in place
-of its own; and 1F1B written by hand (``by_hand.py``) with the split and micro-batches of balanced. In each round every
-one makes a few steps, and both trainings on one device make theirs once more at the same time: that is what the second
-core adds to the first. A ratio is that of one round; the table has its median and an interval of 95 %. Wants a quiet
-machine. Exits with 1 where a goal is missed.
+Three models on two devices of one core each: a GPT, a ResNet, and a perceptron with one huge embedding
+(``ci/bench_balanced/staged_models.py``). Five trainings of each model run at a time; one computes while the others wait
+(``turns.py``): the trainer on one device, twice; balanced; balanced with the equal-count split instead of its own; and
+1F1B written by hand (``by_hand.py``) with the split and micro-batches of balanced. In each round, every training makes
+a few steps. Then both trainings on one device make theirs again at the same time, which shows what the second core
+adds. Ratios compare trainings of one round; the table has their median and a 95 % interval. Run it on a quiet machine.
+Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="the file to write")
     options = parser.parse_args(arguments)
     if len(CORES) < 2:
-        parser.error(f"two devices of one core each need two cores, and this process may use {len(CORES)}")
+        parser.error(f"two devices need one core each, but this process may use {len(CORES)}")
     torch.set_num_threads(1)  # and ranks are forked: there must be no other thread
     problems = [one for one in SIZES[options.size]() if options.models is None or one.name in options.models]
     loads = [os.getloadavg()[0]]
@@ -106,7 +106,7 @@ def layers_of(planned: StagePlan) -> list[list[int]]:
         calls = [call for block in planned.blocks[stage.first : stage.last] for call in block.name.split(" + ")]
         stages.append(list(dict.fromkeys(int(call.split(".")[1]) for call in calls)))
     if len(set().union(*stages)) < sum(map(len, stages)):
-        raise SystemExit(f"Balanced cuts a layer in two, which is not written by hand: {stages}.")
+        raise SystemExit(f"Balanced splits a layer, which the hand-written version does not support: {stages}.")
     return stages
 
 

@@ -1,17 +1,16 @@
-"""What evidence costs: bytes and seconds a step, against the number of parameters.
+"""What evidence costs: bytes and seconds per step, by number of parameters.
 
     python ci/bench_evidence.py [--parameters 1e5 1e6 1e7 1e8 1e9] [--tokens 2048] [--rounds 5]
 
-Steps with and without recorders take turns in one process of one thread, as a rank has; a ratio compares neighbours,
-and the median of the ratios is printed. Seconds are those of the cpu, so that what else runs on the machine counts for
-less. A model is a stack of square linear layers with biases, trained by plain SGD:
-per parameter and token six operations, as in any dense layer or transformer, and the cheapest of all optimizers, so
-that nothing hides the recorder. ``--tokens`` is how many rows a rank's step sends through every layer. 2048 is little:
-one sequence of a language model, ten images of a vision transformer; a device is mostly given a multiple of that. The
-recorder's own time does not depend on it.
+Steps with and without recorders take turns in one process with one thread, as on a rank. Each ratio compares
+neighbours, and the median ratio is printed. Seconds are CPU seconds, so other work on the machine counts for less. The
+model is a stack of square linear layers with biases, trained by plain SGD: six operations per parameter and token, as
+in any dense layer or transformer, and the cheapest optimizer, so nothing hides the recorder. ``--tokens`` is the number
+of rows that a rank's step sends through every layer. 2048 is small: one sequence of a language model, or ten images of
+a vision transformer. The recorder's own time does not depend on it.
 
-Two ranks record each step: the first writes all large tensors to the launch's store, the second finds them there. Of n
-ranks that agree, each writes about the n-th part.
+Two ranks record each step: the first writes all large tensors to the launch's store, and the second finds them there.
+If n ranks agree, each writes about 1/n of the tensors.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python ci/bench_greetings.py                       # 1000 silent connections, 200 joins, into reports/greetings.md
     python ci/bench_greetings.py --silent 100 --joins 20 --hostile 1000 --report FILE
 
-The launcher, the nodes and the strangers are a process each. A join lasts from the node's first attempt to connect
-until the launcher has proved that it knows the token, attempts that failed included. Exits with 1 if one took more than
-two seconds, or a recorded greeting that is played again was taken.
+The launcher, the nodes and the strangers are separate processes. A join lasts from the node's first attempt to connect,
+including failed attempts, until the launcher has proved that it knows the token. Exits with 1 if a join took more than
+two seconds, or if a replayed greeting was accepted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ REPORT = Path(__file__).parents[1] / "reports" / "greetings.md"
 _HEAD = """# Nodes that join a launcher
 
 How long a node takes to join: `{command}`, {cores} cores, load average {load:.1f}.
-Strangers connect from a process of their own, all at once; *again* means that they connect again whenever they are
-turned away. A launcher greets {most} at a time, a further one ends the oldest.
+Strangers connect from a separate process, all at once; *again* means that they reconnect whenever they are turned
+away. A launcher greets {most} at a time; one more ends the oldest.
 
 | beside | joins | median, ms | worst, ms | worst, × alone | turned away | the last because |
 |---|--:|--:|--:|--:|--:|---|
@@ -80,7 +80,7 @@ def main() -> int:
         told.append(f"| {beside} | {len(times)} | {figures} | {number or 0} | {said} |")
         print(told[-1], flush=True)
     taken = replay()
-    told += ["", f"A recorded greeting that was played again was {'TAKEN' if taken else 'refused'}."]
+    told += ["", f"A replayed greeting was {'TAKEN' if taken else 'refused'}."]
     options.report.write_text("\n".join(told) + "\n", encoding="utf-8")
     return int(taken or slowest > LIMIT_S)
 

@@ -3,12 +3,12 @@
     python ci/bench_launch.py                            # 2 to 96 ranks on simulated devices, nodes of 8
     python ci/bench_launch.py 64 96 --figures PIECES     # a piece; the table is that of all pieces in the file
 
-Seconds are those of launching and training (six steps of `mlp`, evidence on disk) and of judging, median and range over
-a few runs. The pool is warm: its interpreter has torch imported, as in a run of more than one cell. Descriptors are the
-most, and memory the median, of many looks while one more launch trained, which is not timed. PSS counts a page that
-several processes share to each in part, so a sum of PSS is what the machine really holds; the ranks' is that of eight
-of them, times their number. An exponent is the slope of the least-squares line through the logarithms: 1 grows
-linearly, 2 with the square.
+Seconds are the time to launch and train (six steps of `mlp`, evidence on disk) and to judge, as median and range over a
+few runs. The pool is warm: its interpreter has imported torch, as in any run with more than one cell. Descriptors are
+the maximum, and memory is the median, of many samples during one more launch, which is not timed. PSS divides shared
+pages among processes, so a sum of PSS is what the machine really holds; the ranks' memory is that of eight of them,
+times their number. An exponent is the slope of the least-squares line through the logarithms: 1 is linear growth, 2 is
+quadratic.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--workload", default="mlp", choices=sorted(WORKLOADS))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
-        "--figures", type=Path, help="a file to which the figures are added, and from which they are read"
+        "--figures", type=Path, help="file to which the figures are added, and from which they are read"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

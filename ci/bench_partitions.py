@@ -1,9 +1,9 @@
-"""How often is a partition of blocks into stages the best there is: ours, DeepSpeed's, torchgpipe's, equal counts?
+"""How often is a partition of blocks into stages optimal: ours, DeepSpeed's, torchgpipe's, equal counts?
 
     python ci/bench_partitions.py --deepspeed ENV/bin/python --torchgpipe ENV/bin/python > reports/partitions.md
 
-400 random models of 4 to 12 blocks for 2 to 6 devices, in four kinds. The best is found by trying every partition. The
-libraries' own functions are called, each in an interpreter that has the library; without one its rows are left out.
+400 random models of 4 to 12 blocks for 2 to 6 devices, in four kinds. The best partition is found by trying all. The
+libraries' own functions are called, each in an interpreter that has the library; otherwise its rows are left out.
 """
 
 from __future__ import annotations
@@ -176,13 +176,13 @@ def report(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]]
         "# Partitions of blocks into stages",
         "",
         f"`python ci/bench_partitions.py`: {CASES} random models of 4 to 12 blocks for 2 to 6 devices, "
-        f"{MICRO_BATCHES} micro-batches. A partition is optimal if none of all is better; a ratio is to the best.",
+        f"{MICRO_BATCHES} micro-batches. A partition is optimal if no other is better. Ratios are to the best.",
         "",
-        "*Time* is that of the slowest stage: it sets the pace of the pipeline. *Memory* is the largest peak of a",
-        "stage under 1F1B: its state, and the activations of as many micro-batches as there are stages from it to the",
-        "end. DeepSpeed's `partition_balanced` looks for the least difference between the largest and the smallest",
-        "stage, torchgpipe's `blockpartition.solve` for one of at most the largest block. Both take a number a block:",
-        "for memory its state and the activations of one micro-batch. Ours balances memory where all times are equal.",
+        "*Time* is the time of the slowest stage, which sets the pace of the pipeline. *Memory* is the largest peak of",
+        "a stage under 1F1B: its state, and the activations of one micro-batch for each stage from it to the end.",
+        "DeepSpeed's `partition_balanced` minimises the difference between the largest and the smallest stage;",
+        "torchgpipe's `blockpartition.solve` allows a difference of one largest block. Both take one number per block:",
+        "for memory, its state and the activations of one micro-batch. Ours balances memory if all times are equal.",
         "",
         "| partition | time: optimal | worst ratio | mean ratio | memory: optimal | worst ratio | mean ratio |",
         "| --- | --: | --: | --: | --: | --: | --: |",
@@ -194,18 +194,18 @@ def report(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]]
         of_kinds = ([r for r, case in zip(times[name], cases, strict=True) if case.kind == kind] for kind in KINDS)
         cells = (f"{optimal(of_kind) / len(of_kind):.0%}, × {max(of_kind):.2f}" for of_kind in of_kinds)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "The part of the cases that is optimal, and the worst ratio.", "", *limited(cases, rows, lightest)]
+    lines += ["", "The share of cases that are optimal, and the worst ratio.", "", *limited(cases, rows, lightest)]
     return "\n".join(lines) + "\n"
 
 
 def limited(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]], lightest: list[float]) -> list[str]:
     """Return the section on devices that have a little more memory than is needed at least."""
     lines = [
-        "## Time, where memory is limited",
+        "## Time with limited memory",
         "",
-        "Each device may hold 1.1 times the least possible peak. The partitions balance time; ours is given the limit.",
+        "Each device may hold 1.1 times the least possible peak. Partitions balance time; only ours knows the limit.",
         "",
-        "| partition | fits | and is the fastest that fits |",
+        "| partition | fits | is the fastest that fits |",
         "| --- | --: | --: |",
     ]
     limits = [1.1 * least for least in lightest]

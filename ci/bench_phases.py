@@ -1,12 +1,12 @@
 """Where does the time of one warm ddp cell go, and which part of it grows faster than the number of ranks?
 
     python ci/bench_phases.py                # 2 to 96 ranks on simulated devices, nodes of 8
-    python ci/bench_phases.py --unreduced    # what of it is left when gradients are not averaged
-    python ci/bench_phases.py --alone        # and when ranks do not even meet: what Plumbline does for a launch
+    python ci/bench_phases.py --unreduced    # without averaging gradients
+    python ci/bench_phases.py --alone        # without a process group: Plumbline's part of a launch
 
-Each phase ends when the last rank has come to its end; seconds of each phase are medians of a few runs. `launched` is
-all before the first step: ranks forked, their process group made, their models wrapped. The subject is the one at the
-end of this file, which says when it was where. `cpu` is the processor time of a rank, in seconds.
+Each phase ends when the last rank has finished it; seconds are medians over a few runs. `launched` is everything before
+the first step: forking ranks, creating their process group, wrapping their models. The subject is at the end of this
+file, and reports when each phase ended. `cpu` is the processor time of a rank, in seconds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""How much faster is a test with ``@pytest.mark.ranks`` than one of torch's own kind, which spawns its ranks?
+"""How much faster is a test with ``@pytest.mark.ranks`` than one of torch's, which spawns its ranks?
 
     python ci/bench_ranks.py                          # 2, 4 and 8 ranks, 5 rounds
     python ci/bench_ranks.py --ranks 2 8 --rounds 3
 
-Both kinds run the same body (``ci/bench_ranks/ddp.py``) in one pytest process, in turns, so that whatever else the
-machine does meets both. A test's seconds are those of its set-up, call and tear-down; one round before is not counted.
-A ratio is that of one round; the table has the medians, and the range of the ratio. Exits with 1 if a test failed, or
-if the median ratio is below what is promised: 20 with 2 ranks, 30 with 8. Needs `pip install expecttest`, as torch's
-test cases do.
+Both kinds run the same body (``ci/bench_ranks/ddp.py``) in one pytest process, in turns, so other work on the machine
+affects both. A test's seconds include set-up, call and tear-down; a first round is not counted. Ratios compare tests of
+one round; the table has the medians, and the range of the ratio. Exits with 1 if a test failed, or if the median ratio
+is below the promised 20 with 2 ranks, or 30 with 8. Needs `pip install expecttest`, as torch's test cases do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What does it cost that many ranks, or nodes, meet? Each part alone, without a training around it.
+"""What does it cost to bring many ranks or nodes together? Each part alone, without a training.
 
     python ci/bench_rendezvous.py                   # 125, 250, 500 and 1000
 
-Three parts, median and range of a few runs: so many processes that join one launch's store and wait until all are
-there; a node's part of the roll call among so many nodes (all on this
-machine: no network is in the way); and what the launcher sends to all nodes for one launch of so many ranks.
+Three parts, as median and range over a few runs: processes that join one launch's store and wait for all others; a
+node's part of the rendezvous check with the given number of nodes (all on this machine, without a network); and the
+bytes that the launcher sends to all nodes for one launch of the given number of ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def meet(count: int) -> tuple[float, int]:
         os.waitpid(pid, 0)
     for descriptor in (wait, go, heard):
         os.close(descriptor)
-    assert len(here) == count, f"{count - len(here)} of {count} did not come"
+    assert len(here) == count, f"{count - len(here)} of {count} did not join"
     return seconds, files
 
 

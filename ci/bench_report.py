@@ -3,13 +3,13 @@
     python ci/bench_report.py [--cells 125 250 500 1000] [--rounds 5]
     python ci/bench_report.py --page [--cells 5000]
 
-Prints the processor time a cell of each number of cells, as a ratio to that of the first, for runs in which no cell
-fails, one in ten and every one, for one of ten causes. Exits with 1 where a cell of the largest run takes more than
+Prints the processor time per cell for each number of cells, relative to the first number, for runs in which no cell,
+one in ten cells or every cell fails, for one of ten causes. Exits with 1 if a cell of the largest run takes more than
 twice as long.
 
-With `--page`, it prints how long report.html of each run takes to make and, where there is a Chromium, to open: the
-median number of seconds of all rounds, and for making it of processor time, which another load of the machine changes
-less. Nothing is judged: that depends on the machine.
+With `--page`, it prints how long it takes to make report.html of each run and, if there is a Chromium, to open it: the
+median seconds over all rounds, and for making it also the processor time, which other work on the machine affects less.
+This only measures, because the times depend on the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from plumbline.results.run_writer import RunWriter
 
 FINDINGS = 10
 FAILURES = {"none fails": 0, "one in ten fails": 10, "all fail": 1}
-"""What is measured, and of how many cells one fails."""
+"""What is measured: one of this many cells fails."""
 CAUSES = 10
 LARGEST_RATIO = 2.0
 
@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", default=[125, 250, 500, 1000], metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--page", action="store_true", help="time report.html alone: made, and opened in Chromium")
+    parser.add_argument("--page", action="store_true", help="time only making report.html, and opening it in Chromium")
     options = parser.parse_args()
     if options.page:
         return time_pages(options.cells, options.rounds)

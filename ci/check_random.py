@@ -1,9 +1,9 @@
-"""Runs random trainings that are right under the recorder of ``plumbline check``: whatever is accused is a false alarm.
+"""Runs random right trainings under the recorder of ``plumbline check``: every accusation is a false alarm.
 
     python ci/check_random.py --count 500            # seeds 0 to 499
-    python ci/check_random.py --seed 17 --verbose    # one of them, with all of its findings
+    python ci/check_random.py --seed 17 --verbose    # one seed, with all findings
 
-Ranks are forked from this process, which has imported torch, so that a training takes a second or so.
+Ranks are forked from this process, which has imported torch, so a training takes about a second.
 """
 
 from __future__ import annotations

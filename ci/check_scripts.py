@@ -1,16 +1,16 @@
-"""Real training scripts under ``plumbline check``: is each verdict true, and no more than was judged?
+"""Real training scripts under ``plumbline check``: is each verdict true, and does it claim only what was judged?
 
     python ci/check_scripts.py --checkouts FOLDER              # everything, into reports/check-real-scripts.md
     python ci/check_scripts.py --checkouts FOLDER --jobs 2     # two at a time
-    python ci/check_scripts.py --checkouts FOLDER --only gpt   # some of it, printed
-    python ci/check_scripts.py --part half-judged                # trainings of which not everything can be judged
+    python ci/check_scripts.py --checkouts FOLDER --only gpt   # a part of it, printed
+    python ci/check_scripts.py --part half-judged                # trainings that can be judged only in part
     python ci/check_scripts.py --part plain                    # no check: do the scripts run, and repeat themselves?
 
 ``ci/check_scripts/`` has the tables: ``published.py``, ``libraries.py``, ``parallel.py`` and ``teaching.py`` (scripts
-of public repositories, whose checkouts lie in FOLDER as ``owner+name``), ``rewritten.py`` (scripts of our own),
-``half_judged.py`` (trainings that are wrong, or of which not everything can be judged) and ``mistakes.py``. The page
-counts false praise and false accusations. Interpreters that have further packages are named with ``--python``. Exits
-with 1 where anything is not as it should be. For every night; half an hour on two cores, with ``--jobs 2``.
+of public repositories, with checkouts in FOLDER as ``owner+name``), ``rewritten.py`` (our own scripts),
+``half_judged.py`` (trainings that are wrong, or that can be judged only in part) and ``mistakes.py``. The page counts
+false praise and false accusations. Pass interpreters with more packages with ``--python``. Exits with 1 if a verdict is
+not as expected. Run it every night; it takes half an hour on two cores with ``--jobs 2``.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def parsed() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkouts", type=Path, help="folder with the checkouts of the published scripts")
-    parser.add_argument("--python", action="append", default=[], help="an interpreter with further packages")
+    parser.add_argument("--python", action="append", default=[], help="an interpreter with more packages")
     parser.add_argument("--only", action="append", default=[], help="a part of the name of a script or mistake")
     parser.add_argument(
         "--part",
         choices=("plain", "scripts", "half-judged", "mistakes", "page"),
-        help="page: of what is kept (default: all)",
+        help="page: of the kept results (default: all)",
     )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to record (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts that run at a time (default: %(default)s)")
-    parser.add_argument("--keep", type=Path, help="file of results: what is in it is not run again")
+    parser.add_argument("--keep", type=Path, help="file of results; those in it are not run again")
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "check-real-scripts.md")
     asked = parser.parse_args()
     asked.python = (sys.executable, *asked.python)

@@ -4,10 +4,9 @@
     python ci/false_alarms.py --seeds 20 --cells 3 --subject torch
     python ci/false_alarms.py --seeds 100 --subject torch --backends hsdp,tp,ddp+tp,fsdp+tp,ep
 
-Every seed gives the workloads other weights, data and order; every cell is trained by real ranks and judged. What the
-files of expectations say of a cell does not accuse its trainer. Prints
-each accusation with the command that repeats it and, for each precision and check, how near right trainers came to
-the limit. Exits with 1 if anybody was accused.
+Every seed gives the workloads other weights, data and order. Real ranks train every cell, and it is judged. Known
+deviations in the files of expectations do not count. Prints each accusation with the command that repeats it and, for
+each precision and check, how near right trainers came to the limit. Exits with 1 if a trainer was accused.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("--cells", type=int, default=5, help="cells drawn for each seed (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--subject", action="append")
-    parser.add_argument("--backends", metavar="A,B", help="draw cells of these backends alone")
+    parser.add_argument("--backends", metavar="A,B", help="draw only cells of these backends")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pools = {locator: Pool(locator) for locator in arguments.subject or ["reference", "torch"]}

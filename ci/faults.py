@@ -1,12 +1,13 @@
-"""Injects faults for real, looks whether Plumbline ends, says what happened and leaves nothing behind, and counts.
+"""Injects real faults, and checks that Plumbline ends, reports what happened and leaves nothing behind.
 
     python ci/faults.py --report                # every fault, its table into reports/faults.md
     python ci/faults.py --times 1 --only hangs --only 2/
     python ci/faults.py --times 0 --only 8/killed --runs 100 --keep seen.jsonl --report
     python ci/faults.py --list
 
-A fault's name stands behind the number of its family: ``--only`` takes a part of that, and --quick what takes a second
-or two. Exits with 1 if anything was not seen that must be, or anything was left behind. Linux; some faults need root.
+A fault is named by the number of its family and its name. ``--only`` takes a part of that; ``--quick`` selects the
+faults that take a second or two. Exits with 1 if a required message was missing, or if anything was left behind. Linux
+only; some faults need root.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"{fault.row}/{fault.name}: {fault.must}" for fault in chosen), sep="\n")
         return 0
     if not chosen and not options.soak and not options.keep:
-        print("no fault has such a name: see --list")
+        print("no fault has this name: see --list")
         return 2
     alone = own_shared_memory()
     # Who was started in the background may have been told to take no notice of Ctrl-C, and tell so whoever it starts.
@@ -156,10 +157,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--runs", type=int, default=1, metavar="N", help="the same for faults of whole runs (default: 1)"
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="add to what is known, and report all of it")
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="train a right cell N times in a row as well")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add to the results in this file, and report all")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="also train a right cell N times in a row")
     parser.add_argument("--only", action="append", metavar="PART", help="faults with this in their names (repeatable)")
-    parser.add_argument("--quick", action="store_true", help="only those that take a second or two")
+    parser.add_argument("--quick", action="store_true", help="only faults that take a second or two")
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument(
         "--report", type=Path, nargs="?", const=REPORT, metavar="FILE", help=f"write the table: {REPORT.name}"

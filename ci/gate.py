@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
 SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / "ddp.py"
 MISTAKE, NAMED = "inner module called", "not synchronised"
-"""What is done wrong in ``SCRIPT``, and how the headline of ``plumbline check`` calls it."""
+"""The mistake in ``SCRIPT``, and the words for it in the headline of ``plumbline check``."""
 
 ON_MESHES = ("mlp", "lm-tokens", "transformer", "clipping-tied", "accumulation", "checkpoint-elastic")
 TRAINED = (Outcome.PASSED, Outcome.DEVIATES)
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are asked for; print what became of each."""
     every = stages()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(every), help="run this stage alone (repeatable)")
-    parser.add_argument("--list", action="store_true", help="print the names of the stages and run none")
+    parser.add_argument("--only", action="append", choices=list(every), help="run only this stage (repeatable)")
+    parser.add_argument("--list", action="store_true", help="print the names of the stages without running them")
     options = parser.parse_args(arguments)
     chosen = {name: stage for name, stage in every.items() if not options.only or name in options.only}
     if options.list:

@@ -1,14 +1,14 @@
-"""Old releases under examination: does one that is known to be wrong fail, and a later one pass?
+"""Old releases under test: does a release with a known mistake fail, and does a later one pass?
 
     python ci/history.py                                # every line of ci/history/pairs.csv
-    python ci/history.py --only 2694 --only lightning   # the lines in which one of these words stands
+    python ci/history.py --only 2694 --only lightning   # lines with one of these words
     python ci/history.py --library accelerate --bad 0.26.1 --good 1.0.1
 
-A line is a library, a wrong version and a right one, the issue, a subject, one cell, and what the wrong one must be
-told: a family, and a cause (any, where the line names none). The right one must show nothing bad but what
-``suites/expectations`` says of it. Both versions run the same subject, on simulated devices, each in an environment of
-its own, which is made once. Prints the table and writes it to ``--report``. Exits with 1 if anything is not as
-expected. For every night, not for every change.
+A line has a library, a wrong version and a right one, the issue, a subject, one cell, and the expected family and cause
+for the wrong version (any cause if the line has none). The right version must show only what ``suites/expectations``
+knows of it. Both versions run the same subject on simulated devices, each in its own environment, which is created
+once. Prints the table and writes it to ``--report``. Exits with 1 if anything is not as expected. Run it every night,
+not for every change.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Verdict:
 def main() -> int:
     """Examine both versions of each pair, and tell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="a word of the lines to examine (repeatable)")
-    parser.add_argument("--library", help="the lines of this library alone")
+    parser.add_argument("--only", action="append", help="examine only lines with this word (repeatable)")
+    parser.add_argument("--library", help="examine only this library")
     for name in ("bad", "good", "subject", "cell", "family", "cause"):
-        parser.add_argument(f"--{name}", help="instead of what the line says")
-    parser.add_argument("--with", action="append", default=[], dest="companions", help="what else pip is to install")
+        parser.add_argument(f"--{name}", help="overrides the line")
+    parser.add_argument("--with", action="append", default=[], dest="companions", help="also install this (repeatable)")
     parser.add_argument("--torch", default=torch.__version__.partition("+")[0], help="default: %(default)s")
     parser.add_argument("--envs", type=Path, default=CACHE, help="where environments are kept (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=REPORT, help="where the table is written (default: %(default)s)")
@@ -120,7 +120,7 @@ def main() -> int:
     with (HERE / "pairs.csv").open(newline="") as lines:
         pairs = chosen([Pair(**line) for line in csv.DictReader(lines)], arguments)
     if not pairs:
-        parser.error("no line of ci/history/pairs.csv is like that: add one")
+        parser.error("no line of ci/history/pairs.csv matches: add one")
     verdicts = []
     for pair in pairs:
         for version in (pair.bad, pair.good):

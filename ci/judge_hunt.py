@@ -1,13 +1,13 @@
 """The judge's own hunt: random right trainers must not be accused, random mistakes in them must be caught.
 
-    python ci/judge_hunt.py --right 2000 --mutated 1000 --seed 1 --minutes 10   # start it again, and it goes on
+    python ci/judge_hunt.py --right 2000 --mutated 1000 --seed 1 --minutes 10   # run again to continue
     python ci/judge_hunt.py --seed 1 --only 17                     # one draw, as recorded, with all of its findings
     python ci/judge_hunt.py --report reports/judge-hunt                         # the counts of all seeds
     python ci/judge_hunt.py --report reports/judge-hunt --page reports/judge-hunt.md
 
-Each draw is a way to write a training loop, a problem and a cell of up to three ranks. It is trained by real ranks and
-judged; then the same with one mistake in it. What a mistake changes is measured against the right training: one that
-changes no bit, or no more than other right trainers of the problem differ, is not scored. Exits with 1 if a right
+Each draw is a way to write a training loop, a problem, and a cell of up to three ranks. Real ranks train it, and it is
+judged; then the same with one mistake. The effect of a mistake is measured against the right training: mistakes that
+change no bit, or no more than other right trainers of the problem differ, are not scored. Exits with 1 if a right
 trainer was accused.
 """
 
@@ -66,10 +66,10 @@ def main() -> int:
     parser.add_argument("--right", type=int, default=2000, help="right trainers in all (default: %(default)s)")
     parser.add_argument("--mutated", type=int, default=1000, help="mistakes in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--only", type=int, metavar="N", help="try draw N alone, and write nothing down")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
+    parser.add_argument("--only", type=int, metavar="N", help="try only draw N, and record nothing")
     parser.add_argument("--folder", type=Path, default=Path("reports", "judge-hunt"))
-    parser.add_argument("--report", type=Path, metavar="DIR", help="try nothing: count what all seeds have")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="try nothing; print the counts of all seeds")
     parser.add_argument("--page", type=Path, metavar="FILE", help="with --report: write the page, with explanations")
     options = parser.parse_args()
     if options.report:

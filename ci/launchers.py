@@ -1,16 +1,16 @@
-"""The same cells by several launchers: are the verdicts the same, how long do they take, what if a node is lost?
+"""The same cells on several launchers: are the verdicts equal, how long do they take, what if a node is lost?
 
     python ci/launchers.py                             # verdicts and times, two nodes of two devices
     python ci/launchers.py --only ray --lose 20        # a node of Ray is killed twenty times in the middle of a cell
     python ci/launchers.py --nodes 4 --gpus 1
     python ci/launchers.py --suite                     # the smoke and all `ddp` cells of the suite, by each launcher
 
-Every node is this machine: for torchrun as it does by itself, for hosts by a command that leads back here, for Ray by a
-raylet for each node, for SLURM by a slurmd for each, in an allocation of which all launchers are then compared.
-Launchers take turns, so that all meet the same machine; a time is the median over the rounds, a ratio is to `local` in
-the same run. A node is lost when its raylet is killed, and elsewhere when its server is. The cell must then end with an
-error that names the node, the next pool must pass the same cell, and nothing may be left. Exits with 1 where anything
-is not so, and with 3 where SLURM takes part and cannot be had. Linux.
+Every node is this machine: torchrun does this by itself, hosts uses a command that leads back here, Ray one raylet per
+node, and SLURM one slurmd per node, in an allocation that all launchers then use. Launchers take turns, so they meet
+the same machine. Times are medians over the rounds, and ratios are relative to `local` in the same run. A node is lost
+when its raylet is killed, or for other launchers its server. The cell must then end with an error that names the node,
+the next pool must pass the same cell, and nothing may be left behind. Exits with 1 if anything is wrong, and with 3 if
+SLURM is selected but not available. Linux only.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Comparison:
         """Run the cells of ``SUITE`` by each launcher as a user does; return whether all verdicts are the same."""
         first = next(iter(self.launchers))
         same = True
-        print("| cells | launcher | cells | passed | wall time, s | verdicts of other than", first, "|")
+        print("| cells | launcher | cells | passed | wall time, s | verdicts that differ from", first, "|")
         print("|---|---|--:|--:|--:|---|")
         for words in SUITE:
             verdicts: dict[str, dict[tuple[object, str], tuple[str, str | None]]] = {}
@@ -176,7 +176,7 @@ class Comparison:
             seen = self._lose_one(name)
             if left := self._left(before):
                 seen.append(f"left: {left}")
-            said = "; ".join(seen) or "named, the next cell passed, nothing left"
+            said = "; ".join(seen) or "named, the next cell passed, nothing left behind"
             print(f"{name} {number + 1}/{times}: {said} ({time.monotonic() - started:.1f} s)", flush=True)
             wrong += seen
         return not wrong
@@ -284,8 +284,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, metavar="N")
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices of a node (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed cells of each kind (default: 3)")
-    parser.add_argument("--suite", action="store_true", help="also run the smoke and all ddp cells of the suite")
-    parser.add_argument("--lose", type=int, default=0, metavar="N", help="lose a node so often (default: 0)")
+    parser.add_argument("--suite", action="store_true", help="also run the smoke cells and all ddp cells of the suite")
+    parser.add_argument("--lose", type=int, default=0, metavar="N", help="lose a node this many times (default: 0)")
     options = parser.parse_args()
     if "slurm" in options.only and "SLURM_JOB_ID" not in os.environ:
         return _in_allocation(options.nodes, options.gpus)

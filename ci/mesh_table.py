@@ -1,12 +1,12 @@
 """Which trainers are right on which meshes: one table of their cells on simulated devices, in reports/meshes.md.
 
     python ci/mesh_table.py                                        # all of SUBJECTS, one after another in one run
-    python ci/mesh_table.py --subject torch --subject deepspeed    # these alone
-    python ci/mesh_table.py --run reports/latest                   # write the page of a run that is there
+    python ci/mesh_table.py --subject torch --subject deepspeed    # only these
+    python ci/mesh_table.py --run reports/latest                   # write the page of an existing run
 
-Subjects that are released libraries are trained in environments of their own, which are made where they are missing,
-as by ``plumbline subjects install``. Margins are taken from the last table of the page of ``pytest suites/detection``
-(``--detection``). Prints the table; exits with 1 if anything failed that is not known of its library.
+Released libraries are trained in their own environments, which are created if they are missing, as by ``plumbline
+subjects install``. Margins come from the last table of the page of ``pytest suites/detection`` (``--detection``).
+Prints the table. Exits with 1 if there is a failure that is not a known one of its library.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ SUBJECTS = {
 """The subjects of the table; of those that have an environment of their own, the release."""
 
 WORKLOADS = {
-    "mlp": "no excuse for any difference",
+    "mlp": "any difference is a mistake",
     "lm-tokens": "token means of unequal lengths",
     "transformer": "a tied embedding and head",
-    "clipping-tied": "one norm over the whole model, which bites on some steps",
+    "clipping-tied": "one norm over the whole model, which clips at some steps",
     "accumulation": "windows of several micro-batches, the last one shorter",
     "experts": "experts and a router",
     "checkpoint-elastic": "saved on one mesh, resumed on another",
@@ -70,9 +70,9 @@ DEVICES = 4
 def main() -> int:
     """Run the subjects on all meshes, or read a run of them, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", action="append", choices=list(SUBJECTS), help="run this one alone; repeatable")
-    parser.add_argument("--backends", metavar="A,B", help="these meshes alone (default: where ranks hold parts)")
-    parser.add_argument("--run", action="append", type=Path, help="take this run, and start none; repeatable")
+    parser.add_argument("--subject", action="append", choices=list(SUBJECTS), help="run only this one (repeatable)")
+    parser.add_argument("--backends", metavar="A,B", help="only these meshes (default: those where ranks hold parts)")
+    parser.add_argument("--run", action="append", type=Path, help="use this run instead of starting one (repeatable)")
     parser.add_argument("--detection", type=Path, default=DETECTION, help="with the margins (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=REPORT, help="where the page is written (default: %(default)s)")
     arguments = parser.parse_args()
@@ -129,11 +129,11 @@ def page(runs: Sequence[Run], margins: str) -> str:
     absent = [name for name in SUBJECTS if name not in set(cells["subject"])]
     blocks = [
         "# Trainers on meshes",
-        "Made by `python ci/mesh_table.py`, on simulated devices: processes on the CPU. No figure here is about speed.",
+        "Made by `python ci/mesh_table.py`, on simulated devices: processes on the CPU. No figure is about speed.",
         *map(run_facts, runs),
         "Workloads: " + "; ".join(f"`{name}`: {why}" for name, why in WORKLOADS.items()) + ".",
         support(cells, runs),
-        "A mark, and how many of the cells that were trained passed; empty where none was asked for. "
+        "Each entry is a mark and the share of trained cells that passed; it is empty if none was requested. "
         + counts_in_words(cells["outcome"])
         + ".",
         f"Not in these runs: {', '.join(absent)}." if absent else "",
@@ -141,16 +141,16 @@ def page(runs: Sequence[Run], margins: str) -> str:
         "## What went wrong",
         *dict.fromkeys(map(findings_section, runs)),
         *dict.fromkeys(block for run in runs for block in known_section(run)),
-        "## What deviates, as the backend promises",
+        "## What deviates as the backend promises",
         deviating(runs),
         "## What is unsupported",
-        "[Released trainers](../docs/released-trainers.md) says what those that declare no mesh do when asked for one.",
+        "[Released trainers](../docs/released-trainers.md) says what subjects without a mesh do when asked for one.",
         unsupported(runs),
         "## Margins",
-        "The largest error of right cells of these runs, in multiples of rounding noise:",
+        "The largest error of right cells in these runs, in multiples of rounding noise:",
         right_errors(cells),
-        "Known-bad and known-good trainers on meshes, of `pytest suites/detection`, in multiples of the largest error "
-        "that a right trainer may show:",
+        "Known-bad and known-good trainers on meshes, from `pytest suites/detection`, in multiples of the largest "
+        "error that a right trainer may show:",
         margins,
     ]
     # Where this checkout and the environments lie is no concern of a reader.

@@ -1,7 +1,7 @@
 """The limit of detection, for each precision, number of ranks and size of model: a table and a picture.
 
-    python ci/power_curve.py                    # measures what limits.jsonl does not have yet
-    python ci/power_curve.py --minutes 5        # for so long; start it again, and it goes on
+    python ci/power_curve.py                    # measures what limits.jsonl lacks
+    python ci/power_curve.py --minutes 5        # stops in time; run again to continue
     python ci/power_curve.py --draw             # only writes the table and the picture again
 
 Writes `reports/detection-limit.jsonl`, the generated part of `reports/detection-limit.md`, and

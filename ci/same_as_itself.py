@@ -1,10 +1,10 @@
-"""A trainer against itself, over and over: does a comparison ever see a difference where there is none?
+"""A trainer against itself, over and over: does a comparison ever see a difference that does not exist?
 
     python ci/same_as_itself.py                    # 20 comparisons in turns, into reports/same-as-itself.md
     python ci/same_as_itself.py --times 3 --subject reference --workloads perf-gpt
 
-Every comparison is `plumbline compare --interleave SUBJECT SUBJECT`, as somebody would type it. Wants a quiet machine
-and says what it found in any case. Exits with 1 if a figure was called better or worse, or an outcome changed.
+Every comparison is `plumbline compare --interleave SUBJECT SUBJECT`, as a user would type it. Run it on a quiet
+machine. Exits with 1 if a figure was called better or worse, or if an outcome changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the JSON schemas of what Plumbline leaves for programs: of `results.jsonl`, and of reports and checks as JSON.
+"""Writes the JSON schemas of Plumbline's outputs: `results.jsonl`, and reports and checks as JSON.
 
 python ci/schemas.py            # rewrites the files in harness/plumbline/
 python ci/schemas.py --check    # exits with 1 if one is out of date

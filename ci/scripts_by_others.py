@@ -1,14 +1,14 @@
-"""Training scripts that other people published, under test: is every accusation true, is every mistake found and named?
+"""Training scripts published by others, under test: is every accusation true, and every mistake found and named?
 
     python ci/scripts_by_others.py                       # everything, into reports/scripts-by-others.md
     python ci/scripts_by_others.py --only nanogpt        # one subject, printed
     python ci/scripts_by_others.py --part mistakes --only no-zero-grad
 
 Four scripts are rewritten in the structure of their originals (``ci/scripts_by_others/``), each with an adapter of less
-than 30 lines. First the conformance suite runs on them as published: whatever is accused must have a proof, a program
-of at most 30 lines that shows it without Plumbline, and it is run. Then mistakes are put into them, one at a time: the
-first finding must name the mistake, and everything else must be its consequence. Exits with 1 otherwise. For every
-night; half an hour on two cores.
+than 30 lines. First the conformance suite runs on them as published. Every accusation must have a proof, which also
+runs: a program of at most 30 lines that shows the mistake without Plumbline. Then mistakes are put into the scripts,
+one at a time: the first finding must name the mistake, and everything else must be its consequence. Exits with 1
+otherwise. Run it every night; it takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def mistakes_table(tried: Sequence[Tried]) -> list[str]:
         f"Mistakes named by the first finding, with nothing beside it that is not its consequence: {len(named)} of "
         f"{len(names)}, on {sum(one.is_right for one in real)} of {len(real)} cells.",
         "",
-        "| mistake | subject | cell | first finding | consequences | beside it | as it should be |",
+        "| mistake | subject | cell | first finding | consequences | beside it | as expected |",
         "| --- | --- | --- | --- | --- | --- | :-: |",
     ]
     for one in sorted(tried, key=lambda one: one.mistake.name):

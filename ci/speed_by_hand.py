@@ -1,14 +1,14 @@
-"""Do the figures agree with a stopwatch held by hand? Measures the same cells with and without the harness, in turns.
+"""Do the figures agree with a stopwatch? Measures the same cells with and without the harness, in turns.
 
     python ci/speed_by_hand.py                     # the suite's own loop, three workloads, on one device and on two
     python ci/speed_by_hand.py --launches 10 --workloads perf-gpt
 
-By hand: processes of torch.multiprocessing, a loop as torch's tutorial has it, one clock around all steps after the
-warm-up. Only the model, the data and the number of steps are those of the workload; the subject is a plain loop too,
-the suite's yardstick, or both would be measured rightly and differ. For the same reason a launch of the harness and one
-by hand take turns, on a machine that others use as well and that has slow minutes; a process that trains alone does it
-on one core, the same for both, since one core may be slower than the other. Float32, simulated devices. Exits with 1
-where the ratio's interval (95 %, over launches) leaves out 1.
+By hand means: processes of torch.multiprocessing, a loop as in torch's tutorial, and one clock around all steps after
+the warm-up. Only the model, the data and the number of steps are the workload's. The subject is a plain loop too, the
+suite's yardstick; otherwise both measurements could be right and differ. Launches of the harness and by hand take
+turns, because the machine is shared and has slow minutes. A process that trains alone uses the same core for both,
+because cores may differ in speed. Float32, simulated devices. Exits with 1 if the ratio's interval (95 %, over
+launches) does not contain 1.
 """
 
 from __future__ import annotations

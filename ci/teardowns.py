@@ -1,10 +1,10 @@
-"""Launches trainers that destroy their process group, over and over, and counts what hangs and what is left behind.
+"""Launches trainers that destroy their process group, over and over, and counts hangs and what is left behind.
 
     python ci/teardowns.py                                   # 300 launches each, of 2, 3 and 4 ranks
     python ci/teardowns.py --launches 20 --subject lightning
 
 Needs Lightning, Accelerate and Ignite: `pip install -c constraints.txt -e '.[lightning,accelerate,ignite]'`. Prints a
-table in Markdown, and exits with 1 if a launch timed out, hung or was judged anything but right.
+table in Markdown. Exits with 1 if a launch timed out, hung or was not judged right.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from script import Script
 RIGHT, IN_PART, NOT_JUDGED, WRONG = "right", "right in part", "not judged", "wrong"
 
 UNTRUE_OF_A_PART = (IN_PART, NOT_JUDGED, WRONG)
-"""For a mistake in a part that need not be judged: anything but RIGHT."""
+"""For a mistake in a part that need not be judged: any verdict except RIGHT."""
 
 
 def with_mistake(script: Script, name: str, says: str, accepted: tuple[str, ...], *changes: tuple[str, str]) -> Script:
@@ -33,13 +33,13 @@ TENSOR_PARALLEL = two(
     "tensor_parallel",
     "DTensor tensor parallelism by parallelize_module",
     accepted=(IN_PART, NOT_JUDGED),
-    because="what ranks hold in parts is not judged",
+    because="tensors that ranks hold in parts are not judged",
 )
 PIPELINE = two(
     "pipeline_stages",
     "two stages of torch.distributed.pipelining",
     accepted=(IN_PART, NOT_JUDGED),
-    because="each rank has other layers, which are not judged together",
+    because="each rank has different layers, which are not judged together",
 )
 MUON = two(
     "muon",
@@ -64,15 +64,15 @@ HALF_JUDGED_SCRIPTS = (
     with_mistake(
         TENSOR_PARALLEL,
         "bias × world",
-        "the gradient of the bias after the rows is counted once a rank",
+        "the gradient of the bias after the rows is counted once per rank",
         UNTRUE_OF_A_PART,
         (r"( +)optimizer\.step\(\)", r"\1model[0].down.bias.grad.mul_(2.0)\n\1optimizer.step()"),
     ),
     two(
         "optimizer_before_shards",
-        "FSDP2, the optimizer is made before fully_shard",
+        "FSDP2, with an optimizer that is created before fully_shard",
         accepted=(WRONG,),
-        because="the optimizer holds the parameters of before, so no weight moves",
+        because="the optimizer holds the old parameters, so no weight moves",
         is_wrong=True,
     ),
     alone(
@@ -86,7 +86,7 @@ HALF_JUDGED_SCRIPTS = (
     with_mistake(
         HOOKS,
         "own initial weights",
-        "each rank draws its own weights, so each has another model",
+        "each rank draws its own weights, so each has a different model",
         (WRONG,),
         (r"torch\.manual_seed\(0\)", "torch.manual_seed(rank)"),
     ),
@@ -94,7 +94,7 @@ HALF_JUDGED_SCRIPTS = (
         "one_class",
         "cross-entropy over one class",
         accepted=(NOT_JUDGED,),
-        because="all gradients are zero, whatever is done with them",
+        because="all gradients are zero, so no mistake could show",
     ),
     MUON,
     with_mistake(
@@ -107,7 +107,7 @@ HALF_JUDGED_SCRIPTS = (
     with_mistake(
         MUON,
         "half not orthogonalised",
-        "of every other matrix the momentum itself is the update",
+        "for every other matrix, the update is the momentum itself",
         UNTRUE_OF_A_PART,
         (r"updates\[i\] = orthogonal\((.*)\)\n", r"updates[i] = \1 if i % 2 else orthogonal(\1)\n"),
     ),
@@ -122,7 +122,7 @@ HALF_JUDGED_SCRIPTS = (
     with_mistake(
         LORA,
         "weights differ",
-        "rank 1 begins with adapters that are 2 % larger",
+        "rank 1 starts with adapters that are 2 % larger",
         (WRONG,),
         (r"( +)(optimizer = )", r"\1for p in trained:\n\1    p.data *= 1 + 0.02 * rank\n\1\2"),
     ),
@@ -130,7 +130,7 @@ HALF_JUDGED_SCRIPTS = (
     with_mistake(
         LORA_ON_SHARDS,
         "weights differ",
-        "rank 1 begins with adapters that are 2 % larger",
+        "rank 1 starts with adapters that are 2 % larger",
         (WRONG,),
         (r"( +)(optimizer = )", r"\1for p in trained:\n\1    p.data *= 1 + 0.02 * rank\n\1\2"),
     ),
@@ -138,14 +138,14 @@ HALF_JUDGED_SCRIPTS = (
         "missing_on_a_rank",
         "DDP, four parameters are missing from the optimizer of rank 1",
         accepted=(WRONG,),
-        because="these parameters move on rank 0 alone",
+        because="these parameters move only on rank 0",
         is_wrong=True,
     ),
     LONG_EPOCHS,
     with_mistake(
         LONG_EPOCHS,
         "set_epoch never called",
-        "every epoch has the order of the first",
+        "every epoch repeats the order of the first",
         (WRONG,),
         (r" +sampler\.set_epoch\(epoch\)\n", ""),
     ),
@@ -162,34 +162,34 @@ HALF_JUDGED_SCRIPTS = (
     ),
     two(
         "averages_in_step",
-        "an optimizer that averages the gradients over the ranks in its step",
+        "an optimizer that averages gradients over the ranks in its step",
         accepted=(RIGHT, IN_PART, NOT_JUDGED),
-        because="gradients are averaged after they are handed over",
+        because="gradients are averaged after the optimizer receives them",
     ),
     two(
         "shards_own_norm",
-        "FSDP2, clipped by hand by the norm of a rank's own shards",
+        "FSDP2, clipped by hand with the norm of a rank's own shards",
         accepted=(WRONG, NOT_JUDGED),
-        because="ranks clip by different factors",
+        because="ranks clip with different factors",
         is_wrong=True,
     ),
     alone(
         "rate_zero",
         "a schedule that returns a learning rate of 0",
         accepted=(NOT_JUDGED,),
-        because="no weight moves, so no update could have differed",
+        because="no weight moves, so no wrong update could show",
     ),
     alone(
         "zero_gradients",
         "a loss whose mask selects nothing",
         accepted=(NOT_JUDGED,),
-        because="all gradients are zero, whatever is done with them",
+        because="all gradients are zero, so no mistake could show",
     ),
     alone(
         "half_compiled",
-        "one half of the model compiled, with dropout",
+        "half of the model compiled, with dropout",
         accepted=(RIGHT, IN_PART),
-        because="compiled code draws its own random numbers, so its calls are not run again",
+        because="compiled code draws its own random numbers, so its calls are not replayed",
     ),
     two(
         "gradients_by_grad",

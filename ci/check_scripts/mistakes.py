@@ -92,13 +92,13 @@ MISTAKES = (
     ),
     Mistake(
         "loss not divided, no DataLoader",
-        "the same where nobody knows which batches belong together: it may be meant",
+        "the same, but it is unknown which batches belong together: it may be intended",
         (),
         {NANOGPT: ((r"loss = loss / .*", "pass"),)},
     ),
     Mistake(
         "clipped before unscaling",
-        "clip_grad_norm_ on gradients that still have the loss scale in them",
+        "clip_grad_norm_ on gradients that still contain the loss scale",
         ("clipped-before-unscaling",),
         {AMP: ((r" +scaler\.unscale_\(optimizer\)\n", ""),)},
     ),
@@ -157,7 +157,7 @@ MISTAKES = (
     ),
     Mistake(
         "step without unscaling",
-        "optimizer.step() in place of scaler.step(optimizer), nothing unscales",
+        "optimizer.step() instead of scaler.step(optimizer), so nothing unscales",
         ("loss-scale-left-in",),
         {
             AMP: (
@@ -196,7 +196,7 @@ MISTAKES = (
     ),
     Mistake(
         "sampler seeds differ",
-        "each rank shuffles with a seed of its own, so shares overlap",
+        "each rank shuffles with its own seed, so shares overlap",
         ("shards-overlap",),
         {
             AMP: ((r"rank=rank\)\n", "rank=rank, seed=rank)\n"),),
@@ -213,7 +213,7 @@ MISTAKES = (
     ),
     Mistake(
         "own initial weights",
-        "each rank starts from weights of its own",
+        "each rank starts from its own weights",
         ("not-broadcast",),
         {
             AMP: (
@@ -231,7 +231,7 @@ MISTAKES = (
     ),
     Mistake(
         "parameter not in the optimizer",
-        "the last layer is left out of the optimizer: it may be meant, and is said",
+        "the last layer is missing from the optimizer: it may be intended, so it is only mentioned",
         (),
         {
             AMP: ((r"AdamW\(model\.parameters\(\)", "AdamW(list(model.parameters())[:-2]"),),
@@ -241,13 +241,13 @@ MISTAKES = (
     ),
     Mistake(
         "one tensor scaled",
-        "the gradient of one parameter is multiplied by three: it may be meant",
+        "the gradient of one parameter is multiplied by three: it may be intended",
         (),
         before_step(f"{GRADIENTS}[0].mul_(3.0)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(
         "one tensor not reduced",
-        "one parameter keeps each rank's own gradient, the others are reduced",
+        "one parameter keeps each rank's own gradient; the others are reduced",
         ("some-parameters-not-synchronised",),
         {
             AMP: ((r"DDP\(Net\(\)\)", f"Net()\n    {IGNORE}(model, ['head.weight'])\n    model = DDP(model)"),),
@@ -271,13 +271,13 @@ MISTAKES = (
     ),
     Mistake(
         "weights moved by hand",
-        "weights are decayed by hand after the step: it may be meant",
+        "weights are decayed by hand after the step: it may be intended",
         (),
         after_step("torch._foreach_mul_([p.data for p in model.parameters()], 0.999)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(
         "rate differs on a rank",
-        "rank 1 has another learning rate",
+        "rank 1 uses another learning rate",
         ("rates-differ",),
         {
             AMP: ((r"lr=2e-3", "lr=2e-3 * (1 + rank)"),),
@@ -288,7 +288,7 @@ MISTAKES = (
     ),
     Mistake(
         "one mask on all ranks",
-        "all ranks drop the same units: said, not accused",
+        "all ranks drop the same units: a note, not an accusation",
         (),
         {
             AMP: ((r"torch\.manual_seed\(42 \+ rank\)", "torch.manual_seed(42)"),),

@@ -12,10 +12,12 @@ from published import COMMITS
 from result import SAME, Result, is_false_accusation, is_false_praise, is_right
 from script import REWRITTEN, Script
 
+from plumbline.report.text import counted
+
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "pytorch-ignite")
 
 WHOLE = ("right",)
-"""What may be said of a training that is right, and that can be judged whole."""
+"""The accepted verdicts for a right training that can be judged completely."""
 
 Scripts = Sequence[tuple[Script, Result]]
 Mistakes = Sequence[tuple[Mistake, Script, Result]]
@@ -52,13 +54,13 @@ def introduction() -> str:
             continue
     return (
         f"Made on {date.today()} by `python ci/check_scripts.py`: Python {platform.python_version()}, "
-        f"{', '.join(packages)}, CPU, gloo, one thread a rank. Scripts of public repositories run as they were "
-        "published, with tiny data in the place of their downloads; they are not part of this project."
+        f"{', '.join(packages)}, CPU, gloo, one thread per rank. Scripts of public repositories run as "
+        "published, with tiny data instead of their downloads; they are not part of this project."
     )
 
 
 def score(ran: Scripts, tried: Mistakes) -> str:
-    """Return how many verdicts praise what they may not, and how many accuse what they may not."""
+    """Return how many verdicts praise or accuse falsely."""
     every = [(result, script, None) for script, result in ran] + [(r, script, mistake) for mistake, script, r in tried]
     praise = [result.name for result, script, mistake in every if is_false_praise(result, script, mistake)]
     accused = [result.name for result, script, mistake in every if is_false_accusation(result, script, mistake)]
@@ -77,13 +79,13 @@ def script_table(ran: Scripts) -> list[str]:
     return [
         "## Scripts",
         "",
-        f"{len(ran)} scripts, {published} of them published and unmodified. As it should be: {right}. Losses bit for "
-        f"bit the same with and without check: {same}.",
+        f"{counted(len(ran), 'script')}, {published} of them published and unmodified. As expected: {right}. Losses "
+        f"with and without check are bitwise equal: {same}.",
         "",
-        "`time` is that of the whole command under check over that of a plain run, start-up, replay and judging "
-        "included, on a machine that did other work too.",
+        "`time` is the time of the whole command under check, including start-up, replay and judging, relative to a "
+        "plain run, on a machine that did other work too.",
         "",
-        "| script | source | ranks | covers | verdict | × noise | covered | losses | time | as it should be |",
+        "| script | source | ranks | covers | verdict | × noise | covered | losses | time | as expected |",
         "| --- | --- | --: | --- | --- | --: | --: | --- | --: | :-: |",
         *(script_row(script, result) for script, result in ran),
     ]
@@ -94,12 +96,12 @@ def half_judged_table(ran: Scripts) -> list[str]:
     wrong = [result.verdict.answer for script, result in ran if script.is_wrong and result.verdict]
     counts = ", ".join(f"{wrong.count(answer)} {answer}" for answer in dict.fromkeys(("wrong", *wrong)))
     return [
-        "## What is wrong, or cannot be judged whole",
+        "## Scripts that are wrong or judged only in part",
         "",
-        f"{len(ran)} scripts, {sum(script.is_wrong for script, _ in ran)} of them wrong. As it should be: "
+        f"{counted(len(ran), 'script')}, {sum(script.is_wrong for script, _ in ran)} of them wrong. As expected: "
         f"{sum(is_right(result, script, None) for script, result in ran)}. Verdicts on the wrong ones: {counts}.",
         "",
-        "| script | source | ranks | covers | truth | may be called | verdict | as it should be |",
+        "| script | source | ranks | covers | truth | may be called | verdict | as expected |",
         "| --- | --- | --: | --- | --- | --- | --- | :-: |",
         *(half_judged_row(script, result) for script, result in ran),
     ]
@@ -178,7 +180,7 @@ def mistake_table(tried: Mistakes) -> list[str]:
         f"found in {found}, named by the first finding in {len(named)}. "
         f"{sum(named.count(name) >= 3 for name in names)} mistakes are named in three scripts or more.",
         "",
-        "| mistake | script | first finding | × noise | as it should be |",
+        "| mistake | script | first finding | × noise | as expected |",
         "| --- | --- | --- | --: | :-: |",
         *(mistake_row(*one) for one in tried),
     ]

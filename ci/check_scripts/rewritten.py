@@ -78,9 +78,9 @@ REWRITTEN_SCRIPTS = (
     alone("two_heads", "two backward passes, a dict as output"),
     alone(
         "sharpness_aware",
-        "SAM: weights moved between two passes",
+        "SAM: weights move between two passes",
         accepted=("not judged",),
-        because="which of the passes count is not known",
+        because="it is unknown which of the passes count",
     ),
     two("own_optimizer", "a user's own optimizer, a parameter as an output"),
     two("diffusion", "randomness drawn inside the forward, AveragedModel"),
@@ -89,7 +89,7 @@ REWRITTEN_SCRIPTS = (
         "float64_lbfgs",
         "LBFGS closures in float64",
         accepted=("right in part",),
-        because="LBFGS evaluates the loss several times in a step, so that its update is not replayed",
+        because="LBFGS evaluates the loss several times per step, so its update is not replayed",
     ),
-    alone("data_parallel", "nn.DataParallel, weight_norm, rate set by hand"),
+    alone("data_parallel", "nn.DataParallel, weight_norm, a learning rate set by hand"),
 )

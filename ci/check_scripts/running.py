@@ -30,7 +30,7 @@ LAUNCHERS = {
 """Commands that users type, and the modules behind them: an interpreter may have the module without the command."""
 
 STAND_INS = HERE / "stand_ins"
-"""Modules of our own in the place of what cannot be installed: one folder for each, which goes on the path."""
+"""Our own modules that replace packages that cannot be installed: one folder for each, on the path."""
 
 JUDGING = 120
 """Seconds that check may take after the time limit of the script."""
@@ -124,7 +124,7 @@ def interpreter(script: Script, candidates: tuple[str, ...]) -> str:
     for python in candidates:
         if all(has(python, need) for need in needs):
             return python
-    raise CannotRunError(f"needs {', '.join(needs)}: name an interpreter that has them with --python")
+    raise CannotRunError(f"needs {', '.join(needs)}: pass an interpreter that has them with --python")
 
 
 @cache
@@ -154,7 +154,7 @@ def prepare(script: Script, folder: Path, checkouts: Path | None, python: str, l
     for name, pattern, text in script.changes:
         changed, count = re.subn(pattern, text, (at / name).read_text(encoding="utf-8"))
         if not count:
-            raise CannotRunError(f"{name} has nothing that matches {pattern!r}")
+            raise CannotRunError(f"{name} has no match for {pattern!r}")
         (at / name).write_text(changed, encoding="utf-8")
     if script.data:
         environment = clean_environment() | {"OMP_NUM_THREADS": "1"}
@@ -170,7 +170,7 @@ def check_out(script: Script, folder: Path, checkouts: Path | None) -> None:
     clone = f"git clone https://github.com/{script.source} {script.source.replace('/', '+')}"
     at = checkouts / script.source.replace("/", "+") if checkouts else None
     if at is None or not at.is_dir():
-        raise CannotRunError(f"no checkout: {clone} in the folder that --checkouts names")
+        raise CannotRunError(f"no checkout of {clone} in the --checkouts folder")
     paths = script.also or (script.folder,)
     command = ["git", "-C", str(at), "archive", commit, *paths]
     archive = subprocess.run(command, capture_output=True, check=False)

@@ -18,7 +18,7 @@ def main(folder: Path) -> int:
     runs = sorted(folder.glob("*/results.jsonl"), key=lambda path: path.stat().st_mtime)
     runs = [path for path in runs if not path.parent.is_symlink()]
     if not runs:
-        print(f"{folder} holds no run: let the stage performance run first")
+        print(f"{folder} holds no run: run the stage performance first")
         return 2
     answered = claims(read_run(runs[-1].parent))
     print("| claim | answer | counted | ratio of |\n|---|---|---|---|")

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say_what_would_run(stages(options.gpus or len(nvidia_gpus()) or 1), options.only)
         return ALL_PASSED
     if not nvidia_gpus() and not options.python:
-        print("There is no CUDA device here (nvidia-smi shows none): nothing is run. On a machine with one:\n")
+        print("nvidia-smi shows no CUDA device, so nothing was run. On a machine with one:\n")
         _say_what_would_run(stages(options.gpus or 1), options.only)
         return NO_DEVICE
     try:
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, environment: Environment, told: Mapping[st
     try:
         results = lane.run(options.minutes * 60, options.only, resume=options.resume is not None)
     except KeyboardInterrupt:
-        print(f"Interrupted; {lane.report} has what there is. Go on with --resume.")
+        print(f"Interrupted; {lane.report} has the results so far. Continue with --resume.")
         return INTERRUPTED
     print(f"report: {lane.report}")
     return code_of(results, options.only or [stage.name for stage in lane.stages])
@@ -102,7 +102,7 @@ def code_of(results: Mapping[str, StageResult], chosen: Sequence[str]) -> int:
 
 def _no_device(told: Mapping[str, object], options: argparse.Namespace) -> int:
     why = told.get("error") or f"torch {told.get('torch')}, built for CUDA {told.get('cuda')}, sees none"
-    print(f"There is no CUDA device for torch here ({why}): nothing is run. On a machine with one:\n")
+    print(f"torch finds no CUDA device ({why}), so nothing was run. On a machine with one:\n")
     _say_what_would_run(stages(options.gpus or 1), options.only)
     return NO_DEVICE
 
@@ -135,9 +135,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="ci/cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--python", metavar="PYTHON", help="an interpreter that has torch with CUDA; it is not changed")
+    add("--python", metavar="PYTHON", help="interpreter that has torch with CUDA; it is not changed")
     add("--wheels", type=Path, metavar="DIR", help="with --python: wheels to install without a package index")
-    add("--only", action="append", default=[], metavar="STAGE", help="run this stage alone (repeatable)")
+    add("--only", action="append", default=[], metavar="STAGE", help="run only this stage (repeatable)")
     add("--minutes", type=float, default=TOTAL_S / 60, help="for all stages together (default: %(default).0f)")
     add(
         "--resume",
@@ -145,12 +145,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         const=True,
         type=Path,
         metavar="ARCHIVE",
-        help="leave out the stages that came to their end before, on this machine or as the archive says",
+        help="skip the stages that are complete, on this machine or in the archive",
     )
     add("--out", type=Path, metavar="DIR", help="copy the report and an archive for --resume there after each stage")
-    add("--gpus", type=int, metavar="N", help="use so many devices (default: all that are here)")
+    add("--gpus", type=int, metavar="N", help="number of devices to use (default: all)")
     add("--name", metavar="NAME", help="the machine's name in the report (default: number and model of its GPUs)")
-    add("--dry-run", action="store_true", help="print what would be run, and end")
+    add("--dry-run", action="store_true", help="print what would run, and exit")
     options = parser.parse_args(arguments)
     if options.wheels and not options.python:
         parser.error("--wheels goes with --python")

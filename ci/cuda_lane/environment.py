@@ -74,7 +74,7 @@ def prepare(root: Path, python: str | None, wheels: Path | None, say: Callable[[
         return _installed(root, say)
     found = shutil.which(python)
     if found is None:
-        raise CannotPrepare(f"--python {python}: there is no such program")
+        raise CannotPrepare(f"--python {python}: no such program")
     return _beside(root, os.path.abspath(found), wheels, say)
 
 
@@ -82,7 +82,7 @@ def _installed(root: Path, say: Callable[[str], None]) -> Environment:
     """Install as the README says, into an environment of the lane's own; an earlier one is brought up to date."""
     folder = root / FOLDER
     python = folder / "bin" / "python"
-    say(f"installing into {FOLDER} (an environment that has torch already is used with --python)")
+    say(f"installing into {FOLDER} (pass an environment that already has torch with --python)")
     try:
         if not (folder / "bin" / "pip").exists():
             _run([sys.executable, "-m", "venv", "--clear", str(folder)], root)
@@ -119,13 +119,13 @@ def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], N
     if project["missing"]:
         names = ", ".join(project["missing"])
         raise CannotPrepare(
-            f"{python} lacks {names}: put their wheels, and those of what they need, into a folder, and name it with "
-            "--wheels DIR"
+            f"{python} lacks {names}: put their wheels and those of their dependencies into a folder, and pass it "
+            "with --wheels DIR"
         )
     absent = [name for name in project["missing_for_tests"] if name in NEEDED_BY_TESTS]
     if absent:
         notes.append(f"for the project's own tests it lacks {', '.join(absent)}")
-    return _environment(folder / "bin", ["the packages of an interpreter that was there", *notes])
+    return _environment(folder / "bin", ["the packages of an existing interpreter", *notes])
 
 
 def _register(project: dict[str, Any], site: Path, programs: Path, python: Path) -> None:

@@ -135,7 +135,7 @@ def unpack(archive: Path, folder: Path) -> None:
         for member in packed.getmembers():
             place = (folder / member.name).resolve()
             if not member.isfile() or not place.is_relative_to(folder.resolve()):
-                raise ValueError(f"{archive} is no archive of the lane: it holds {member.name}")
+                raise ValueError(f"{archive} is not an archive of the lane: it holds {member.name}")
         packed.extractall(folder)
 
 

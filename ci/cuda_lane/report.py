@@ -40,7 +40,7 @@ def write_report(
             continue
         lines += ["", f"## {stage.name}: {result.outcome}", "", f"    {_plain(result.command, folder)}"]
         if result.left_behind:
-            lines += ["", f"Processes that were still running after its end, and were killed: {result.left_behind}."]
+            lines += ["", f"Processes still running after its end, which were killed: {result.left_behind}."]
         if page := _run_page(folder / stage.name):
             lines += ["", _shortened(_plain(page, folder))]
         if result.outcome != PASSED or stage.name in _SHOWN_ALWAYS:

@@ -52,7 +52,7 @@ def stages(gpus: int, modules: frozenset[str] = frozenset()) -> list[Stage]:
         return Stage(name, why, command, LIMITS_S[name][gpus > 1], suite=suite)
 
     found = [
-        stage("doctor", "is the machine fit for a run", ("plumbline", "doctor")),
+        stage("doctor", "is the machine ready for a run", ("plumbline", "doctor")),
         stage(
             "smoke",
             "a small cell of each backend: do ranks start, record and end",
@@ -63,7 +63,7 @@ def stages(gpus: int, modules: frozenset[str] = frozenset()) -> list[Stage]:
             "the project's own tests that are skipped without a CUDA device",
             ("pytest", "tests", "-m", "cuda", "-ra", "-p", "no:cacheprovider"),
         ),
-        stage("main-job", "README's main job on the devices that are here", (*judged, *here)),
+        stage("main-job", "README's main job on this machine's devices", (*judged, *here)),
         stage("oversubscribe", f"{ranks}, over gloo, in float32", (*judged, *shared, "--precisions", "32", *own)),
         stage(
             "performance",
@@ -72,7 +72,7 @@ def stages(gpus: int, modules: frozenset[str] = frozenset()) -> list[Stage]:
         ),
         stage(
             "claims",
-            "the documentation's claims on memory and speed, from the run of the stage performance",
+            "the documentation's claims about memory and speed, from the stage performance",
             ("python", "ci/cuda_lane/claims.py", "{folder}/../performance"),
         ),
         stage(
@@ -82,7 +82,7 @@ def stages(gpus: int, modules: frozenset[str] = frozenset()) -> list[Stage]:
         ),
         stage(
             "subjects",
-            "other trainers on the devices that are here, in float32 and float16",
+            "other trainers on this machine's devices, in float32 and float16",
             (*judged, *here, "--precisions", "32,16", *others),
         ),
     ]

@@ -116,7 +116,7 @@ def cell_fault(
 
     def inject(bench: Any, folder: Path) -> Shot:
         if subject == "fills-the-memory" and not os.environ[GROUP]:
-            raise ImpossibleHereError("no memory control group can be made here")
+            raise ImpossibleHereError("cannot create a memory control group here")
         pool = bench.pool(SUBJECTS / file)
         ended = train(pool, subject, folder / "fault", topology, limit, backend)
         wrong = must.wrong(ended) or _too_large(ended) or _too_late(ended, limit)
@@ -125,7 +125,7 @@ def cell_fault(
         if wrong is None and after.outcome is not Outcome.PASSED:
             wrong = f"the next cell is {after.outcome.value}: {after.message[-300:]}"
         if wrong is None and not _same(after.trace, bench.untouched):
-            wrong = "the next cell's weights are others than on an untouched pool"
+            wrong = "the next cell's weights differ from those on an untouched pool"
         return Shot(wrong is None, wrong or ended.message)
 
     return Fault(f"{subject} {topology}" if topology != "1x2" else subject, row, str(must), inject, quick, file)

@@ -172,8 +172,8 @@ def powerless(bench: Any, folder: Path) -> Shot:
 OF_DEATHS = [
     fault(2, server_killed, "errored, tried twice, why; the next cells are trained"),
     fault(2, server_killed_once, "tried again, passed, and the report says why"),
-    fault(8, killed, "--resume goes on, nothing that was shown is lost, no process stays"),
-    fault(8, powerless, "--resume goes on, a torn last line is recognised"),
-    fault(9, interrupted, "exit code 2, partial report, nothing that was shown is lost"),
+    fault(8, killed, "--resume continues, no shown result is lost, no process is left"),
+    fault(8, powerless, "--resume continues, a torn last line is recognised"),
+    fault(9, interrupted, "exit code 2, partial report, no shown result is lost"),
     fault(9, interrupted_twice, f"an end within {AT_ONCE:.0f} s"),
 ]

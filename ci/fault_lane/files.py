@@ -72,7 +72,7 @@ def _damaged_trace(bench: Any, folder: Path, damage: Any) -> Shot:
         file.write_bytes(damage(content))
         try:
             if repr(read_rank(file)) != right:
-                return Shot(False, "changed evidence was read as if it were whole")
+                return Shot(False, "changed evidence was read as if it were unchanged")
             accepted += 1
         except TraceError as error:
             if str(file) not in str(error):
@@ -105,7 +105,7 @@ def results_flipped(bench: Any, folder: Path) -> Shot:
             continue
         told = (found.header, found.results) == (right.header, right.results)
         if not told or (found.footer != right.footer and not found.incomplete):
-            return Shot(False, "changed results were read as if they were whole")
+            return Shot(False, "changed results were read as if they were unchanged")
     return Shot(True, "never taken for whole")
 
 
@@ -172,7 +172,7 @@ def trace_hostile(bench: Any, folder: Path) -> Shot:
     os.symlink("/etc/passwd", place / "rank-..%2f7.safetensors")
     try:
         read_trace(place)
-        return Shot(False, "a name that is no rank's was taken for one")
+        return Shot(False, "a name that is not a rank's was accepted")
     except TraceError as error:
         return Shot(not (folder / "owned").exists(), str(error)[:200])
 

@@ -158,12 +158,12 @@ def selections(bench: Any, folder: Path) -> Shot:
 
 
 OF_MACHINES = [
-    fault(7, read_only, "a sentence with --report-dir, exit code 4, nothing half-written"),
-    fault(7, full_disk, "a sentence with --report-dir, no traceback, what is there can be read"),
-    fault(7, full_temporary, "errored, «No space left», TMPDIR; nothing passes, nothing stays"),
+    fault(7, read_only, "a message that names --report-dir, exit code 4, nothing half-written"),
+    fault(7, full_disk, "a message that names --report-dir, no traceback, existing results are readable"),
+    fault(7, full_temporary, "errored, «No space left», TMPDIR; nothing passes, nothing is left"),
     fault(7, full_shared_memory, "a word of /dev/shm"),
-    fault(7, ipv6_only, "another address, or a sentence"),
-    fault(7, no_loopback, "a sentence about the loopback"),
+    fault(7, ipv6_only, "another address, or a message"),
+    fault(7, no_loopback, "a message about the loopback"),
     fault(7, port_in_use, "another port: passed"),
     fault(7, subjects_port_in_use, "«address already in use»"),
     fault(11, two_at_once, "both whole"),

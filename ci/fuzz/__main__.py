@@ -3,8 +3,8 @@
     python ci/fuzz                      # every target, 100000 inputs each, at most ten minutes, into reports/fuzz.md
     python ci/fuzz --only trace --inputs 2000 --report fuzz.md
 
-Ends with a table: how many inputs each target was given, and how many were answered with anything but the promised
-error. An input that was is kept, and named. Exits with 1 if there was one.
+Prints a table of the inputs that each target got, and of those whose answer was not the promised one. These inputs are
+kept and named. Exits with 1 if there was one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ REPORT = Path(__file__).resolve().parents[2] / "reports" / "fuzz.md"
 
 _HEAD = """# Fuzzing
 
-What was tried on everything that parses: {command}, coverage-guided (atheris), Python {python}, {cores} cores.
-Each target sets out from right inputs, of which the fuzzer makes others by what they reach, until it has made as many
-as it was asked for or its time is over. A *crash* is an answer that is not the promised one: neither a value nor a
-refusal with a sentence, more than 20 s, or changed evidence that was found right. What was found once stays in the
-table when it has been mended.
+Fuzzing of everything that parses: {command}, coverage-guided (atheris), Python {python}, {cores} cores.
+Each target starts from valid inputs. The fuzzer mutates them, guided by coverage, until it reaches the requested number
+or the time limit. A *crash* is an answer other than a value or a refusal with a message, an answer after more than
+20 s, or changed evidence that passed. Crashes stay in the table after they are fixed.
 
 | target | what is parsed | inputs | s | edges covered | crashes | what was found |
 |---|---|--:|--:|--:|--:|---|
@@ -73,9 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NAMES, action="append", help="a target (repeatable)")
     parser.add_argument("--inputs", type=int, default=100_000, help="for each target (default: %(default)s)")
-    parser.add_argument("--seconds", type=int, default=600, help="at most, for each target (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=600, help="time limit for each target (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=REPORT, metavar="FILE", help="where the table goes")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="add to what is known, and report all of it")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add to the results in this file, and report all")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:

@@ -79,7 +79,7 @@ class Target:
             self.parse(data)
         except self.refusals as error:
             if not str(error).strip():
-                raise AssertionError("a refusal without a sentence") from error
+                raise AssertionError("a refusal without a message") from error
 
 
 def text(data: bytes) -> str:
@@ -221,7 +221,7 @@ def events(data: bytes) -> None:
 
 
 def a_launch() -> bytes:
-    """Return what a fork server says of a launch: a rank of each node ends well, what is below one does not."""
+    """Return what a fork server reports about a launch: a rank of each node ends well, what is below one does not."""
     place, child = {"launch": 1, "rank": 0, "at": 1.0}, {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False}
     child |= {"idle": False, "killed": False, "orphaned": False, "out_of_memory": True, "unwritten": None}
     end = {"event": "exit", "code": -9, "steps": 2, "evidence": True, "out_of_memory": False}
@@ -262,7 +262,7 @@ def greeting(data: bytes) -> None:
     ours = LauncherGreeting(TOKEN, NONCE)
     for piece in pieces(data):
         handshake = ours.feed(piece)
-        assert handshake is None or handshake.greeting == DESCRIPTION, "a forged greeting was taken"
+        assert handshake is None or handshake.greeting == DESCRIPTION, "a forged greeting was accepted"
 
 
 @cache
@@ -276,7 +276,7 @@ def a_greeting() -> bytes:
             greet(node, TOKEN, DESCRIPTION)
         except ChannelError:
             return launcher.recv(1 << 13)
-    raise AssertionError("nobody answered, and the node joined")
+    raise AssertionError("nobody answered, but the node joined")
 
 
 def command_channel(data: bytes) -> None:
@@ -285,7 +285,7 @@ def command_channel(data: bytes) -> None:
     taken: list[bytes] = []
     for piece in pieces(data):
         taken += incoming.feed(piece)
-        assert taken == COMMANDS[: len(taken)], "a message was taken that nobody sent"
+        assert taken == COMMANDS[: len(taken)], "a message was accepted that nobody sent"
 
 
 @cache
@@ -328,22 +328,22 @@ TARGETS = {
     "resume": Target("the argument of `--resume`", resume, lambda: [b"latest", b"latest/../latest/results.jsonl"]),
     "results": Target("`results.jsonl`, and the pages made of it", results, lambda: [a_run()]),
     "results-behind-checksums": Target(
-        "the same; each line is given the checksum that it should have",
+        "the same, but each line has the right checksum",
         lambda data: results(behind_checksums(data)),
         lambda: [a_run()],
     ),
     "trace": Target("a rank's evidence, and the verdict on it", trace, lambda: list(a_trace())),
     "trace-behind-checksum": Target(
-        "the same; the file is given the checksum that it should have",
+        "the same, but the file has the right checksum",
         lambda data: trace(behind_checksum(data)),
         lambda: list(a_trace()),
     ),
     "expectations": Target("files of expectations", expectations, lambda: [ENTRY]),
     "events": Target(
-        "what a fork server says of a launch", events, lambda: [a_launch()], (PlumblineError, NoEventError)
+        "what a fork server reports about a launch", events, lambda: [a_launch()], (PlumblineError, NoEventError)
     ),
     "greeting": Target(
-        "the greeting of whoever connects to a launcher, and a node's description",
+        "the greeting of clients that connect to a launcher, and a node's description",
         greeting,
         lambda: [b"\0" + DESCRIPTION, b"\xff" + a_greeting()],
         (ChannelError, ValueError),

@@ -45,7 +45,7 @@ def page(tried: Iterable[Tried], notes: dict[str, Any] | None = None) -> list[st
 
 
 def _runs(tried: Sequence[Tried], runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| seeds | judge | right trainers | accused | mutations scored | caught | named, of those that have a name |"
+    yield "| seeds | judge | right trainers | accused | mutations scored | caught | named, of those with a name |"
     yield "|---|---|--:|--:|--:|--:|--:|"
     every = [seed for run in runs for seed in run["seeds"]]
     for own, judge in [*((run["seeds"], run["judge"]) for run in runs), (every, "all of them")]:

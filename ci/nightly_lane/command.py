@@ -8,10 +8,10 @@
     ci/nightly --workers 8              # pytest processes of the first stages (default: 2)
     ci/nightly --checkouts FOLDER --python ENVIRONMENT/bin/python   # for ci/check_scripts.py, which describes them
 
-`pytest tests/` leaves out what is marked `nightly`, and draws few examples of each property. Here the stage `tests` has
-every test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection` has
-every known-bad and known-good trainer on each of its cells. Pieces that need what is not here (a library, a browser,
-root, CUDA) skip it themselves or are not begun, which the table says.
+`pytest tests/` skips tests marked `nightly`, and draws few examples of each property. Here the stage `tests` runs every
+test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection` runs
+every known-bad and known-good trainer on each of its cells. Pieces that need something that is missing (a library, a
+browser, root, CUDA) skip it themselves or do not start; the table says so.
 
 reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece. It is written anew
 after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
@@ -93,11 +93,23 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, 
         prog="ci/nightly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", action="append", default=[], metavar="STAGE", help="run this stage or piece alone (repeatable)")
-    add("--resume", action="store_true", help="leave out the pieces that have passed at this commit")
-    add("--minutes", type=float, default=math.inf, metavar="N", help="begin no piece after N minutes (default: no end)")
-    add("--list", action="store_true", help="print the pieces and run none")
+    add("--only", action="append", default=[], metavar="STAGE", help="run only this stage or piece (repeatable)")
+    add("--resume", action="store_true", help="skip the pieces that have passed at this commit")
+    add(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="start no piece after N minutes (default: none)",
+    )
+    add("--list", action="store_true", help="print the pieces without running them")
     add("--workers", type=int, default=2, help="pytest processes of the first stages (default: 2)")
     add("--checkouts", type=Path, help="folder with the checkouts of the published scripts, for ci/check_scripts.py")
-    add("--python", type=Path, action="append", default=[], help="an interpreter with what these scripts import")
+    add(
+        "--python",
+        type=Path,
+        action="append",
+        default=[],
+        help="an interpreter with the packages of these scripts",
+    )
     return parser, parser.parse_args(arguments)

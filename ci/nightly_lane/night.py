@@ -57,7 +57,7 @@ class Night:
         self._write(results)
         for number, piece in enumerate(due):
             if time.monotonic() >= end:
-                self.say(f"The time is over: {len(due) - number} pieces are due. Continue with --resume.")
+                self.say(f"Time is up: {len(due) - number} pieces remain. Continue with --resume.")
                 break
             self.say(f"{piece.name} …")
             results[piece.name] = told = run(piece, self.folder, self.root, self.state)

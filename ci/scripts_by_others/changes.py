@@ -36,7 +36,7 @@ REPAIRS: dict[str, Replacements] = {
         ("self.fabric.backward(loss)", "self.fabric.backward(loss / self.window)"),
     ),
 }
-"""What makes the scripts right that are not, as published."""
+"""The changes that make the wrong published scripts right."""
 
 
 PLAIN = ("mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/32", "lm-tokens/ddp/1x4/64", "adamw/ddp/1x2/32")

@@ -80,7 +80,7 @@ def test_a_layer_that_is_cut_in_two_is_refused(bench, measured):
     planned = measured().balanced.plan
     assert bench.layers_of(planned) == [[0, 1], [2, 3]]
     blocks = tuple(BlockCost(f"net.{number // 3}.way", 1.0, 10, 100, 0) for number in range(4))
-    with pytest.raises(SystemExit, match="cuts a layer in two"):
+    with pytest.raises(SystemExit, match="splits a layer"):
         bench.layers_of(plan_stages(Profile(blocks), planned.stages, 4))
 
 

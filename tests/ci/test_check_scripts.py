@@ -194,7 +194,7 @@ def test_the_page_counts_and_names(runner, result):
     script = runner.SCRIPTS["plain-loop"]
     left = sys.modules["result"].Result("srun-ddp", why_not="needs a cluster")
     text = runner.page([(script, result()), (runner.SCRIPTS["srun-ddp"], left)], [])
-    assert "1 scripts, 0 of them published" in text
+    assert "1 script, 0 of them published" in text
     assert "| plain-loop | rewritten | 1 |" in text
     assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
     assert "- srun-ddp: needs a cluster" in text
@@ -211,9 +211,7 @@ def test_the_page_counts_false_praise_beside_false_accusations(runner, result):
     text = runner.page([(runner.SCRIPTS[name], one) for name, one in rows], [])
     assert "False praise: 1 of 5 verdicts (" in text
     assert "False accusations: 1 of 5 verdicts (" in text
-    assert (
-        "3 scripts, 2 of them wrong. As it should be: 2. Verdicts on the wrong ones: 1 wrong, 1 right in part." in text
-    )
+    assert "3 scripts, 2 of them wrong. As expected: 2. Verdicts on the wrong ones: 1 wrong, 1 right in part." in text
 
 
 def test_workers_with_sessions_of_their_own_are_ended_with_their_run(runner, tmp_path):

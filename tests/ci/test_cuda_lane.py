@@ -158,7 +158,7 @@ def test_an_archive_takes_results_to_another_machine(lane, lane_modules, stage, 
 def test_an_archive_that_is_none_of_the_lanes_is_refused(lane_modules, tmp_path):
     with tarfile.open(tmp_path / "bad.tar.gz", "w:gz") as packed:
         packed.add(__file__, arcname="../outside.py")
-    with pytest.raises(ValueError, match="no archive of the lane"):
+    with pytest.raises(ValueError, match="not an archive of the lane"):
         lane_modules.lane.unpack(tmp_path / "bad.tar.gz", tmp_path / "inside")
     assert not (tmp_path / "outside.py").exists()
 
