@@ -440,7 +440,7 @@ def test_a_launch_that_broke_is_told_with_its_rank_and_error(right, told):
     alone = of_rank(of_rank(trace.resumed, 0, world_size=1), 1, world_size=1)
     found = told(replace(trace, resumed=alone), cell)
     assert found.outcome is Outcome.FAILED
-    assert "in a world of 1, not of 2" in found.message
+    assert "in a world of 1 instead of 2" in found.message
 
 
 def vacuous(found, why):

@@ -47,10 +47,10 @@ def test_ranks_that_begin_differently_are_told_so(cell_of):
 def test_replicas_of_a_weight_have_no_parts_to_add(cell_of, backend, topology, held):
     finding = parted(held, cell_of("transformer", backend, topology))
     assert finding.cause == "not-synchronised"
-    assert "sum of the parts" not in finding.message
+    assert "sum its gradient over all ranks" not in finding.message
 
 
 def test_stages_that_hold_a_tied_weight_add_their_parts(cell_of):
     finding = parted([["tied", "first"], ["tied", "last"]], cell_of("transformer", "pp", "1x2"))
     assert finding.cause == "tied-gradients-not-added"
-    assert "sum of the parts" in finding.message
+    assert "sum its gradient over all ranks" in finding.message

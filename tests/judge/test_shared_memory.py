@@ -138,4 +138,4 @@ def test_as_many_updates_as_ranks_in_every_step_may_be_either():
     trace = trace_in_own_memory(2, lambda rank, step: 2, synchronised=True)
     first = next(finding for finding in judge(trace, MLP, cell_of(2)) if finding.outcome.is_bad)
     assert (first.check, first.cause) == ("update", "applied-once-a-rank")
-    assert "or step again?" in first.message
+    assert "or step more than once" in first.message

@@ -363,7 +363,7 @@ def test_a_mistake_in_part_is_named(kind, simulation):
 
 
 @pytest.mark.parametrize(
-    ("kind", "when"), [(SummedAtOneStep, "at step 3 alone"), (SummedFromOneStepOn, "from step 2 on")]
+    ("kind", "when"), [(SummedAtOneStep, "at step 3 only"), (SummedFromOneStepOn, "from step 2 on")]
 )
 def test_a_mistake_of_some_steps_says_which(kind, when, simulation):
     assert when in findings_of(kind, simulation)[0].message

@@ -109,7 +109,7 @@ def test_ranks_that_never_meet_are_no_group(timed):
     with pytest.raises(TimedLaunchError) as failed:
         timed("alone", "1x2")
     assert failed.value.finding.outcome is Outcome.FAILED
-    assert "in a world of 1, not of 2" in failed.value.finding.message
+    assert "in a world of 1 instead of 2" in failed.value.finding.message
 
 
 def test_samples_that_all_ranks_use_are_not_counted_for_each(timed):

@@ -97,7 +97,7 @@ def test_a_workload_that_shows_nothing_is_vacuous(project, monkeypatch):
     messages = {(r["workload"], r["check"]): r["message"] for r in project.run.results}
     assert messages["zero-gradient", "gradients"] == "vacuous: every gradient is zero"
     assert messages["still", "update"] == "vacuous: no weight moved at any step"
-    assert messages["equal-shares", "gradients"].startswith("vacuous: every share has the same gradient")
+    assert messages["equal-shares", "gradients"].startswith("vacuous: all shares have the same gradient")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Why a trainer is wrong: hypotheses predict what a mistake would have produced, and are tried against the evidence.
+"""Why a trainer is wrong: hypotheses predict what a mistake would produce, and are tried on the evidence.
 
-The most specific hypothesis whose prediction fits is the cause. Where none fits, the finding is ``unexplained`` and
-keeps its figures. ``hypothesis`` has the type and the engine, ``registry`` the list of all hypotheses. Whether
-something is wrong is decided in ``plumbline.judge.checks``, not here.
+The most specific hypothesis that fits is the cause. If none fits, the finding is ``unexplained`` and keeps its figures.
+``registry`` lists all hypotheses. ``plumbline.judge.checks`` decides whether something is wrong.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ CONCLUSIVE = 4
 
 
 def scaled(factor: float, gradient: Tensors) -> Tensors:
-    """Return the gradient multiplied by a number."""
     return {name: value * factor for name, value in gradient.items()}
 
 
@@ -27,7 +26,7 @@ def added(left: Tensors, right: Tensors) -> Tensors:
 
 
 def clip_limit_of(clipped: float, whole: float) -> float:
-    """Return the limit to which a gradient of length ``whole`` is clipped where it ends with length ``clipped``.
+    """Return the clipping limit that shortens a gradient of length ``whole`` to length ``clipped``.
 
     ``clip_grad_norm_`` adds 1e-6 to the length before it divides.
     """
@@ -52,9 +51,9 @@ def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> f
 
 
 def common_factor(right: Tensors, observed: Tensors) -> float:
-    """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero.
+    """Return the factor that brings most tensors of ``right`` nearest to the observed ones; 1 if all are zero.
 
-    Tensors that were observed as zeros are left out: half of them would make it zero.
+    Tensors observed as zeros are left out, because half of them would make the factor zero.
     """
     factors = [factor_between({n: value}, observed) for n, value in right.items() if norm(value) and norm(observed[n])]
     # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from operator import methodcaller
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ Parts = list[list[Tensors]]
 
 
 class Counterfactuals:
-    """Computes the gradients that other ways to compute a step would have given, in float64 where nothing else is said.
+    """Computes the gradients that other ways to compute a step would have given, in float64 by default.
 
-    The oracle's weights and buffers are set anew for each computation, and its mode is restored.
+    Each computation sets the oracle's weights and buffers, and restores its mode.
     """
 
     def __init__(self, analysis: TraceAnalysis) -> None:
@@ -64,13 +64,12 @@ class Counterfactuals:
             ]
 
     def passes(self, index: int) -> list[Tensors]:
-        """Return the gradient of each optimizer's own backward at a step, for all parameters; mostly there is one."""
+        """Return the gradient of each optimizer's backward at a step, for all parameters; usually there is one."""
         with self.at(index) as oracle:
             return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many optimizer steps an epoch has."""
         return self.analysis.epochs.windows
 
     def evaluations(self) -> list[tuple[int, int]]:
@@ -80,11 +79,9 @@ class Counterfactuals:
         return [*due, *made]
 
     def skipped_before(self, index: int) -> bool:
-        """Say whether a GradScaler skipped the step before."""
         return index > 0 and self.analysis.steps[index - 1].skipped
 
     def parameters_of_optimizers(self) -> list[frozenset[str]]:
-        """Return the parameters of each of the workload's optimizers."""
         oracle = self.analysis.oracle
         names = {id(parameter): name for name, parameter in oracle.parameters.items()}
         return [
@@ -93,7 +90,7 @@ class Counterfactuals:
         ]
 
     def each_sample(self, index: int) -> list[Tensors]:
-        """Return the gradient of each sample of the step alone; none where no sample can be alone."""
+        """Return the gradient of each sample of the step alone; empty if the model needs several samples."""
         try:
             (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.layout(index))),))
         except ValueError:  # a layer that needs more than one sample
@@ -103,8 +100,8 @@ class Counterfactuals:
     def nearest_loss_gradient(self, index: int, observed: Tensors) -> Tensors | None:
         """Return the gradient nearest to ``observed`` that any loss of the right outputs could have.
 
-        None where every gradient could be one. Whatever a loss is, its gradient is a weighted sum of the outputs' own
-        gradients: one for each number that the model returns for the step's samples.
+        None if every gradient could be one. The gradient of any loss is a weighted sum of the gradients of the outputs:
+        one for each number that the model returns for the step's samples.
         """
         rows: list[torch.Tensor] = []
         with self.at(index) as oracle:
@@ -127,7 +124,7 @@ class Counterfactuals:
             return None
         wanted = flat(observed, observed, names)
         near = kept @ (kept.T @ wanted)
-        # The small directions are known to some digits only; numbers that are no loss's gradient are far away.
+        # Small directions are known only to some digits; other numbers than a loss's gradient are far away.
         near = wanted if norm(near - wanted) <= 1e-6 * norm(wanted) else near
         pieces = near.split([observed[name].numel() for name in names])
         return {name: piece.view_as(observed[name]) for name, piece in zip(names, pieces, strict=True)}
@@ -143,18 +140,18 @@ class Counterfactuals:
                 oracle.data = data
 
     def with_positions_in_parts(self, index: int, count: int) -> Iterator[Tensors]:
-        """Yield the step's gradient where embeddings of the positions 0, 1, ... get parts that begin with 0 each.
+        """Yield the step's gradient if position embeddings number each of ``count`` parts from 0.
 
-        Nothing is yielded where the model has no such embedding.
+        Yields nothing if the model has no such embedding.
         """
-        for divide in (_chunks, _splits):
-            with self.at(index) as oracle, _renumbered(oracle.model, partial(divide, count)) as done:
+        for way in ("chunk", "tensor_split"):
+            with self.at(index) as oracle, _renumbered(oracle.model, methodcaller(way, count)) as done:
                 gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
             if done:
                 yield gradient
 
     def is_coupled(self, index: int) -> bool:
-        """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
+        """Return whether samples depend on each other: the right gradient is not a weighted sum of theirs."""
         right = self.analysis.expected[index].raw
         each = self.each_sample(index)
         if not each:
@@ -164,17 +161,15 @@ class Counterfactuals:
         return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
     def held_out(self, oracle: Oracle) -> Columns:
-        """Return the samples of the validation set."""
         return self.workload.val_dataset(self.cell.topology.devices, oracle.dtype)
 
     def in_precision(self, index: int, precision: Precision) -> Tensors:
-        """Return the step's gradient computed in another precision."""
         return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
 
     def with_loss_in(self, index: int, dtype: torch.dtype) -> Iterator[Tensors]:
-        """Yield the step's gradient where the model's outputs are cast to ``dtype`` before the loss is computed.
+        """Yield the step's gradient if the model's outputs are cast to ``dtype`` before the loss is computed.
 
-        Of several micro-batches each loss is divided by their number in that precision too, or later.
+        With several micro-batches, each loss is divided by their number either in that precision or later.
         """
         oracle = Oracle(self.workload, self.cell.topology.devices, self.cell.arithmetic, dtype)
         for divisor in sorted({1, len(self.layout(index))}):
@@ -185,19 +180,11 @@ class Counterfactuals:
         return oracle.gradient(self.layout(index), scale)
 
 
-def _chunks(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
-    return places.chunk(count)
-
-
-def _splits(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
-    return places.tensor_split(count)
-
-
 @contextmanager
 def _renumbered(
     model: nn.Module, divide: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> Iterator[list[nn.Module]]:
-    """Give embeddings of the positions 0, 1, ... other numbers: each part begins with 0. Yield the list of them."""
+    """Renumber embeddings of the positions 0, 1, ... so that each part begins with 0; yield those found."""
     found: list[nn.Module] = []
 
     def renumber(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:

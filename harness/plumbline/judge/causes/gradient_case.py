@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,13 +24,12 @@ from plumbline.judge.trace_analysis import ExpectedGradients, same
 class Pattern:
     """What the wrong gradients of all steps and ranks have in common.
 
-    ``factor`` is the one number by which the right gradients would have to be multiplied, ``odd_factor`` the one by
-    which the tensor that is furthest from right would have to be multiplied more than others, ``clip_limit`` the norm
-    to which they would have to be clipped, and ``clip_limits`` the same for each rank's share (empty where shares
-    cannot be told apart). ``steps`` is the number of steps that are wrong, and ``every_step`` says whether all
-    gradients are. ``only_scaled``: with several ranks, each of them is a multiple of the right one, so that no share
-    weighs more against the others than it should. ``stages`` says what is wrong on which of the ranks that hold one
-    model together.
+    ``factor`` is the number that multiplies the right gradients. ``odd_factor`` is the additional factor of the tensor
+    that is furthest from right. ``clip_limit`` is the norm that they would have to be clipped to, and ``clip_limits``
+    the same for each rank's share (empty if shares cannot be told apart). ``steps`` counts the wrong steps, and
+    ``every_step`` says whether all gradients are wrong. ``only_scaled`` says that each of several ranks has a multiple
+    of the right gradient, so all shares have the right relative weight. ``stages`` says what is wrong on which ranks
+    that hold one model together.
     """
 
     factor: float = 1.0
@@ -47,10 +46,9 @@ class Pattern:
 class OracleGradientCase(GradientCase):
     """One rank at one step.
 
-    ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``expected`` is
-    what is right at this step, and ``earlier_expected`` what was right at the steps before, the latest first.
-    ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
-    ``previous`` is this rank's gradient of the step before, None at the first step.
+    ``index`` is the step's number, ``step`` the rank's record and ``ranks`` those of all ranks. ``expected`` is what is
+    right at this step, and ``earlier_expected`` at the steps before, latest first. ``trained`` names the parameters
+    that are not frozen. ``previous`` is this rank's gradient of the previous step, None at the first step.
     """
 
     index: int
@@ -83,7 +81,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def accumulate(self) -> int:
-        """How many micro-batches a full window of the workload has."""
         return self.counterfactuals.workload.accumulate
 
     @property
@@ -93,7 +90,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     @property
@@ -155,12 +151,12 @@ class OracleGradientCase(GradientCase):
 
     @property
     def recorded(self) -> dict[int, Step]:
-        """What each of the ranks recorded that hold this model together."""
+        """What each of the ranks that hold this model together recorded."""
         return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
 
     @property
     def batch_parts(self) -> int:
-        """In how many micro-batches the backend passes one batch."""
+        """The number of micro-batches into which the backend splits one batch."""
         return self.counterfactuals.cell.contract.micro_batches
 
     @property
@@ -170,7 +166,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def location(self) -> str:
-        """Step and rank in words."""
         return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
 
     @cached_property
@@ -187,9 +182,9 @@ class OracleGradientCase(GradientCase):
         return 1.0 if self.clip_norm is None else common_factor(self.expected.raw, self.observed)
 
     def with_nearer(self, other: Tensors) -> Iterator[Tensors]:
-        """Yield the right gradient with the tensors of ``other`` to which the observed ones are nearer.
+        """Yield the right gradient with those tensors of ``other`` that are nearer to the observed ones.
 
-        Nothing is yielded where that is none of them, or all.
+        Yields nothing if there is no such tensor, or if all are nearer.
         """
         right, factor = self.expected.raw, self.common_factor
         nearer = {
@@ -204,7 +199,7 @@ class OracleGradientCase(GradientCase):
                 yield {**self.expected.contract, **nearer}
 
     def if_wrong(self, predicted: Tensors) -> Iterator[Tensors]:
-        """Yield a prediction that is not right: what changes nothing would fit every step that is right."""
+        """Yield a prediction unless it is right: a mistake without effect would fit every right step."""
         right = self.expected.contract
         # Both are float64: what is not one part in 10⁹ away is the same.
         if any(distance(predicted.get(name, 0 * value), value) > 1e-9 * norm(value) for name, value in right.items()):
@@ -212,7 +207,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def is_finite(self) -> bool:
-        """Whether every entry of the gradient is a number."""
         return all(bool(value.isfinite().all()) for value in self.observed.values())
 
     def own_parts(self, rank: int, expected: ExpectedGradients | None = None) -> Parts:
@@ -226,7 +220,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def unused(self) -> frozenset[str]:
-        """The trained parameters on which the loss of some group does not depend."""
+        """The trained parameters that the loss of some group does not depend on."""
         return frozenset(name for name in self.trained if any(name not in part for part in self.shares))
 
     @cached_property
@@ -238,7 +232,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def figures(self) -> dict[str, object]:
-        """What the texts of a hypothesis are filled with."""
+        """The values for the placeholders in a hypothesis's texts."""
         return {
             "world": self.world,
             "micro_batches": self.micro_batches,
@@ -256,7 +250,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def _norm_rank(self) -> str:
-        """The rank whose own norm comes nearest to the one that the gradient seems to have been clipped by."""
+        """The rank whose norm is nearest to the one that the gradient seems to have been clipped by."""
         raw, limit = self.expected.raw, self.clip_norm
         if not self.in_stages or not limit:
             return ""
@@ -283,9 +277,21 @@ def _weighted(expected: ExpectedGradients, weight: Weight) -> Tensors:
 GradientHypothesis = Hypothesis[OracleGradientCase, Tensors | Match]
 """Predicts gradients as the optimizer would have received them, in float64.
 
-What cannot be predicted is no prediction: a hypothesis that holds by elimination, or by other evidence than gradients,
-yields a ``Match``. The observed gradients themselves predict nothing, and explain nothing.
+A hypothesis that holds by elimination, or by other evidence than gradients, yields a ``Match``. The observed gradients
+themselves are not a prediction.
 """
 
 Gradients = Iterator[Tensors | Match]
 """What a hypothesis about gradients predicts, variant by variant."""
+
+
+def multiplied(
+    factors: Callable[[OracleGradientCase], Iterable[float]],
+) -> Callable[[OracleGradientCase], Iterator[Tensors]]:
+    """Return the prediction of the right gradient times each factor, before it is clipped."""
+
+    def predict(case: OracleGradientCase) -> Iterator[Tensors]:
+        for factor in factors(case):
+            yield clipped(scaled(factor, case.expected.raw), case.clip_norm)
+
+    return predict

@@ -1,4 +1,4 @@
-"""Tries hypotheses on wrong gradients: a hypothesis has to predict the gradient of every step and rank."""
+"""Tries hypotheses on wrong gradients: a hypothesis must predict the gradient of every step and rank."""
 
 from __future__ import annotations
 
@@ -59,15 +59,14 @@ class GradientEvidence(Evidence):
 
     @property
     def kind(self) -> type:
-        """Hypotheses predict from one case at a time."""
         return OracleGradientCase
 
     def match(self, hypothesis: GradientHypothesis | GradientMistake) -> Match | None:
         """Return how a hypothesis fits all wrong gradients.
 
-        Where the mistake has no effect, its prediction is what is right. One that happens at some steps only needs an
-        occasion: something else that these steps, or ranks, have in common and the others have not. A hypothesis that
-        is fitted to the wrong steps has to fit the right ones too, because an occasion could be found for anything.
+        If the mistake has no effect at a step, its prediction is the right gradient. A mistake that happens only at
+        some steps needs an occasion: something else that only these steps or ranks have in common. A hypothesis that is
+        fitted to the wrong steps must also fit the right ones, because an occasion could be found for anything.
         """
         limit = self.analysis.limit
         error = _misfit(hypothesis, self.wrong, self.analysis)
@@ -95,7 +94,7 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
     wrong = [one for one in cases if not _is_right(one, analysis)]
     if not wrong:
         return _slightly_scaled(finding, cases)
-    # Once ranks hold different weights, or weights that are not finite, there is no common gradient to predict.
+    # If ranks hold different weights, or weights that are not finite, no common gradient can be predicted.
     predictable = [one for one in cases if _is_predictable(one)]
     wrong = [one for one in wrong if one in predictable] or wrong
     first = wrong[0]
@@ -117,8 +116,8 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
             finding,
             cause="not-finite",
             family="amp",
-            message=f"gradients at {first.location} are not finite ({finding.parameter}), and the optimizer stepped "
-            "all the same: does every rank look for infinities, after the average?",
+            message=f"gradients at {first.location} are not finite ({finding.parameter}), but the optimizer stepped: "
+            "check for infinities on every rank, after the average",
         )
     if first in predictable:
         finding = replace(finding, rank_shares=rank_shares(analysis.steps[first.index], analysis))
@@ -136,24 +135,24 @@ def _cases(analysis: TraceAnalysis) -> list[OracleGradientCase]:
 
 
 def _slightly_scaled(finding: Finding, cases: Sequence[OracleGradientCase]) -> Finding:
-    """Explain gradients none of which is wrong by itself, but all of them in the same direction."""
+    """Explain gradients that are each right within noise, but all wrong in the same direction."""
     factor = statistics.median(factor_between(one.expected.contract, one.observed) for one in cases)
     before = _factor_before_clipping(cases)
     return replace(
         finding,
         cause="slightly-scaled" if before is None else "scaled-before-clipping",
         family="loss-normalisation",
-        message=f"gradients are {factor:.9g} × the right ones: in each tensor alone rounding could explain the "
-        f"difference, in all of them together it cannot ({times(finding.error_x_noise or 0.0)}): "
-        + ("" if before is None else f"clipping adds 1e-6 to their norm, which was about {before:.2g} × as large: ")
-        + "what is the loss multiplied by, or weighted with?",
+        message=f"gradients are {factor:.9g} × the right ones: rounding could explain the difference in each tensor "
+        f"alone, but not in all of them together ({times(finding.error_x_noise or 0.0)}): "
+        + ("" if before is None else f"their norm was about {before:.2g} × as large before clipping added 1e-6 to it: ")
+        + "check what the loss is multiplied by or weighted with",
     )
 
 
 def _factor_before_clipping(cases: Sequence[OracleGradientCase]) -> float | None:
-    """Return by how much gradients were longer before they were clipped to a length that is nearly right.
+    """Return how much longer gradients were before they were clipped to nearly the right length.
 
-    ``clip_grad_norm_`` divides by the norm and 1e-6, so that shorter ones end a little shorter. None where they are not
+    ``clip_grad_norm_`` divides by the norm plus 1e-6, so shorter gradients end a little shorter. None if they are not
     shorter, or not clipped.
     """
     factors = []
@@ -180,13 +179,12 @@ def _is_right(case: OracleGradientCase, analysis: TraceAnalysis) -> bool:
 
 
 def _is_multiple(case: OracleGradientCase, analysis: TraceAnalysis) -> bool:
-    """Say whether the gradient of several ranks is the right one times some number."""
     multiple = scaled(_common_factor([case]), case.expected.raw)
     return case.world > 1 and _error(case, multiple, analysis) <= analysis.limit
 
 
 def _stages(wrong: Sequence[OracleGradientCase], analysis: TraceAnalysis) -> StagePattern:
-    """Return what is wrong on each rank, by the parameters that are wrong at the first wrong step."""
+    """Return what is wrong on each rank, judged by the parameters that are wrong at the first wrong step."""
     first = wrong[0]
     if not first.in_stages:
         return StagePattern()
@@ -196,19 +194,18 @@ def _stages(wrong: Sequence[OracleGradientCase], analysis: TraceAnalysis) -> Sta
 
 
 def _common_factor(cases: Sequence[OracleGradientCase]) -> float:
-    """Return the median of the cases' own factors."""
     return statistics.median(factor_between(one.expected.raw, one.observed) for one in cases)
 
 
 def _odd_factor(case: OracleGradientCase, analysis: TraceAnalysis) -> float:
-    """Return the factor of the tensor that is furthest from right, apart from the factor that most tensors have."""
+    """Return the factor of the tensor that is furthest from right, relative to the factor of most tensors."""
     multiple = scaled(case.common_factor, case.expected.raw)
     odd = max(multiple, key=lambda name: _error_of(case, name, multiple, analysis))
     return factor_between({odd: multiple[odd]}, case.observed)
 
 
 def _common_clip_limits(cases: Sequence[OracleGradientCase]) -> tuple[float, ...]:
-    """Return the median norm to which each rank's share would have to be clipped; empty where they are not known."""
+    """Return the median norm to which each rank's share would have to be clipped; empty if it is unknown."""
     limits = []
     for one in cases:
         parts = one.expected.parts[0]
@@ -247,7 +244,7 @@ def _in_tensors(
 
 
 def _misfit_of(prediction: Tensors | Match, case: OracleGradientCase, analysis: TraceAnalysis) -> float:
-    """Return the error of a prediction; what holds by elimination has none, and the evidence is no prediction."""
+    """Return the error of a prediction: 0 by elimination, infinite if it repeats the evidence."""
     if isinstance(prediction, Match):
         return 0.0
     if any(prediction.get(name) is value for name, value in case.observed.items()):
@@ -261,7 +258,7 @@ def _error(case: OracleGradientCase, predicted: Tensors, analysis: TraceAnalysis
 
 
 def _error_of(case: OracleGradientCase, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
-    """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
+    """Return the error of one tensor, in × noise; a larger prediction has more noise."""
     right = case.expected.contract[name]
     expected = predicted.get(name, torch.zeros_like(right))
     size = norm(right)
@@ -272,7 +269,7 @@ def _error_of(case: OracleGradientCase, name: str, predicted: Tensors, analysis:
 
 
 def _least_error(case: OracleGradientCase, name: str, analysis: TraceAnalysis) -> float:
-    """Return the distance of a tensor from the nearest that is right, in × noise."""
+    """Return the distance of a tensor from the nearest right one, in × noise."""
     rights = (case.expected.contract, *case.expected.one_device)
     return min(_error_of(case, name, right, analysis) for right in rights)
 
@@ -286,7 +283,7 @@ def _worst_parameter(case: OracleGradientCase, analysis: TraceAnalysis) -> str |
 
 
 def _figures(case: OracleGradientCase) -> str:
-    """Describe the wrong gradient relative to the right one: its length and its direction."""
+    """Describe the wrong gradient relative to the right one by its length and direction."""
     names = list(case.expected.contract)
     right, observed = (
         flat(gradient, case.expected.contract, names) for gradient in (case.expected.contract, case.observed)

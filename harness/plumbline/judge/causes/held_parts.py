@@ -1,4 +1,4 @@
-"""What each rank holds of a model that ranks hold together: blocks of tensors, whole tensors, experts of its own."""
+"""What each rank holds of a shared model: blocks of tensors, whole tensors, and its own experts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class HeldParts:
 
     @cached_property
     def members(self) -> dict[int, Step]:
-        """What was recorded on each of the ranks that see the samples of the case, by the rank."""
+        """What each rank that sees the samples of the case recorded, by rank."""
         return self.case.counterfactuals.analysis.recorded_together(self.case.index, self.case.rank)
 
     @cached_property
     def first(self) -> int:
-        """The first of them: what it holds is judged."""
+        """The first of them, which is the one judged."""
         return next(iter(self.members))
 
     @cached_property
     def siblings(self) -> tuple[int, ...]:
-        """The ranks whose blocks make up whole tensors: those whose norms add up to that of the whole gradient."""
+        """The ranks whose blocks make up whole tensors, so that their norms add up to the whole gradient's."""
         cell = self.case.counterfactuals.cell
         return next(group for group in cell.contract.norm_groups(cell.topology) if self.first in group)
 
@@ -43,9 +43,9 @@ class HeldParts:
         return {rank: recorded[rank].blocks for rank in self.siblings}
 
     def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
-        """Return the index of each sibling's block of a tensor; none where siblings hold it whole.
+        """Return the index of each sibling's block of a tensor, by rank; empty if siblings hold it whole.
 
-        A block that several of them have is that of the first.
+        If several siblings have the same block, the first one counts.
         """
         indices: dict[int, tuple[slice, ...]] = {}
         for rank, own in self.blocks.items():
@@ -55,7 +55,6 @@ class HeldParts:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether any tensor is divided into blocks."""
         return any(self.blocks.values())
 
     def on(self, rank: int, gradient: Tensors) -> Tensors:
@@ -66,9 +65,9 @@ class HeldParts:
         return {**own, **whole} if rank == self.first else own
 
     def assembled(self, parts: dict[int, Tensors], like: Tensors) -> Tensors:
-        """Return each tensor made of the blocks that siblings have of ``parts``, each rank of its own tensors.
+        """Return each tensor with each sibling's block taken from that rank's ``parts``.
 
-        A tensor that is in no blocks is the first rank's.
+        Tensors without blocks come from the first rank.
         """
         made = {}
         for name, value in like.items():
@@ -79,7 +78,7 @@ class HeldParts:
         return made
 
     def unlike(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-        """Yield each tensor that members hold whole and have other gradients of: its name, the first's and the rest."""
+        """Yield the tensors that members hold whole with different gradients: name, the first's and the others'."""
         analysis = self.case.counterfactuals.analysis
         for name, right in self.case.expected.contract.items():
             held = [step for step in self.members.values() if name in step.before]

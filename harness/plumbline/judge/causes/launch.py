@@ -22,32 +22,27 @@ class LaunchCase(CountedCase):
 
     @property
     def done(self) -> list[RankTrace]:
-        """The ranks whose training ended without an exception."""
         return [rank for rank in self.trace.ranks if not rank.error]
 
     @property
     def output(self) -> list[str]:
-        """What each rank raised or printed last."""
         return [rank.error or "" for rank in self.trace.ranks] + [exit.said for exit in self.trace.exits.values()]
 
     def printed(self, words: str) -> bool:
-        """Say whether a rank ended with these words."""
         return any(words in text for text in self.output)
 
     @property
     def world_sizes(self) -> set[int]:
-        """The world sizes of the ranks."""
         return {rank.world_size for rank in self.trace.ranks}
 
     @property
     def another_world(self) -> bool:
-        """Whether ranks ended well in a world of another size."""
         broken = self.trace.exits or any(rank.error for rank in self.trace.ranks)
         return not broken and self.world_sizes != {self.cell.processes}
 
     @property
     def waited(self) -> bool:
-        """Whether a rank waited for others that had ended, or that waited for something else."""
+        """Whether a rank waited for others that had ended or were waiting for something else."""
         in_collective = any(exit.waits_in for exit in self.trace.exits.values())
         hung = self.finding.outcome is Outcome.TIMED_OUT and (in_collective or bool(self.done))
         return hung or any(words in self.finding.message for words in CONNECTION_LOST)
@@ -63,14 +58,12 @@ def _another_world(case: LaunchCase) -> Iterator[Match]:
 
 
 def _idle_ranks(case: LaunchCase) -> Iterator[Match]:
-    """Some ranks ended well without a step, and others, which waited for them, broke."""
     idle = [rank.rank for rank in case.done if not rank.steps]
     if idle and len(idle) < len(case.trace.ranks):
         yield Match(rank=idle[0], figures={"idle": idle[0]})
 
 
 def _unused_parameter(case: LaunchCase) -> Iterator[Match]:
-    """Ranks that are done have no gradient of some parameter in their last step, and others wait."""
     done = [rank for rank in case.done if rank.steps]
     every = {name for rank in done for step in rank.steps for name in step.gradients}
     missing = sorted(name for rank in done for name in every - rank.steps[-1].gradients.keys())
@@ -90,30 +83,30 @@ _LOG = "see the rank's log, in the run's traces"
 HYPOTHESES = (
     LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.another_world and case.world_sizes == {1}),
         "every rank trained in a world of one",
-        "does the trainer read MASTER_ADDR, RANK and WORLD_SIZE, and create a process group?", 190),
+        "create a process group from MASTER_ADDR, RANK and WORLD_SIZE", 190),
     LaunchHypothesis("another-world", "launch", _another_world,
-        "ranks trained in a world of {sizes}, not of {world}",
-        "is the process group one node's?", 180),
+        "ranks trained in a world of {sizes} instead of {world}",
+        "check that the process group covers all nodes", 180),
     LaunchHypothesis("some-ranks-never-stepped", "launch", _idle_ranks,
         "rank {idle} ended without an optimizer step, while others waited",
-        "do all ranks take part in the training?", 170),
+        "check that every rank takes part in the training", 170),
     # What torch raises where a mistake stops training: reducer.cpp and grad_scaler.py of github.com/pytorch/pytorch.
     LaunchHypothesis("reduction-never-finished", "unused-params",
         holds(lambda case: case.printed("Expected to have finished reduction in the prior iteration")),
-        "a parameter took no part in a loss, so that DDP's reduction did not finish",
-        "set find_unused_parameters", 169),
+        "a parameter did not contribute to the loss, so DDP's reduction did not finish",
+        "set find_unused_parameters=True", 169),
     LaunchHypothesis("reduced-twice", "unused-params",
         holds(lambda case: case.printed("Expected to mark a variable ready only once")),
         "DDP reduced a parameter twice in one step",
-        "is it used in two backward passes, or checkpointed twice?", 168),
+        "check whether it is used in two backward passes, or checkpointed twice", 168),
     LaunchHypothesis("graph-not-static", "unused-params",
         holds(lambda case: case.printed("Your training graph has changed in this iteration")),
         "steps do not all use the same parameters, although static_graph is set",
-        "leave static_graph out", 167),
+        "remove static_graph=True", 167),
     LaunchHypothesis("unscaled-twice", "amp",
         holds(lambda case: case.printed("unscale_() has already been called")),
         "gradients were unscaled twice in one step",
-        "call scaler.unscale_ once a step", 166),
+        "call scaler.unscale_() once per step", 166),
     LaunchHypothesis("weights-in-float16", "amp",
         holds(lambda case: case.printed("Attempting to unscale FP16 gradients")),
         "the weights are stored in float16",
@@ -121,25 +114,25 @@ HYPOTHESES = (
     LaunchHypothesis("no-space", "launch",
         holds(lambda case: case.printed("No space left on device")),
         "there is no space left on the device",
-        "make room on the disk or in /dev/shm, or name another folder with TMPDIR", 164),
+        "free space on the disk or in /dev/shm, or set TMPDIR to another folder", 164),
     LaunchHypothesis("port-in-use", "launch",
         holds(lambda case: case.printed("EADDRINUSE")),
-        "the trainer uses a port that is taken",
-        "use the free port that MASTER_PORT names", 163),
+        "the trainer uses a port that is already in use",
+        "use the free port in MASTER_PORT", 163),
     LaunchHypothesis("left-before-the-others-joined", "sync",
         # Only the first rank to fail counts: after an exception on one rank, others raise this as well.
         holds(lambda case: "connectFullMesh failed" in case.finding.message),
-        "a rank was done before the others had connected to it",
-        "is there any collective operation that waits for all ranks?", 150),
+        "a rank finished before the others had connected to it",
+        "end with a collective operation that waits for all ranks, such as a barrier", 150),
     LaunchHypothesis("waits-for-an-unused-parameter", "unused-params", _unused_parameter,
-        "a rank that did not use {name} did not reduce it, and the others wait for it",
+        "a rank did not use {name} and did not reduce it, and the others wait for it",
         "reduce every parameter on every rank, with zeros where there is no gradient", 140),
     LaunchHypothesis("ranks-differ-in-steps", "data", _ranks_differ_in_steps,
-        "ranks were done after {steps} steps while others waited for them",
-        "have all ranks the same number of batches?", 130),
+        "some ranks finished after {steps} steps while others waited for them",
+        "give every rank the same number of batches", 130),
     LaunchHypothesis("collective-not-joined", "sync", holds(lambda case: case.waited),
         "a rank waits in a collective operation that the others do not call",
-        "do all ranks call the same collective operations in the same order?", 120),
+        "call the same collective operations in the same order on all ranks", 120),
     LaunchHypothesis("raised", "launch", holds(lambda case: case.finding.outcome is Outcome.ERRORED),
         "the launch ended with an error", _LOG, 40),
     LaunchHypothesis("died", "launch", holds(lambda case: case.finding.outcome is Outcome.CRASHED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ PRECISION = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class LearningRateCase(Evidence):
-    """The learning rates of one rank, skipped steps left out. A hypothesis yields rates, or the match itself.
+    """The learning rates of one rank without skipped steps. A hypothesis yields rates, or the match itself.
 
     ``analysis`` has the workload's schedule.
     """
@@ -31,21 +31,18 @@ class LearningRateCase(Evidence):
 
     @property
     def trace(self) -> Trace:
-        """The trace whose rates are wrong, also where ranks hold one model together."""
+        """The trace whose rates are wrong, also if ranks hold one model together."""
         return self.analysis.recorded
 
     @cached_property
     def used(self) -> list[Rates]:
-        """The rates at each step that was taken."""
         return self.of_rank(self.rank)
 
     def of_rank(self, rank: int) -> list[Rates]:
-        """Return the rates of a rank at each step that was taken."""
         return [step.learning_rates for step in self.trace.ranks[rank].steps if not step.skipped]
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether some rank used other rates."""
         return any(self.of_rank(rank) != self.used for rank in range(len(self.trace.ranks)))
 
     @property
@@ -55,7 +52,6 @@ class LearningRateCase(Evidence):
         return [attempt for attempt, step in enumerate(steps) if not step.skipped]
 
     def match(self, hypothesis: LearningRateHypothesis) -> Match | None:
-        """Return a match where a predicted sequence of rates is the one that was used."""
         for predicted in hypothesis.predict(self):
             if isinstance(predicted, Match):
                 return predicted
@@ -86,19 +82,18 @@ def rates_at(positions: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
 
 
 def without_schedule(count: int, analysis: TraceAnalysis) -> list[Rates]:
-    """Return the optimizer's own rates at so many steps."""
+    """Return the optimizer's initial rates, ``count`` times."""
     return [tuple(float(group["lr"]) for group in analysis.oracle.optimizer().param_groups)] * count
 
 
 def same_rates(left: Sequence[Rates], right: Sequence[Rates]) -> bool:
-    """Say whether two sequences of rates are the same numbers."""
     return len(left) == len(right) and all(
         len(a) == len(b) and all(abs(x - y) <= PRECISION * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
         for a, b in zip(left, right, strict=True)
     )
 
 
-def at_positions(positions_of: Callable[[AnyCase], Iterator[list[int]]]) -> Callable[[AnyCase], Predicted]:
+def at_positions(positions_of: Callable[[AnyCase], Iterable[list[int]]]) -> Callable[[AnyCase], Predicted]:
     """Return the prediction of the workload's rates at other positions of the schedule."""
 
     def predict(case: AnyCase) -> Predicted:
@@ -113,20 +108,8 @@ def _when_skipped(case: LearningRateCase) -> Iterator[list[int]]:
         yield case.attempts
 
 
-def _never(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [0] * len(case.used)
-
-
-def _every_epoch(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [attempt // case.analysis.epochs.windows for attempt in case.attempts]
-
-
-def _before_the_optimizer(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [step + 1 for step in range(len(case.used))]
-
-
 def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
-    """The schedule has moved on once for each batch before the step, or also for the step's own ones but the last."""
+    """The schedule advanced once per batch before the step, or also for the step's own batches but the last."""
     steps = case.trace.ranks[case.rank].steps
     before = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in case.attempts]
     yield before
@@ -137,20 +120,8 @@ def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
         yield []
 
 
-def _once_a_rank(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [step * case.analysis.world for step in range(len(case.used))]
-
-
-def _twice(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [step * 2 for step in range(len(case.used))]
-
-
-def _no_schedule(case: LearningRateCase) -> Predicted:
-    yield without_schedule(len(case.used), case.analysis)
-
-
 def _steps_lost(case: LearningRateCase) -> Predicted:
-    """Match where the rates are due at later steps, in this order: the schedule moved on for steps that are missing."""
+    """Match if the rates are those of later steps, in order: the schedule advanced for steps that are missing."""
     due = rates_at(range(len(case.used) + case.analysis.steps_due), case.analysis)
     place = -1
     for used in case.used:
@@ -164,7 +135,6 @@ def _steps_lost(case: LearningRateCase) -> Predicted:
 
 
 def _scaled(case: LearningRateCase) -> Predicted:
-    """Predict one factor between the rates that were used and those that were due."""
     due = rates_at(range(len(case.used)), case.analysis)
     pairs = zip(case.used, due, strict=True)
     factors = [used / right for mine, all_due in pairs for used, right in zip(mine, all_due, strict=False) if right]
@@ -178,42 +148,47 @@ def _scaled(case: LearningRateCase) -> Predicted:
 
 HYPOTHESES = (
     LearningRateHypothesis("schedule-steps-when-skipped", "amp", at_positions(_when_skipped),
-        "the schedule moved on at a step that the GradScaler skipped",
+        "the schedule advanced at a step that the GradScaler skipped",
         "call scheduler.step() only after steps that were taken", 190),
-    LearningRateHypothesis("schedule-never-stepped", "optimizer", at_positions(_never),
-        "every step has the schedule's first rate",
-        "is scheduler.step() called?", 180),
-    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", at_positions(_every_epoch),
-        "the schedule moved on once an epoch",
+    LearningRateHypothesis("schedule-never-stepped", "optimizer", at_positions(lambda case: [[0] * len(case.used)]),
+        "every step uses the schedule's first rate",
+        "call scheduler.step() after each optimizer step", 180),
+    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer",
+        at_positions(lambda case: [[attempt // case.analysis.epochs.windows for attempt in case.attempts]]),
+        "the schedule advanced once per epoch",
         "call scheduler.step() after each optimizer step", 170),
-    LearningRateHypothesis("schedule-stepped-first", "optimizer", at_positions(_before_the_optimizer),
+    LearningRateHypothesis("schedule-stepped-first", "optimizer",
+        at_positions(lambda case: [[step + 1 for step in range(len(case.used))]]),
         "the schedule is one step ahead",
         "call scheduler.step() after the optimizer's step", 160),
     LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", at_positions(_every_micro_batch),
-        "the schedule moved on with every micro-batch",
+        "the schedule advanced with every micro-batch",
         "call scheduler.step() after each optimizer step", 150),
-    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", at_positions(_once_a_rank),
-        "the schedule moved on once for each rank in every step",
-        "count optimizer steps, not those of all ranks", 140),
-    LearningRateHypothesis("schedule-stepped-twice", "optimizer", at_positions(_twice),
-        "the schedule moved on twice in every step",
-        "is scheduler.step() called in two places?", 130),
+    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer",
+        at_positions(lambda case: [[step * case.analysis.world for step in range(len(case.used))]]),
+        "the schedule advanced once per rank in every step",
+        "count one rank's optimizer steps, not those of all ranks", 140),
+    LearningRateHypothesis("schedule-stepped-twice", "optimizer",
+        at_positions(lambda case: [[step * 2 for step in range(len(case.used))]]),
+        "the schedule advanced twice in every step",
+        "call scheduler.step() once per step", 130),
     LearningRateHypothesis("rates-differ", "optimizer", holds(lambda case: case.ranks_differ),
-        "ranks step with different learning rates",
-        "does the schedule depend on something that differs between ranks?", 120),
-    LearningRateHypothesis("no-schedule", "optimizer", _no_schedule,
-        "every step has the rate with which the optimizer was created",
-        "is there a scheduler?", 110),
+        "ranks use different learning rates",
+        "check whether the schedule depends on something that differs between ranks", 120),
+    LearningRateHypothesis("no-schedule", "optimizer",
+        lambda case: [without_schedule(len(case.used), case.analysis)],
+        "every step uses the rate with which the optimizer was created",
+        "create the scheduler with job.scheduler(optimizer)", 110),
     LearningRateHypothesis("rate-zero", "optimizer", holds(lambda case: not any(map(any, case.used))),
-        "every step has the rate 0, so that none moves a weight",
-        "which rate has the optimizer, and what does a schedule multiply it by?", 107),
+        "the learning rate is 0 at every step, so no weight moves",
+        "check the optimizer's learning rate, and what the schedule multiplies it by", 107),
     LearningRateHypothesis("schedule-ahead-of-the-steps", "optimizer", _steps_lost,
-        "the schedule moved on {lost} further than the optimizer: the rates are those of later steps",
-        "are optimizer steps lost, or is the schedule stepped without them?", 106),
+        "the schedule is {lost} ahead of the optimizer: the rates are those of later steps",
+        "check whether optimizer steps are lost, or whether the schedule advances without them", 106),
     LearningRateHypothesis("rate-scaled", "optimizer", _scaled,
-        "every step has {factor} × the workload's rate: {what}",
-        "does the trainer scale the learning rate?", 105),
+        "every step uses {factor} × the workload's rate ({what})",
+        "check whether the trainer scales the learning rate", 105),
     LearningRateHypothesis("another-rate", "optimizer", holds(lambda case: True),
-        "the rates are those of no known mistake with the workload's schedule",
-        "which learning rate, and which schedule, does the trainer use?", 104),
+        "the rates match no known mistake with the workload's schedule",
+        "check which learning rate and which schedule the trainer uses", 104),
 )  # fmt: skip

@@ -15,38 +15,33 @@ Values = Iterable[float]
 
 @dataclass(frozen=True)
 class MetricCase:
-    """A report that is wrong, and the losses of which its value should have been the mean."""
+    """A wrong report, and the losses whose mean it should have been."""
 
     losses: LossTable
     report: ReportedValue
 
     @cached_property
     def windows(self) -> list[BatchShares]:
-        """The shares of batches over which the mean may be taken: one entry for each way to choose them."""
+        """The shares of batches that the mean may be taken over: one entry per way to choose them."""
         return self.losses.windows(self.report, RIGHT[self.report.name])
 
     @cached_property
     def expected_values(self) -> list[float]:
-        """The values that are right."""
         return self.losses.expected_values(self.report)
 
     @property
     def held_out(self) -> bool:
-        """Whether the metric is about the held-out samples."""
         return self.report.name == HELD_OUT
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return self.losses.world
 
     @property
     def batch_size(self) -> int:
-        """How many samples a rank draws at once."""
         return self.losses.batch_size
 
     def of_report(self, **changes: object) -> MetricCase:
-        """Return the case of another report."""
         return MetricCase(self.losses, replace(self.report, **changes))  # type: ignore[arg-type]
 
     def in_state(self, state: LossMode) -> list[float]:
@@ -66,30 +61,24 @@ def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
 
 
 def by_batch(shares: BatchShares) -> list[BatchShares]:
-    """Return the shares of each batch."""
     return _by(shares, lambda share: (share.step, share.batch))
 
 
 def by_step(shares: BatchShares) -> list[BatchShares]:
-    """Return the shares of each step."""
     return _by(shares, lambda share: share.step)
 
 
 def by_rank(shares: BatchShares) -> list[BatchShares]:
-    """Return the shares of each rank."""
     return _by(shares, lambda share: share.rank)
 
 
 def plain_mean(values: Sequence[float]) -> float:
-    """Return the mean of numbers, unweighted."""
     return sum(values) / len(values)
 
 
 def mean_of_means(parts: Sequence[BatchShares]) -> float:
-    """Return the unweighted mean of the parts' means."""
     return plain_mean([mean(part) for part in parts])
 
 
 def sample_count(shares: BatchShares) -> int:
-    """Return how many samples the shares have."""
     return sum(len(share.samples) for share in shares)

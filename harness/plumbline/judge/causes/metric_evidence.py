@@ -1,4 +1,4 @@
-"""Tries hypotheses on wrong metrics: a hypothesis has to predict every wrong value of one name."""
+"""Tries hypotheses on wrong metrics: a hypothesis must predict every wrong value of one name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class MetricEvidence(Evidence):
 
     @property
     def kind(self) -> type:
-        """Hypotheses predict from one value at a time."""
         return MetricCase
 
     def match(self, hypothesis: MetricHypothesis) -> Match | None:
-        """Return a match at the first wrong value where the hypothesis predicts all of them within noise."""
+        """Return a match at the first wrong value if the hypothesis predicts all of them within noise."""
         first = self.wrong[0].report
         return Match(first.step, first.rank) if all(_fits(hypothesis, one) for one in self.wrong) else None
 
@@ -35,7 +34,7 @@ class MetricEvidence(Evidence):
 
 
 def explain_metrics(finding: Finding, wrong: Sequence[ReportedValue], losses: LossTable) -> Finding:
-    """Return the finding with the cause of the wrong values of the first metric that has one."""
+    """Return the finding with the cause of the first metric whose wrong values have one."""
     for name in dict.fromkeys(report.name for report in wrong):
         explained = explain(finding, MetricEvidence([MetricCase(losses, one) for one in wrong if one.name == name]))
         if explained.cause != UNEXPLAINED:

@@ -25,7 +25,7 @@ DIGITS = range(1, 7)
 
 
 def _of_batches(shares: BatchShares) -> Values:
-    """Yield means in which batches weigh the same, whatever their sizes."""
+    """Yield means in which all batches have the same weight."""
     yield mean_of_means(by_batch(shares))
     yield plain_mean([share.loss for share in shares])
     yield mean_of_means(by_step(shares))
@@ -33,14 +33,13 @@ def _of_batches(shares: BatchShares) -> Values:
 
 
 def _of_ranks(shares: BatchShares) -> Values:
-    """Yield means in which ranks weigh the same, however many samples they have."""
+    """Yield means in which all ranks have the same weight."""
     yield mean_of_means(by_rank(shares))
     yield plain_mean([mean_of_means(by_rank(batch)) for batch in by_batch(shares)])
     yield sum(mean_of_means(by_rank(batch)) * sample_count(batch) for batch in by_batch(shares)) / sample_count(shares)
 
 
 def _one_ranks_own(case: MetricCase) -> Values:
-    """Predict one rank's own value instead of the mean over all ranks."""
     for window in case.windows if case.world > 1 else ():
         for own in by_rank(window):
             yield from (mean(own), own[-1].loss)
@@ -48,26 +47,22 @@ def _one_ranks_own(case: MetricCase) -> Values:
 
 
 def _mean_of_batch_means(case: MetricCase) -> Values:
-    """Predict that every batch weighs the same, whatever its size."""
     for window in case.windows:
         yield from _of_batches(window)
 
 
 def _mean_of_rank_means(case: MetricCase) -> Values:
-    """Predict that every rank weighs the same, however many samples it has."""
     for window in case.windows if case.world > 1 else ():
         yield from _of_ranks(window)
 
 
 def _last_batch_only(case: MetricCase) -> Values:
-    """Predict the loss of the last batch, over all ranks."""
     for window in case.windows:
         last = by_batch(window)[-1]
         yield from (mean(last), plain_mean([share.loss for share in last]))
 
 
 def _repeats_counted(case: MetricCase) -> Values:
-    """Predict that samples which pad the ranks to equal shares count as often as they were drawn."""
     for window in case.windows if case.held_out else ():
         drawn = [i for share in window for i in share.samples]
         if len(drawn) != len(set(drawn)):
@@ -77,7 +72,7 @@ def _repeats_counted(case: MetricCase) -> Values:
 
 
 def _filled_up_batch(case: MetricCase) -> Values:
-    """Predict that of losses, one for each sample but a batch's mean, so many are kept as there are samples."""
+    """Predict a mean over per-sample losses that are each their batch's mean, cut to the number of samples."""
     for window in case.windows if case.held_out else ():
         kept = len({i for share in window for i in share.samples})
         losses = [share.loss for share in window for _ in share.samples]
@@ -86,7 +81,7 @@ def _filled_up_batch(case: MetricCase) -> Values:
 
 
 def _part_of_the_samples(case: MetricCase) -> Values:
-    """Predict that the last held-out samples are missing: not evaluated, or not counted."""
+    """Predict that the last held-out samples are not evaluated or not counted."""
     losses = case.losses.each(case.report.place, RIGHT[HELD_OUT]) if case.held_out else None
     if losses is None:
         return
@@ -101,7 +96,6 @@ def _part_of_the_samples(case: MetricCase) -> Values:
 
 
 def _batch_missing(case: MetricCase) -> Values:
-    """Predict that the first batch of a mean is left out, or the last one."""
     for window in case.windows:
         batches = by_batch(window)
         for rest in (batches[1:], batches[:-1]) if len(batches) > 1 else ():
@@ -114,7 +108,6 @@ def _batch_missing(case: MetricCase) -> Values:
 
 
 def _summed(case: MetricCase) -> Values:
-    """Predict a sum over samples, batches or ranks that was not divided."""
     for window in case.windows:
         means = [mean(batch) for batch in by_batch(window)]
         yield from (total(window), sum(means), sum(share.loss for share in window))
@@ -123,7 +116,6 @@ def _summed(case: MetricCase) -> Values:
 
 
 def _divided_by_full_batches(case: MetricCase) -> Values:
-    """Predict that the sum over samples is divided as if every batch were full."""
     for window in case.windows:
         yield total(window) / (len(window) * case.batch_size)
         yield sum(share.loss for share in window) / -(-sample_count(window) // case.batch_size)
@@ -171,7 +163,6 @@ def _scale(case: MetricCase) -> Values:
 
 
 def _other_mode(case: MetricCase) -> Values:
-    """Predict the training loss in evaluation mode, or the held-out loss in training mode."""
     right = RIGHT[case.report.name]
     return case.in_state(LossMode(0, training=not right.training))
 
@@ -190,7 +181,7 @@ def _again_after_the_step(case: MetricCase) -> Values:
 
 
 def _stale(case: MetricCase) -> Values:
-    """Predict an earlier value: of the last report, or of some step until then."""
+    """Predict the value of the last report, or of any earlier step."""
     previous, (steps, micro_batches) = case.report.previous, case.report.place
     before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
     for place in (previous, *reversed(before)):
@@ -199,7 +190,6 @@ def _stale(case: MetricCase) -> Values:
 
 
 def _never_reset(case: MetricCase) -> Values:
-    """Predict a mean over everything since training began."""
     done = case.losses.until(case.report.place, RIGHT[TRAINING])
     if done and not case.held_out:
         yield mean(done)
@@ -207,7 +197,6 @@ def _never_reset(case: MetricCase) -> Values:
 
 
 def _of_the_other_samples(case: MetricCase) -> Values:
-    """Predict the loss of the training samples as that of the held-out ones, or the reverse."""
     steps, micro_batches = case.report.place
     other = case.of_report(name=TRAINING if case.held_out else HELD_OUT, previous=None)
     if (steps, micro_batches) > (0, 0):
@@ -228,7 +217,6 @@ def _of_the_other_samples(case: MetricCase) -> Values:
 
 
 def _rounded(case: MetricCase) -> Values:
-    """Predict the right value with fewer digits: decimals, or a 16-bit tensor."""
     for value in case.expected_values:
         if math.isfinite(value):
             yield from (round(value, digits) for digits in DIGITS)
@@ -238,35 +226,35 @@ def _rounded(case: MetricCase) -> Values:
 
 HYPOTHESES = (
     MetricHypothesis("repeats-counted", "metrics", _repeats_counted,
-        "samples that pad the ranks to equal shares count as often as they were drawn",
-        "leave padding out of the mean, or do not pad", 200),
+        "samples that pad the ranks' shares to equal size are counted more than once",
+        "exclude padding from the mean, or do not pad", 200),
     MetricHypothesis("filled-up-batch-counted", "metrics", _filled_up_batch,
-        "the last batch is filled up with samples that were used already, and its mean counts for those that are left",
-        "leave the last batch short, or keep a loss for each sample", 198),
+        "the last batch is filled up with samples that were already used, and its mean stands for the new ones",
+        "keep the last batch short, or keep the loss of each sample", 198),
     MetricHypothesis("part-of-the-samples", "metrics", _part_of_the_samples,
         "some held-out samples are missing from the mean",
-        "is the last batch dropped, or the samples that do not fill every rank's share?", 195),
+        "check whether the last batch, or samples that do not fill every rank's share, are dropped", 195),
     MetricHypothesis("mean-of-batch-means", "metrics", _mean_of_batch_means,
-        "batches of unequal size weigh the same",
-        "add up loss × samples, and divide by all samples", 190),
+        "batches of unequal size have the same weight",
+        "sum loss × samples, and divide by the number of all samples", 190),
     MetricHypothesis("mean-of-rank-means", "metrics", _mean_of_rank_means,
-        "ranks with unequal numbers of samples weigh the same",
-        "all-reduce sums and counts first, and divide then", 185),
+        "ranks with unequal numbers of samples have the same weight",
+        "all-reduce the sums and counts first, then divide", 185),
     MetricHypothesis("one-ranks-own-value", "metrics", _one_ranks_own,
-        "the value is that of one rank's samples alone",
-        "all-reduce sums and counts over the ranks first", 180),
+        "the value covers one rank's samples only",
+        "all-reduce the sums and counts over the ranks first", 180),
     MetricHypothesis("last-batch-only", "metrics", _last_batch_only,
-        "the value is that of the last batch alone",
+        "the value covers the last batch only",
         "take the mean over all batches since the last report", 175),
     MetricHypothesis("batch-missing", "metrics", _batch_missing,
         "the first or the last batch is left out of the mean",
-        "where does the sum over batches begin and end?", 170),
+        "check where the sum over batches begins and ends", 170),
     MetricHypothesis("times-world-size", "metrics", _multiplied(_world),
         "the value is off by a factor of the world size",
-        "is it summed over ranks instead of averaged, or divided twice?", 165),
+        "average over the ranks once: do not sum, and do not divide twice", 165),
     MetricHypothesis("times-window", "metrics", _multiplied(_window),
         "the value is off by a factor of the number of micro-batches",
-        "is the loss that was divided for the backward reported, or are micro-batches summed?", 160),
+        "report the loss before it is divided for the backward, and average over micro-batches", 160),
     MetricHypothesis("summed", "metrics", _summed,
         "the value is a sum, not a mean",
         "divide by the number of samples", 155),
@@ -275,30 +263,30 @@ HYPOTHESES = (
         "report the loss before it is scaled", 150),
     MetricHypothesis("divided-by-full-batches", "metrics", _divided_by_full_batches,
         "the sum is divided as if the last batch were full",
-        "divide by the number of samples that there were", 145),
+        "divide by the actual number of samples", 145),
     MetricHypothesis("times-batches", "metrics", _multiplied(_epoch),
         "the value is off by a factor of the number of batches or steps",
-        "what is the sum over an epoch divided by?", 140),
+        "check what the sum over an epoch is divided by", 140),
     MetricHypothesis("other-mode", "metrics", _other_mode,
         "the loss was computed in the wrong mode",
-        "compute the training loss in train() mode and the evaluation's in eval() mode", 135),
+        "compute the training loss in train() mode and the held-out loss in eval() mode", 135),
     MetricHypothesis("taken-before-the-step", "metrics", _moved(-1),
-        "the loss is that of the weights one step before",
+        "the loss was computed with the weights of the step before",
         "evaluate after the optimizer's step", 130),
     MetricHypothesis("taken-after-the-step", "metrics", _again_after_the_step,
-        "the loss is that of the weights one step later",
-        "take the loss of the forward pass that the step was made from", 125),
+        "the loss was computed with the weights after the step",
+        "report the loss of the forward pass that the step is based on", 125),
     MetricHypothesis("stale", "metrics", _stale,
-        "the value is that of an earlier report or step",
-        "is it reported before it is updated?", 120),
+        "the value belongs to an earlier report or step",
+        "update the value before it is reported", 120),
     MetricHypothesis("never-reset", "metrics", _never_reset,
         "the mean is taken over all epochs so far",
         "reset it at the start of each epoch", 115),
     MetricHypothesis("of-other-samples", "metrics", _of_the_other_samples,
-        "it is the loss of other samples: the training set's for the held-out ones, or the reverse",
-        "which dataset is the metric computed from?", 110),
+        "it is the loss of other samples: training samples instead of held-out ones, or the reverse",
+        "check which dataset the metric is computed from", 110),
     MetricHypothesis("rounded", "metrics", _rounded,
         "the value is rounded",
-        "report the full number, and round only where it is shown", 105),
+        "report the full number, and round only for display", 105),
 )  # fmt: skip
 """Later ones may predict by accident what an earlier one is for, so they have the smaller specificity."""

@@ -1,19 +1,18 @@
-"""On which occasions a mistake happens that does not happen at every step: what these steps have in common."""
+"""The occasions of a mistake that does not happen at every step: what the wrong steps have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from plumbline.judge.causes.gradient_case import OracleGradientCase
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 
 
 def _evaluated(case: OracleGradientCase) -> bool:
-    """Say whether the model was evaluated, or should have been, after some micro-batch of the step's window."""
     return any(step == case.index and micro_batches for step, micro_batches in case.counterfactuals.evaluations())
 
 
 def _after_an_evaluation(case: OracleGradientCase) -> bool:
-    """Say whether an evaluation came before the step's last micro-batch, in its epoch."""
     begin = case.index - _place_in_epoch(case)
     return any((begin, 0) < place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
 
@@ -40,8 +39,8 @@ OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
     "in the last step of an epoch": lambda case: _place_in_epoch(case) == case.counterfactuals.steps_per_epoch - 1,
     "in the first epoch": lambda case: case.index < case.counterfactuals.steps_per_epoch,
     "from the second epoch on": lambda case: case.index >= case.counterfactuals.steps_per_epoch,
-    "in every second step, the first one among them": lambda case: case.index % 2 == 0,
-    "in every second step, beginning with the second": lambda case: case.index % 2 == 1,
+    "in every second step, starting with the first": lambda case: case.index % 2 == 0,
+    "in every second step, starting with the second": lambda case: case.index % 2 == 1,
     "after a skipped step": lambda case: case.counterfactuals.skipped_before(case.index),
 }
 """Properties of a step that do not depend on its gradient, in words, the specific before the general."""
@@ -50,15 +49,15 @@ OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
 def occasion(
     wrong: Sequence[OracleGradientCase], refuting: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]
 ) -> str | None:
-    """Return in words what holds for every case that is wrong, and for none that refutes the hypothesis."""
+    """Return in words what holds for every wrong case, and for none that refutes the hypothesis."""
     for words, holds in OCCASIONS.items():
         if all(map(holds, wrong)) and not any(map(holds, refuting)):
             return words
     ranks = {case.rank for case in wrong}
-    # A rank has no case of its own at a step at which its gradient is the same as an earlier rank's.
+    # A rank has no case at a step where its gradient equals an earlier rank's.
     present = {(case.index, case.rank) for case in every}
     always = all((index, rank) in present for index in {case.index for case in every} for rank in ranks)
-    on_ranks = f"on rank {', '.join(map(str, sorted(ranks)))} alone"
+    on_ranks = f"on {ranks_in_words(sorted(ranks))} only"
     if always and not ranks & {case.rank for case in refuting}:
         return on_ranks
     steps = {case.index for case in wrong}
@@ -66,5 +65,5 @@ def occasion(
     later = [case for case in refuting if case.index >= first]
     if len(steps) > 1 and any(case.rank in ranks for case in later):
         return None
-    when = f"at step {first} alone" if len(steps) == 1 else f"from step {first} on"
+    when = f"at step {first} only" if len(steps) == 1 else f"from step {first} on"
     return f"{when}, {on_ranks}" if any(case.index in steps for case in later) else when

@@ -1,7 +1,7 @@
-"""Why the optimizer of a resumed training has another state: each hypothesis predicts the errors that remain.
+"""Why the optimizer of a resumed training has another state: each hypothesis predicts the remaining errors.
 
-A replay of the resumed steps, with the state changed as the mistake would have changed it, has to explain every
-parameter, on every rank, that the right state does not explain.
+A replay of the resumed steps with the state that the mistake leaves must explain every parameter, on every rank, that
+the right state does not explain.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import RankTrace
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, most_specific
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.oracle.oracle import Optimizers, Oracle
@@ -41,16 +42,16 @@ class OptimizerStateCase(CountedCase):
 
     @cached_property
     def wrong(self) -> dict[int, list[str]]:
-        """The parameters that the right state does not explain, by rank, where there are any."""
+        """The parameters that the right state does not explain, by rank."""
         ranks = range(len(self.interruption.resumed.trace.ranks))
         kept = {rank: self.errors(self.interruption.joined(rank), self.interruption.place) for rank in ranks}
         wrong = {rank: [name for name, error in kept[rank].items() if not error <= self.limit] for rank in ranks}
         return {rank: names for rank, names in wrong.items() if names}
 
     def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
-        """Return how a hypothesis fits; one about a loss has to explain every parameter that is wrong, on every rank.
+        """Return how a hypothesis fits; one about a loss must explain every wrong parameter on every rank.
 
-        The figure ``refuted`` says whether it predicts an error on the first rank where there is none.
+        The figure ``refuted`` says whether it also predicts an error that the first rank does not have.
         """
         if hypothesis not in self._matches:
             self._matches[hypothesis] = self._match(hypothesis)
@@ -58,7 +59,7 @@ class OptimizerStateCase(CountedCase):
 
     @cached_property
     def _matches(self) -> dict[Hypothesis[Any, Any], Match | None]:
-        """What was found so far: replays are expensive."""
+        """The results so far, because replays are expensive."""
         return {}
 
     def _match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
@@ -73,7 +74,7 @@ class OptimizerStateCase(CountedCase):
         return None
 
     def errors(self, trace: RankTrace, place: int, change: Intervention | None = None) -> Errors:
-        """Return the errors of a trace from a step on, with a change that is made to the replay's optimizers."""
+        """Return the errors of a trace from a step on, with a change to the replay's optimizers."""
         errors: Errors = {}
         for deviation in replay(trace, self.interruption.resumed, change):
             name = deviation.parameter
@@ -82,18 +83,17 @@ class OptimizerStateCase(CountedCase):
         return errors
 
     def changed(self, rank: int, change: Callable[[Any], None]) -> Errors:
-        """Return the errors with each optimizer's state changed at the interruption."""
         place = self.interruption.place
         return self.errors(self.interruption.joined(rank), place, _once(place, change))
 
     def stale(self, rank: int, steps: int) -> Errors:
-        """Return the errors with the state of so many steps before the interruption."""
+        """Return the errors with the state from ``steps`` steps before the interruption."""
         place, trace = self.interruption.place, self.interruption.joined(rank)
         return self.errors(replace(trace, steps=trace.steps[: place - steps] + trace.steps[place:]), place - steps)
 
     @property
     def parameter_groups(self) -> list[list[str]]:
-        """The parameters of each group of the optimizer; empty where there is one group."""
+        """The parameters of each group of the optimizer; empty if there is one group."""
         oracle = self.interruption.whole.oracle
         names = {id(parameter): name for name, parameter in oracle.parameters.items()}
         groups = [[names[id(p)] for p in group["params"]] for group in oracle.optimizer().param_groups]
@@ -165,20 +165,20 @@ def _stale(case: OptimizerStateCase) -> Iterator[Variant]:
 
 LOSSES = (
     LossHypothesis("optimizer-state-dropped", "checkpoint", _changed_by(_clear),
-        "momentum, or moments, begin at zero",
-        "is optimizer.state_dict() saved, and loaded?", 170),
+        "momentum or moments start from zero",
+        "save and load optimizer.state_dict()", 170),
     LossHypothesis("optimizer-count-lost", "checkpoint", _changed_by(_forget_counts),
-        "moments are restored, but their count of steps begins again",
-        "is the count saved, and loaded?", 160),
+        "moments are restored, but the step count starts again",
+        "save and load the step count", 160),
     LossHypothesis("optimizer-moments-lost", "checkpoint", _changed_by(_forget_moments),
-        "the count of steps is restored, but moments begin at zero",
-        "are the moments saved, and loaded?", 150),
+        "the step count is restored, but moments start from zero",
+        "save and load the moments", 150),
     LossHypothesis("optimizer-state-rounded", "checkpoint", _rounded,
         "the state's tensors were rounded to {dtype}",
-        "save them in the type in which they are used", 140),
+        "save them in the dtype in which they are used", 140),
     LossHypothesis("optimizer-state-stale", "checkpoint", _stale,
-        "the state is that of {ago} before",
-        "is it saved at the same time as the weights?", 130),
+        "the state is from {ago} earlier",
+        "save it together with the weights", 130),
 )  # fmt: skip
 """What becomes of the state, on every rank and for every parameter that is wrong."""
 
@@ -187,12 +187,11 @@ def _on_some_ranks(case: OptimizerStateCase) -> Iterator[Match]:
     best = most_specific(LOSSES, case)
     world = len(case.interruption.resumed.trace.ranks)
     if best is not None and len(case.wrong) < world:
-        ranks = " and ".join(map(str, case.wrong))
-        yield _with_loss(*best, ranks=ranks, world=world)
+        yield _with_loss(*best, ranks=ranks_in_words([*case.wrong]), world=world)
 
 
 def _in_part(case: OptimizerStateCase) -> Iterator[Match]:
-    """The loss explains what is wrong on the first rank, but something else there would be wrong as well."""
+    """The loss explains what is wrong on the first rank, but also predicts errors there that do not exist."""
     best = most_specific(LOSSES, case)
     if best is not None and best[1].figures["refuted"]:
         lost = next(iter(case.wrong.values()))
@@ -202,7 +201,6 @@ def _in_part(case: OptimizerStateCase) -> Iterator[Match]:
 
 
 def _with_loss(loss: LossHypothesis, match: Match, **figures: object) -> Match:
-    """Return the match with what was lost, in words, among its figures."""
     description, hint = (text.format(**match.figures) for text in (loss.description, loss.hint))
     return replace(match, figures={"loss": description, "loss_hint": hint, **figures})
 
@@ -213,13 +211,13 @@ def _altered(case: OptimizerStateCase) -> Iterator[Match]:
 
 HYPOTHESES: tuple[Hypothesis[OptimizerStateCase, Any], ...] = (
     Hypothesis("optimizer-state-on-some-ranks", "checkpoint", _on_some_ranks,
-        "only on rank {ranks} of {world}, {loss}",
+        "only on {ranks} (of {world}), {loss}",
         "{loss_hint}", 190),
     Hypothesis("optimizer-state-in-part", "checkpoint", _in_part,
         "only for {which}, {loss}",
         "{loss_hint}", 180),
     *LOSSES,
     Hypothesis("optimizer-state-altered", "checkpoint", _altered,
-        "the state was neither lost, nor rounded, nor that of an earlier step",
-        "is all of it saved, and loaded into the parameters to which it belongs?", 120),
+        "the state was not lost, rounded or taken from an earlier step",
+        "save all of it, and load it for the same parameters", 120),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Of which ranks' own gradients each rank's gradient is made: what a report draws as the path of a gradient."""
+"""Which ranks' own gradients make up each rank's gradient, for the picture of a gradient's path in a report."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_RANKS: Final = 8
 
 
 def rank_shares(step: GlobalStep, analysis: TraceAnalysis) -> RankShares | None:
-    """Return of which ranks' own gradients each rank's gradient is the sum, and with which weights.
+    """Return each rank's gradient as a weighted sum of the ranks' own gradients.
 
-    None where that cannot be told: one rank or too many, ranks that hold one model together, or gradients that no such
-    sum explains within the noise.
+    None if that is unknown: one rank or too many, ranks that hold one model together, or gradients that no such sum
+    explains within the noise.
     """
     expected = analysis.expected[step.index]
     world = len(step.ranks)

@@ -26,17 +26,14 @@ from plumbline.judge.causes import (
 )
 from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.gradient_hypotheses import (
-    accumulation,
     amp,
-    averaging,
     clipping,
     coupling,
     data,
     meshes,
     micro_batches,
     normalisation,
-    optimizer,
-    several,
+    optimizers,
     stages,
     sync,
     unused,
@@ -62,17 +59,14 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     rng.AlikeMasksCase: [rng.ALIKE_MASKS],
     GradientCase: [MISTAKES],
     OracleGradientCase: [
-        accumulation.HYPOTHESES,
         amp.HYPOTHESES,
-        averaging.HYPOTHESES,
         clipping.HYPOTHESES,
         coupling.HYPOTHESES,
         data.HYPOTHESES,
         meshes.HYPOTHESES,
         micro_batches.HYPOTHESES,
         normalisation.HYPOTHESES,
-        optimizer.HYPOTHESES,
-        several.HYPOTHESES,
+        optimizers.HYPOTHESES,
         stages.HYPOTHESES,
         sync.HYPOTHESES,
         unused.HYPOTHESES,
@@ -98,7 +92,7 @@ HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {
 
 
 def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
-    """Add hypotheses about a kind of case; its own kind of case may be new.
+    """Add hypotheses about a kind of case, which may be new.
 
     Raises:
         TypeError: the kind of case is left out, or there is no hypothesis.
@@ -114,5 +108,5 @@ def explain(finding: Finding, evidence: Evidence) -> Finding:
 
 
 def hypotheses_about(kind: type) -> list[Hypothesis[Any, Any]]:
-    """Return the hypotheses about a kind of case, and about what it is a special case of."""
+    """Return the hypotheses about a kind of case and about its base classes."""
     return [one for each in kind.__mro__ for one in HYPOTHESES.get(each, ())]

@@ -1,4 +1,4 @@
-"""Whether running statistics were updated by forwards that ran once more, and which."""
+"""Finds forwards that ran again and updated running statistics."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from plumbline.judge.oracle.layout import Share
 from plumbline.judge.oracle.noise import limit
 from plumbline.judge.trace_analysis import TraceAnalysis
 
-AT_ONCE = "each forward updates the statistics twice: is it run again, to find shapes for example?"
-IN_THE_BACKWARD = "each forward updates the statistics twice: are activations recomputed in training mode?"
-FIRST_OF_A_BATCH = "a batch's first forward updates the statistics twice: is it run once more, to find shapes?"
+AT_ONCE = "each forward updates the statistics twice: check whether it runs again, for example to find shapes"
+IN_THE_BACKWARD = "each forward updates the statistics twice: check whether activations are recomputed in training mode"
+FIRST_OF_A_BATCH = "a batch's first forward updates the statistics twice: check whether it runs again, to find shapes"
 
 
 def updated_again(analysis: TraceAnalysis) -> str | None:
-    """Return in words which forwards updated the buffers of every step once more; None where that is no explanation.
+    """Return in words which forwards updated the buffers of every step again; None if that explains nothing.
 
-    Each rank may have an order of its own, so each buffer is explained by itself.
+    Ranks may run forwards in different orders, so each buffer is explained separately.
     """
     every = [list(_ways(analysis, index)) for index in range(len(analysis.steps) - 1)]
     if not every:
@@ -34,10 +34,10 @@ def updated_again(analysis: TraceAnalysis) -> str | None:
 
 
 def _ways(analysis: TraceAnalysis, index: int) -> Iterator[tuple[str, list[Share], list[Share]]]:
-    """Yield words, and a step's forwards with some of them repeated, and those of the next step before its first.
+    """Yield words, a step's forwards with some repeated, and the next step's forwards before its first.
 
-    A forward is repeated at once, or in its backward: after so many other forwards as a schedule begins with. What ran
-    before the first recorded forward of a step is in the buffers that the step is recorded to begin with.
+    A forward is repeated at once, or in its backward, after the forwards that a schedule starts with. The recorded
+    buffers of a step include what ran before its first recorded forward.
     """
     now, then = (own_shares(step.ranks[0]) for step in analysis.steps[index : index + 2])
     size = analysis.cell.contract.micro_batches
@@ -60,7 +60,7 @@ def _recomputed(batch: Sequence[Share], early: int) -> list[Share]:
 
 
 def _fitting(analysis: TraceAnalysis, index: int, shares: list[Share], ahead: list[Share]) -> set[str]:
-    """Return the buffers that these forwards of a step, and then of the next one, explain."""
+    """Return the buffers that these forwards of a step and of the next one explain."""
     before, after = (step.ranks[0] for step in analysis.steps[index : index + 2])
     size = analysis.cell.contract.micro_batches
     exact, rough = (

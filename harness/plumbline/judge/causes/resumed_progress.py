@@ -1,4 +1,4 @@
-"""Why a resumed training goes on with other samples or another number of steps than were left, or other rates."""
+"""Why a resumed training continues with other samples, steps or learning rates than the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ class ProgressCase(InterruptedCase):
 
     @property
     def resumed(self) -> tuple[Draws, ...]:
-        """The samples of each resumed step."""
         return self.interruption.draws[2]
 
     @property
     def whole(self) -> tuple[Draws, ...]:
-        """The samples of each step of the uninterrupted training."""
         return self.interruption.draws[0]
 
     @cached_property
@@ -34,21 +32,19 @@ class ProgressCase(InterruptedCase):
 
     @property
     def follows(self) -> bool:
-        """Whether the resumed steps are those of the uninterrupted training that follow each other from somewhere on.
+        """Whether the resumed steps are consecutive steps of the uninterrupted training.
 
-        Where batches are few and small, an order that was drawn anew may have one of its steps too.
+        With few and small batches, an order drawn anew may also contain one of its steps.
         """
         begin = len(self.whole) if self.begin is None else self.begin
         return self.resumed == self.whole[begin : begin + len(self.resumed)]
 
     @property
     def due(self) -> tuple[Draws, ...]:
-        """The samples of each step that was left."""
         return self.whole[self.interruption.place :]
 
     @property
     def resumes_in_place(self) -> bool:
-        """Whether the first resumed step is the right one."""
         return self.begin == self.interruption.place
 
 
@@ -60,17 +56,14 @@ class ResumedRatesCase(LearningRateCase):
 
     @property
     def trace(self) -> Trace:
-        """The resumed training."""
         return self.interruption.resumed.trace
 
     @property
     def taken(self) -> int:
-        """How many steps were taken before the interruption."""
         return sum(not step.skipped for step in self.interruption.origin(self.rank).steps)
 
     @property
     def steps(self) -> range:
-        """The numbers of the resumed steps that were taken."""
         return range(len(self.used))
 
 
@@ -101,7 +94,7 @@ def _order_lost_later(case: ProgressCase) -> Iterator[Match]:
 
 
 def _begins_at(step_of: Callable[[ProgressCase], set[int]]) -> Callable[[ProgressCase], Iterator[Match]]:
-    """Return the prediction that training goes on at one of these steps, which are not the right one."""
+    """Return the prediction that training continues at one of these steps, which are wrong."""
 
     def predict(case: ProgressCase) -> Iterator[Match]:
         if case.begin is not None and not case.resumes_in_place and case.begin in step_of(case):
@@ -115,14 +108,14 @@ def _at_the_start(case: ProgressCase) -> set[int]:
 
 
 def _position_of_each_rank(case: ProgressCase) -> set[int]:
-    """The place in the epoch where the samples of one rank are counted, and another number of ranks skips as many."""
+    """The step in the epoch if one rank's samples were counted and another number of ranks skips as many."""
     one = case.interruption
     then, now = one.saved.world, one.whole.world
     return {one.epoch_begin + (one.place - one.epoch_begin) * now // then} if then != now else set()
 
 
 def _position_in_other_units(case: ProgressCase) -> set[int]:
-    """The place in the epoch where steps are taken for batches, or batches for steps."""
+    """The step in the epoch if steps are taken for batches, or batches for steps."""
     one, window = case.interruption, case.interruption.workload.accumulate
     position = one.place - one.epoch_begin
     return {one.epoch_begin + position // window, one.epoch_begin + position * window} if window > 1 else set()
@@ -134,10 +127,9 @@ def _elsewhere(case: ProgressCase) -> Iterator[Match]:
 
 
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
-    """The first resumed step has part of one step's samples, and part of the next one's, and so have those after it.
+    """Match if the first resumed steps mix the samples of two consecutive steps.
 
-    Of an order that was drawn anew, one step alone may have them by chance, and where two steps are most of an epoch,
-    any.
+    With an order drawn anew, a single step may do so by chance, and any step may if two steps are most of an epoch.
     """
     most = sum(map(len, case.whole[: case.interruption.epoch_length])) / 2
     pairs = [(set(left), set(right)) for left, right in pairwise(case.whole) if len(left) + len(right) <= most]
@@ -153,69 +145,61 @@ def _between_steps(case: ProgressCase) -> Iterator[Match]:
 
 PROGRESS = (
     ProgressHypothesis("progress-on-some-ranks", "checkpoint", _ranks_differ,
-        "ranks took {counts} steps after resuming, by rank",
-        "do all ranks load how far training had come?", 199),
+        "the ranks took {counts} steps after resuming",
+        "load the training's progress on every rank", 199),
     ProgressHypothesis("nothing-resumed", "checkpoint", holds(lambda case: not case.resumed),
-        "no step was made after resuming",
-        "does the trainer take an interrupted training for a finished one?", 195),
+        "no step was taken after resuming",
+        "check whether the trainer takes the interrupted training for a finished one", 195),
     ProgressHypothesis("too-many-steps-left", "checkpoint", _too_many_left,
-        "{count} steps were made after resuming, and {due} were left",
-        "are epochs, or steps, counted from zero after resuming?", 190),
+        "{count} steps were taken after resuming, but {due} remained",
+        "continue to count epochs and steps instead of starting from zero", 190),
     ProgressHypothesis("too-few-steps-left", "checkpoint", _too_few_left,
-        "{count} steps were made after resuming, and {due} were left",
-        "are epochs, or steps, of before the interruption counted twice?", 185),
+        "{count} steps were taken after resuming, but {due} remained",
+        "check whether epochs or steps before the interruption are counted twice", 185),
     ProgressHypothesis("order-lost-later", "checkpoint", _order_lost_later,
-        "the first resumed step has the right samples, and resumed step {later} others",
-        "are batches skipped once more, in the next epoch?", 180),
+        "the first resumed step has the right samples, but resumed step {later} has others",
+        "check whether batches are skipped again in the next epoch", 180),
     ProgressHypothesis("trained-all-over-again", "checkpoint", _begins_at(_at_the_start),
         "all epochs are trained again",
-        "are the epoch and the place in it saved, and loaded?", 175),
+        "save and load the epoch and the position in it", 175),
     ProgressHypothesis("position-not-restored", "checkpoint",
         _begins_at(lambda case: {case.interruption.epoch_begin}),
-        "the epoch begins again",
+        "the epoch starts again",
         "skip the batches that were used before the interruption", 170),
     ProgressHypothesis("epoch-not-restored", "checkpoint",
         _begins_at(lambda case: {0, case.interruption.place - case.interruption.epoch_begin}),
         "the samples are those of the first epoch, in its order",
-        "is the epoch restored, and set_epoch called with it?", 165),
+        "restore the epoch, and call set_epoch with it", 165),
     ProgressHypothesis("position-of-each-rank", "checkpoint", _begins_at(_position_of_each_rank),
-        "each rank skips as many batches as a rank had before, although there are more or fewer ranks now",
+        "each rank skips as many batches as a rank had used before, but the number of ranks has changed",
         "count samples over all ranks", 160),
     ProgressHypothesis("position-in-other-units", "checkpoint", _begins_at(_position_in_other_units),
-        "training goes on at step {begin}, not {place}, as if steps were batches or batches steps",
-        "in which unit is the position saved and loaded?", 155),
+        "training continues at step {begin} instead of {place}, as if steps were batches or batches were steps",
+        "save and load the position in the same unit", 155),
     ProgressHypothesis("batch-again-after-resuming", "checkpoint",
         _begins_at(lambda case: {case.interruption.place - 1}),
         "the last step's samples are used again",
-        "is the step counted before the checkpoint is saved?", 150),
+        "count the step before the checkpoint is saved", 150),
     ProgressHypothesis("batch-left-out-after-resuming", "checkpoint",
         _begins_at(lambda case: {case.interruption.place + 1}),
         "one step's samples are left out",
-        "is a step counted twice?", 145),
+        "check whether a step is counted twice", 145),
     ProgressHypothesis("resumed-elsewhere", "checkpoint",
         _elsewhere,
-        "training goes on at step {begin}, not {place}",
-        "in which unit, and from where, is the position counted?", 140),
+        "training continues at step {begin} instead of {place}",
+        "check in which unit, and from where, the position is counted", 140),
     ProgressHypothesis("position-in-other-units", "checkpoint", _between_steps,
-        "training goes on between two steps",
-        "in which unit is the position saved and loaded?", 135),
+        "training continues between two steps",
+        "save and load the position in the same unit", 135),
     ProgressHypothesis("order-drawn-anew", "checkpoint", holds(lambda case: not case.follows),
-        "the order is no epoch's of the uninterrupted training",
-        "which seed, and which epoch, does the sampler use?", 130),
+        "the order matches no epoch of the uninterrupted training",
+        "check which seed and which epoch the sampler uses", 130),
 )  # fmt: skip
 
 
 def _from_the_start(case: ResumedRatesCase) -> Iterator[list[int]]:
     yield list(case.steps)
     yield [case.taken, *case.steps[1:]]  # the optimizer has kept its rate until the schedule sets it
-
-
-def _first_rate(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [0, *(case.taken + step for step in case.steps[1:])]
-
-
-def _a_step_ahead(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [case.taken + step + 1 for step in case.steps]
 
 
 def _a_step_behind(case: ResumedRatesCase) -> Iterator[list[int]]:
@@ -237,28 +221,30 @@ def _standing_still(case: ResumedRatesCase) -> Iterator[list[int]]:
 
 RATES = (
     RatesHypothesis("scheduler-not-restored", "checkpoint", at_positions(_from_the_start),
-        "the schedule begins again",
-        "is the scheduler's state_dict saved and loaded?", 190),
-    RatesHypothesis("rate-not-restored", "checkpoint", at_positions(_first_rate),
-        "the first resumed step has the schedule's first rate, which the optimizer holds",
-        "is the optimizer's state_dict loaded?", 180),
-    RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint", at_positions(_a_step_ahead),
-        "the schedule is a step ahead",
-        "is it stepped once more when it is created, or loaded?", 170),
+        "the schedule starts again",
+        "save and load the scheduler's state_dict", 190),
+    RatesHypothesis("rate-not-restored", "checkpoint",
+        at_positions(lambda case: [[0, *(case.taken + step for step in case.steps[1:])]]),
+        "the first resumed step uses the schedule's first rate",
+        "load the optimizer's state_dict", 180),
+    RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint",
+        at_positions(lambda case: [[case.taken + step + 1 for step in case.steps]]),
+        "the schedule is one step ahead",
+        "check whether the scheduler steps once more when it is created or loaded", 170),
     RatesHypothesis("scheduler-a-step-behind", "checkpoint", at_positions(_a_step_behind),
-        "the schedule is a step behind",
-        "save it after it was stepped", 160),
+        "the schedule is one step behind",
+        "save the scheduler after its step", 160),
     RatesHypothesis("scheduler-counts-skipped-steps", "checkpoint", at_positions(_skipped_counted),
         "steps that the GradScaler skipped count as taken",
         "load the scheduler's own state instead of counting steps", 150),
     RatesHypothesis("scheduler-stands-still", "checkpoint", at_positions(_standing_still),
-        "the schedule does not move on",
-        "does it belong to the optimizer that is used after resuming?", 140),
+        "the schedule does not advance",
+        "create the scheduler for the optimizer that is used after resuming", 140),
     RatesHypothesis("schedule-gone", "checkpoint",
         lambda case: [without_schedule(len(case.used), case.analysis)],
-        "every step has the rate with which the optimizer was created",
-        "is a scheduler created when training is resumed?", 130),
+        "every step uses the rate with which the optimizer was created",
+        "create a scheduler when training resumes", 130),
     RatesHypothesis("rates-not-restored", "checkpoint", holds(lambda case: True),
-        "the rates are those of no known mistake with the schedule",
-        "are the scheduler and the optimizer loaded, and in which order?", 120),
+        "the rates match no known mistake with the schedule",
+        "check that the scheduler and the optimizer are loaded, and in which order", 120),
 )  # fmt: skip

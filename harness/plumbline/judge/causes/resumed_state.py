@@ -1,4 +1,4 @@
-"""Why a launch that saved or resumed has other weights, buffers or loss scale than were left when it stopped."""
+"""Why a resumed launch has other weights, buffers or loss scale than the launch that saved them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.trace_analysis import same
@@ -27,17 +28,14 @@ class StopCase(InterruptedCase):
 
     @property
     def count(self) -> int:
-        """How many steps the launch took."""
         return len(self.interruption.saved.trace.ranks[self.rank].steps)
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches the launch used."""
         return sum(len(step.micro_batches) for step in self.interruption.saved.trace.ranks[self.rank].steps)
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the launch stopped at the end of an epoch."""
         return self.count > 0 and self.count % self.interruption.epoch_length == 0
 
 
@@ -47,9 +45,9 @@ class OrderCase(InterruptedCase):
 
 @dataclass(frozen=True, eq=False)
 class StateCase(InterruptedCase):
-    """Tensors before the first resumed step (``found``) that are not those that the first rank left (``left``).
+    """Tensors before the first resumed step (``found``) that differ from those that the first rank left (``left``).
 
-    ``start`` are those of the beginning.
+    ``start`` are the initial ones.
     """
 
     found: Tensors
@@ -58,7 +56,6 @@ class StateCase(InterruptedCase):
 
     @property
     def lost(self) -> list[str]:
-        """The names of the tensors that are not those that were left."""
         return [name for name in self.left if not _equal(name, self.found, self.left)]
 
 
@@ -67,7 +64,6 @@ class ResumedWeightsCase(StateCase):
 
     @classmethod
     def of(cls, interruption: Interruption, rank: int) -> ResumedWeightsCase:
-        """Return the case of a rank."""
         found = interruption.resumed.trace.ranks[rank].steps[0].before
         return cls(interruption, rank, found, interruption.left(0)[0], interruption.whole.start)
 
@@ -77,7 +73,6 @@ class ResumedBuffersCase(StateCase):
 
     @classmethod
     def of(cls, interruption: Interruption, rank: int) -> ResumedBuffersCase:
-        """Return the case of a rank."""
         found = interruption.resumed.trace.ranks[rank].steps[0].buffers
         start = interruption.whole.steps[0].ranks[0].buffers
         return cls(interruption, rank, found, interruption.origin(0).final_buffers, start)
@@ -96,12 +91,10 @@ class ScaleCase(InterruptedCase):
 
     @property
     def first(self) -> float | None:
-        """The loss scale of the first step."""
         return self.interruption.whole.steps[0].ranks[self.rank].scale
 
     @property
     def last(self) -> float | None:
-        """The loss scale of the last step before the interruption."""
         return self.interruption.origin(self.rank).steps[-1].scale
 
 
@@ -132,17 +125,17 @@ def _stopped_elsewhere(case: StopCase) -> Iterator[Match]:
 
 STOP = (
     StopHypothesis("never-stopped", "checkpoint", _never_stopped,
-        "it went on to the end, for {count} steps",
-        "is job.stop_after_step used?", 190),
+        "it ran to the end, for {count} steps",
+        "stop after job.stop_after_step optimizer steps", 190),
     StopHypothesis("stopped-elsewhere", "checkpoint", _stopped_after_micro_batches,
         "it stopped after {count} micro-batches",
         "job.stop_after_step counts optimizer steps", 180),
     StopHypothesis("stopped-elsewhere", "checkpoint", holds(lambda case: case.at_epoch_end),
         "it stopped at the end of an epoch",
-        "checkpoints are due within epochs too", 170),
+        "stop and save within an epoch too", 170),
     StopHypothesis("stopped-elsewhere", "checkpoint", _stopped_elsewhere,
         "it stopped after {count} steps",
-        "what does it count, and from where?", 160),
+        "check what the trainer counts, and from where", 160),
 )  # fmt: skip
 
 
@@ -151,8 +144,8 @@ ORDER = (
         "the order of samples depends on the number of devices",
         "derive it from the seed and the epoch alone", 190),
     OrderHypothesis("order-of-each-launch", "data", holds(lambda case: not case.interruption.workload.elastic),
-        "every launch has an order of samples of its own",
-        "is the sampler seeded with job.seed and the epoch?", 180),
+        "every launch uses a different order of samples",
+        "seed the sampler with job.seed and the epoch", 180),
 )  # fmt: skip
 
 
@@ -161,12 +154,11 @@ def _on_some_ranks(case: ResumedWeightsCase) -> Iterator[Match]:
     right = [rank for rank, begun in traces.items() if any(same(begun, own) for own in case.interruption.left(rank))]
     if 0 < len(right) < len(traces):
         wrong = next(rank for rank in range(len(traces)) if rank not in right)
-        which = f"rank{'s' if len(right) > 1 else ''} {', '.join(map(str, right))}"
-        yield Match(rank=wrong, figures={"which": which})
+        yield Match(rank=wrong, figures={"which": ranks_in_words(right)})
 
 
 def _weights_of_another_step(case: ResumedWeightsCase) -> Iterator[Match]:
-    """Weights before a step of the launch that saved; those before its first step are the job's own."""
+    """Match the weights before a step of the launch that saved, except its first."""
     for step, own in enumerate(case.interruption.origin(0).steps):
         if step and same(own.before, case.found):
             ago = case.interruption.place - step
@@ -191,7 +183,6 @@ def _through(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _partly(case: StateCase) -> Iterator[Match]:
-    """Some tensors are those that were left, and the others those of the beginning."""
     lost, left = case.lost, case.left
     if len(lost) < len(left) and all(_equal(name, case.found, case.start) for name in lost):
         names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
@@ -207,52 +198,52 @@ WEIGHTS = (
         "only {which} loaded what was saved",
         "load it on every rank, or broadcast it", 190),
     WeightsHypothesis("weights-of-another-step", "checkpoint", _weights_of_another_step,
-        "they are those of {ago} before the interruption",
+        "they are the weights of {ago} before the interruption",
         "save after the optimizer's step", 180),
     WeightsHypothesis("weights-not-loaded", "checkpoint", holds(lambda case: same(case.found, case.start)),
-        "they are those of job.model()",
-        "is the model's state loaded?", 170),
+        "they are the initial weights of job.model()",
+        "load the model's state_dict", 170),
     WeightsHypothesis("rounded-when-saved", "checkpoint", _rounded,
-        "they are those that were left, rounded to {dtype}",
-        "save tensors in the type in which they are trained", 160),
+        "they are the saved values rounded to {dtype}",
+        "save tensors in the dtype in which they are trained", 160),
     WeightsHypothesis("weights-partly-loaded", "checkpoint", _partly,
-        "{count} of {all} tensors ({names}) are those of the beginning, the others as they were left",
-        "is the model's whole state saved and loaded?", 150),
+        "{count} of {all} tensors ({names}) have their initial values, and the others were restored",
+        "save and load the model's whole state_dict", 150),
     WeightsHypothesis("weights-not-restored", "checkpoint", _altered,
-        "{count} of {all} tensors are not as they were left",
-        "what was saved, and what is changed when it is loaded?", 140),
+        "{count} of {all} tensors differ from the saved ones",
+        "check what is saved, and what changes when it is loaded", 140),
 )  # fmt: skip
 
 BUFFERS = (
     BuffersHypothesis("buffers-not-restored", "checkpoint", holds(lambda case: same(case.found, case.start)),
-        "they are those of the beginning",
-        "is the model's whole state_dict saved and loaded, or only its parameters?", 190),
+        "they have their initial values",
+        "save and load the model's whole state_dict, not only its parameters", 190),
     BuffersHypothesis("buffers-of-another-step", "checkpoint", _buffers_of_another_step,
-        "they are those of step {step}",
+        "they are the buffers of step {step}",
         "save buffers when the weights are saved", 180),
     BuffersHypothesis("rounded-when-saved", "checkpoint", _rounded,
-        "they are those that were left, rounded to {dtype}",
-        "save tensors in the type in which they are trained", 170),
+        "they are the saved values rounded to {dtype}",
+        "save tensors in the dtype in which they are trained", 170),
     BuffersHypothesis("buffers-partly-restored", "checkpoint", _partly,
-        "{count} of {all} buffers ({names}) are those of the beginning, the others as they were left",
-        "is the model's whole state saved and loaded?", 160),
+        "{count} of {all} buffers ({names}) have their initial values, and the others were restored",
+        "save and load the model's whole state_dict", 160),
     BuffersHypothesis("buffers-not-restored", "checkpoint", _altered,
-        "{count} of {all} buffers are not as they were left",
-        "are buffers saved together with the weights?", 150),
+        "{count} of {all} buffers differ from the saved ones",
+        "save buffers together with the weights", 150),
 )  # fmt: skip
 
 
 SCALE = (
     ScaleHypothesis("scaler-gone", "checkpoint", holds(lambda case: case.found is None),
         "the loss is not scaled after resuming",
-        "is a GradScaler created when training is resumed?", 190),
+        "create a GradScaler when training resumes", 190),
     ScaleHypothesis("scale-not-restored", "checkpoint", holds(lambda case: case.found == case.first),
         "it is the scale of the first step",
-        "is the GradScaler's state_dict saved and loaded?", 180),
+        "save and load the GradScaler's state_dict", 180),
     ScaleHypothesis("scale-of-the-step-before", "checkpoint", holds(lambda case: case.found == case.last),
         "it is the scale of the last step before the interruption",
         "save the GradScaler after its update", 170),
     ScaleHypothesis("scale-not-restored", "checkpoint", holds(lambda case: True),
         "it is neither the first scale nor that of the last step before the interruption",
-        "is the GradScaler's whole state saved and loaded?", 160),
+        "save and load the GradScaler's whole state_dict", 160),
 )  # fmt: skip

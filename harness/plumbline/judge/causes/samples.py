@@ -21,7 +21,6 @@ class SampleCase(TraceCase):
 
     @cached_property
     def ranks(self) -> list[Draws]:
-        """What each rank drew."""
         return [
             tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
             for trace in self.analysis.trace.ranks
@@ -29,11 +28,10 @@ class SampleCase(TraceCase):
 
     @property
     def dataset_size(self) -> int:
-        """The number of training samples."""
         return len(self.analysis.oracle.data)
 
     def by_epoch(self, draws: Draws) -> list[Draws]:
-        """Cut a rank's steps into epochs: equal ones if they can be, else such as the workload's."""
+        """Cut a rank's steps into epochs: of equal length if possible, else of the workload's."""
         workload = self.analysis.workload
         length, rest = divmod(len(draws), workload.epochs)
         if rest or not length:
@@ -50,7 +48,7 @@ class SampleCase(TraceCase):
         return epochs
 
     def covers_dataset(self, rank: int) -> bool:
-        """Say whether a rank alone goes through the whole dataset, once, before it begins again."""
+        """Return whether a rank alone goes through the whole dataset once before it starts again."""
         return len(set(_flat(self.ranks[rank])[: self.dataset_size])) == self.dataset_size
 
 
@@ -66,7 +64,7 @@ SampleHypothesis = Hypothesis[SampleCase, Match]
 
 
 def sample_case(analysis: TraceAnalysis) -> SampleCase:
-    """Return the case to explain, by the way in which the subject declares to draw."""
+    """Return the case to explain, by how the subject declares to draw samples."""
     return IterationSampleCase(analysis) if analysis.behavior.by_iterations else EpochSampleCase(analysis)
 
 
@@ -98,7 +96,6 @@ def _loss_of_others(case: SampleCase) -> Iterator[Match]:
 
 
 def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
-    """Every step has fewer passes than it should, each of as many samples as is right."""
     analysis = case.analysis
     due, size = analysis.cell.contract.micro_batches, analysis.workload.global_batch_size(analysis.devices)
     sizes = {tuple(len(micro.samples) for micro in step.micro_batches) for step in analysis.trace.ranks[0].steps}
@@ -112,8 +109,8 @@ def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
 def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:
     """Return the prediction that ranks draw by another number than their rank.
 
-    ``same_number`` takes a rank and the number of ranks on a node. Ranks with the same number draw the same samples,
-    and ranks with different numbers do not.
+    ``same_number`` takes a rank and the number of ranks on a node. Ranks draw the same samples if, and only if, their
+    numbers are equal.
     """
 
     def predict(case: SampleCase) -> Iterator[Match]:
@@ -129,7 +126,7 @@ def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase
 
 
 def _alike_by(numbers: Sequence[int], ranks: Sequence[Draws]) -> bool:
-    """Say whether ranks with the same number draw the same samples, several of them do, and others other ones."""
+    """Return whether ranks draw the same samples if, and only if, they have the same number, and some do."""
     drawn: dict[int, set[Draws]] = {}
     for number, draws in zip(numbers, ranks, strict=True):
         drawn.setdefault(number, set()).add(draws)
@@ -137,7 +134,6 @@ def _alike_by(numbers: Sequence[int], ranks: Sequence[Draws]) -> bool:
 
 
 def _along_one_dimension(case: SampleCase) -> Iterator[Match]:
-    """Ranks draw by their place along one of several dimensions of the mesh along which samples are divided."""
     cell, ranks = case.analysis.cell, case.ranks
     mesh = cell.contract.mesh(cell.topology)
     places = [mesh.coordinates(group[0]) for group in case.analysis.replicas[: len(ranks)]]
@@ -145,14 +141,6 @@ def _along_one_dimension(case: SampleCase) -> Iterator[Match]:
     for name in divided if len(divided) > 1 else ():
         if _alike_by([place[name] for place in places], ranks):
             yield Match(0, figures={"dimension": name})
-
-
-def _local_rank(rank: int, on_node: int) -> int:
-    return rank % on_node
-
-
-def _node_rank(rank: int, on_node: int) -> int:
-    return rank // on_node
 
 
 def _everything_on_every_rank(case: SampleCase) -> Iterator[Match]:
@@ -184,7 +172,7 @@ def _ranks_draw_alike(case: SampleCase) -> Iterator[Match]:
 
 
 def _epochs_alike(case: SampleCase) -> int | None:
-    """Return the first step of the second epoch where it has the order of the first, on every rank, else None."""
+    """Return the first step of the second epoch if it repeats the first epoch's order on every rank."""
     epochs = [case.by_epoch(draws) for draws in case.ranks]
     if not case.analysis.shuffles or any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
         return None
@@ -217,7 +205,7 @@ def _drawn_twice_by_a_rank(case: SampleCase) -> Iterator[Match]:
 
 
 def _last_batch_filled_up(case: SampleCase) -> Iterator[Match]:
-    """No sample is drawn twice before the last batch of an epoch, which is as long as the others on every rank."""
+    """Match if samples repeat only in the last batch of an epoch, which is as long as the others."""
     size = case.analysis.workload.global_batch_size(case.analysis.devices) // len(case.ranks)
     short = -case.dataset_size % (size * len(case.ranks))
     for start, ranks in case.epochs:
@@ -228,7 +216,6 @@ def _last_batch_filled_up(case: SampleCase) -> Iterator[Match]:
 
 
 def _shards_overlap(case: SampleCase) -> Iterator[Match]:
-    """Ranks have samples in common within an epoch, more than a sampler pads with."""
     for start, ranks in case.epochs:
         owner: dict[int, int] = {}
         shared = 0
@@ -259,36 +246,36 @@ def _never_seen(case: SampleCase) -> Iterator[Match]:
 _ALWAYS: Sequence[SampleHypothesis] = (
     *BATCHES_PER_STEP,
     SampleHypothesis("replica-of-different-samples", "data", _members_draw_apart,
-        "ranks {first} and {second} hold parts of one replica, and use different samples",
-        "does the sampler count ranks where it should count replicas (data_rank, data_ranks)?", 205),
+        "ranks {first} and {second} hold parts of one replica but use different samples",
+        "let the sampler count replicas (data_rank, data_ranks) instead of ranks", 205),
     SampleHypothesis("divided-along-one-dimension", "data", _along_one_dimension,
-        "samples are divided along the dimension {dimension} of the mesh alone, so that ranks share them",
-        "does the sampler count the ranks of one group where it should count all that have samples of their own?", 172),
+        "samples are divided along mesh dimension {dimension} only, so several ranks use the same ones",
+        "let the sampler count all ranks that have their own samples, not only those of one group", 172),
     SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
         "sample {sample} was used, but the training set has {count} samples",
-        "is it the training set that is trained on?", 190),
+        "train on job.dataset", 190),
     SampleHypothesis("loss-of-other-samples", "data", _loss_of_others,
         "{missing} of {seen} samples that went through the model are missing from the loss",
-        "which outputs and targets are passed to the loss?", 185),
-    SampleHypothesis("local-rank-for-rank", "launch", _nodes_alike(_local_rank),
+        "check which outputs and targets are passed to the loss", 185),
+    SampleHypothesis("local-rank-for-rank", "launch", _nodes_alike(lambda rank, on_node: rank % on_node),
         "ranks with the same local rank use the same samples on every node",
-        "is LOCAL_RANK used where RANK is meant?", 180),
-    SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(_node_rank),
+        "use RANK instead of LOCAL_RANK", 180),
+    SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(lambda rank, on_node: rank // on_node),
         "all ranks of a node use the same samples",
-        "is the node's number used where RANK is meant?", 175),
+        "use RANK instead of the node's rank", 175),
     SampleHypothesis("micro-batches-missing", "data", _micro_batches_missing,
         "only {passed} of the {due} micro-batches of a batch are computed",
-        "does the schedule of forwards end too early?", 125),
+        "check whether the schedule of forwards ends too early", 125),
     SampleHypothesis("batches-of-another-size", "data", _batches_of_another_size,
-        "a rank draws {largest} samples a step, not {full}",
-        "which batch size does its loader have?", 120),
+        "a rank draws {largest} samples per step instead of {full}",
+        "check the batch size of its loader", 120),
 )  # fmt: skip
 
 BY_ITERATIONS: Sequence[SampleHypothesis] = (
     *_ALWAYS,
     SampleHypothesis("batch-again", "data", _batch_drawn_again,
         "a batch is used twice in a row",
-        "does the iterator move on after each batch?", 170),
+        "advance the iterator after each batch", 170),
     SampleHypothesis("ranks-alike", "data", _ranks_draw_alike,
         "ranks {first} and {second} draw the same sample in {count} of {places} places",
         "seed each rank's generator with its rank, and do not set it to another rank's state", 165),
@@ -298,35 +285,35 @@ BY_EPOCHS: Sequence[SampleHypothesis] = (
     *_ALWAYS,
     SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
         "every rank goes through all {count} samples",
-        "is there a DistributedSampler?", 170),
+        "use a DistributedSampler", 170),
     SampleHypothesis("ranks-alike", "data", _ranks_alike,
         "every rank uses the same samples",
-        "does the sampler get the rank?", 165),
+        "pass the rank to the sampler", 165),
     SampleHypothesis("batch-again", "data", _batch_again,
         "a batch is used twice in a row",
-        "does the loop fetch a new batch for each step?", 160),
+        "fetch a new batch for each step", 160),
     SampleHypothesis("never-shuffled", "data", _never_shuffled,
         "samples come in the order of the dataset in every epoch",
-        "is shuffle=True passed to the sampler or the loader?", 155),
+        "pass shuffle=True to the sampler or the loader", 155),
     SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
-        "each epoch has the order of the first",
-        "is sampler.set_epoch called, or is a loader's output kept?", 150),
+        "each epoch repeats the order of the first",
+        "call sampler.set_epoch(epoch), and do not reuse a loader's output", 150),
     SampleHypothesis("last-batch-filled-up", "data", _last_batch_filled_up,
-        "the last batch of an epoch is filled up with {short} samples that were used already",
-        "leave the last batch short", 148),
+        "the last batch of an epoch is filled up with {short} samples that were already used",
+        "keep the last batch short", 148),
     SampleHypothesis("drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
-        "a rank draws {repeats} samples again within an epoch",
-        "where does its sampler start? A trainer that has no epochs declares data='iterations'", 145),
+        "a rank draws {repeats} samples again in the same epoch",
+        "check where its sampler starts; if the trainer has no epochs, declare data='iterations'", 145),
     SampleHypothesis("shards-overlap", "data", _shards_overlap,
         "ranks share {shared} samples within an epoch",
-        "is the sampler's seed the same on every rank, and are shards disjoint?", 130),
+        "use the same sampler seed on every rank, and disjoint shards", 130),
     SampleHypothesis("samples-never-seen", "data", _never_seen,
         "{missing} of {count} samples are not used in an epoch",
-        "is the end of an epoch, or of a shard, dropped?", 110),
+        "check whether the end of an epoch or of a shard is dropped", 110),
     SampleHypothesis("shards-kept", "data", holds(lambda case: case.analysis.shuffles),
         "each rank keeps the same samples in every epoch",
         "shuffle the whole dataset first, then cut it into shards", 105),
     SampleHypothesis("order-of-its-own", "data", holds(lambda case: not case.analysis.shuffles),
         "samples do not come in the order of the dataset",
-        "is something shuffled, or is the dataset cut into contiguous shards?", 104),
+        "check whether something shuffles, or whether the dataset is cut into contiguous shards", 104),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Finds ranks that share their parameters' memory: each rank's weights are moved by the other ranks' steps as well.
+"""Finds ranks that share their parameters' memory, so that each rank's steps also move the other ranks' weights.
 
-Each rank makes the right update, and each is applied on all of them: whole, late, or to a part of a tensor. In
-whatever order this happens, every weight moves by a whole number of right updates between two recordings, and over the
-whole training by the updates of all ranks.
+Each rank makes the right update, which is applied on all ranks: at once, late, or to a part of a tensor. In any order,
+every weight moves by a whole number of right updates between two recordings, and over the whole training by the updates
+of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Chosen: it decides what is called shared memory, of weights that are known to be
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """The weights at two consecutive recordings, the right update between them, and that of the step before.
+    """The weights at two consecutive recordings, the right update between them, and the update of the step before.
 
     ``between_steps``: no optimizer of this rank stepped in between.
     """
@@ -51,13 +51,12 @@ class _Count:
 
 
 def moved_by_others(analysis: TraceAnalysis) -> Match | None:
-    """Return a match where ranks share their parameters' memory, None where the evidence refutes it or cannot tell.
+    """Return a match if ranks share their parameters' memory, None if the evidence refutes it or cannot tell.
 
-    The evidence for it has three parts, and all of them must be there:
-    every rank has the same gradients, or another rank's update could not be told from its own;
-    on every rank every weight moved by whole updates;
-    and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
-    had not been applied yet. Ranks that merely diverged move by their own updates alone.
+    The evidence has three parts, which must all hold. All ranks have the same gradients, or their updates could not be
+    told apart. On every rank, every weight moved by whole updates. Over the training, every rank's weights moved by the
+    updates of all ranks, except for updates of the last step that were not applied yet. Ranks that merely diverged move
+    by their own updates only.
     """
     world = analysis.world
     if world == 1 or not _same_gradients(analysis):
@@ -75,12 +74,15 @@ def moved_by_others(analysis: TraceAnalysis) -> Match | None:
         by_others = by_others or any(_is_by_others(count, world) for count in counts)
         once = once or any(bool((count.times == 1).any()) for count in counts)
     if by_others:
-        return Match(figures={"observed": "a rank's weights are moved by the other ranks' steps too", "or_else": ""})
+        return Match(figures={"observed": "the other ranks' steps also move a rank's weights", "or_else": ""})
     if once:
         return None
-    # Every weight moved by as many updates at once as there are ranks, which a rank that steps so often does as well.
+    # A rank that steps ``world`` times also moves every weight by ``world`` updates at once.
     return Match(
-        figures={"observed": f"the update was applied {world} times in every step", "or_else": ", or step again"}
+        figures={
+            "observed": f"the update was applied {world} times in every step",
+            "or_else": ", or step more than once",
+        }
     )
 
 
@@ -92,7 +94,7 @@ def _shared(case: TraceCase) -> Iterator[Match]:
 SHARED_MEMORY: Hypothesis[TraceCase, Match] = Hypothesis(
     "applied-once-a-rank", "averaging", _shared,
     "{observed}",
-    "do ranks share the parameters' memory{or_else}?", 150,
+    "check whether ranks share the parameters' memory{or_else}", 150,
 )  # fmt: skip
 
 
@@ -105,9 +107,9 @@ def _same_gradients(analysis: TraceAnalysis) -> bool:
 
 
 def _is_by_others(count: _Count, world: int) -> bool:
-    """Say whether some weight moved by another rank's update: at another time, or not together with all others.
+    """Return whether some weight moved by another rank's update: at another time, or apart from the other weights.
 
-    Weights that move by ``world`` updates at once, all of them, may have been moved by so many steps of their own rank.
+    If all weights move by ``world`` updates at once, their own rank may have stepped that often.
     """
     known = ~count.times.isnan()
     if count.between_steps:
@@ -116,9 +118,9 @@ def _is_by_others(count: _Count, world: int) -> bool:
 
 
 def _all_applied(counts: list[_Count], world: int) -> bool:
-    """Say whether weights have moved by ``world`` updates for each step, except for updates not applied yet.
+    """Return whether weights moved by ``world`` updates for each step, except for updates not applied yet.
 
-    The median weight decides: where two updates happen to be multiples of each other, a weight is counted wrongly.
+    The median weight decides, because a weight is miscounted if two updates happen to be multiples of each other.
     """
     taken = [count for count in counts if not count.between_steps and not bool(count.times.isnan().all())]
     if not taken:
@@ -130,7 +132,7 @@ def _all_applied(counts: list[_Count], world: int) -> bool:
 
 
 def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
-    """Yield how the weights moved in each step, and from there to the next."""
+    """Yield how the weights moved in each step, and between steps."""
     oracle = Oracle(analysis.workload, analysis.devices)
     optimizer = oracle.optimizer()
     none = {name: torch.zeros_like(value) for name, value in oracle.weights().items()}
@@ -149,9 +151,9 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
 
 
 def _counted(move: _Move, world: int, epsilon: float) -> _Count | None:
-    """Return by how many updates each weight moved; None where by no whole number.
+    """Return by how many updates each weight moved; None if it is not a whole number.
 
-    It cannot be told for weights whose update is smaller than their rounding.
+    The number is unknown for weights whose update is smaller than their rounding.
     """
     every_times, every_late = [], []
     for name in sorted(move.update.keys() & move.before.keys() & move.after.keys()):

@@ -1,4 +1,4 @@
-"""What is wrong of each rank's part of a gradient, where several ranks hold one model together."""
+"""What is wrong with each rank's part of a gradient, if several ranks hold one model together."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from plumbline.judge.oracle.noise import norm
 class HeldParameters:
     """Who holds the parameters of one model.
 
-    ``holders`` has the ranks that hold a parameter, by its name, the first of them first.
+    ``holders`` has the ranks that hold each parameter, in order.
     """
 
     holders: Mapping[str, tuple[int, ...]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold a parameter."""
         return tuple(sorted({rank for ranks in self.holders.values() for rank in ranks}))
 
     def on(self, rank: int) -> set[str]:
-        """Return what a rank holds."""
         return {name for name, ranks in self.holders.items() if rank in ranks}
 
     def first_on(self, rank: int) -> set[str]:
@@ -35,12 +33,10 @@ class HeldParameters:
         return {name for name, ranks in self.holders.items() if ranks[0] == rank}
 
     def only_on(self, rank: int) -> set[str]:
-        """Return what no other rank holds."""
         return {name for name, ranks in self.holders.items() if ranks == (rank,)}
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several ranks hold, such as tied weights."""
         return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
 
 
@@ -48,8 +44,8 @@ class HeldParameters:
 class StagePattern:
     """What the wrong gradients of all steps have in common, stage by stage.
 
-    ``wrong_ranks`` hold parameters whose gradients are wrong, and ``wrong`` names these. ``factors`` has the number by
-    which a rank's right gradients would have to be multiplied. ``ranks`` are all ranks that hold parameters.
+    ``wrong_ranks`` hold the parameters ``wrong``, whose gradients are wrong. ``factors`` has the number that multiplies
+    each rank's right gradients. ``ranks`` are all ranks that hold parameters.
     """
 
     ranks: tuple[int, ...] = ()
@@ -59,12 +55,11 @@ class StagePattern:
 
     @property
     def in_part(self) -> bool:
-        """Whether some ranks' gradients are wrong and others' right."""
         return 0 < len(self.wrong_ranks) < len(self.ranks)
 
     @property
     def figures(self) -> dict[str, object]:
-        """What the texts of a hypothesis are filled with."""
+        """The values for the placeholders in a hypothesis's texts."""
         return {
             "stages": len(self.ranks),
             "wrong_ranks": ranks_in_words(self.wrong_ranks),
@@ -75,7 +70,6 @@ class StagePattern:
         }
 
     def _alike(self) -> Iterable[list[int]]:
-        """Return the wrong ranks with one factor together."""
         wrong = [rank for rank in self.wrong_ranks if rank in self.factors]
         return (list(ranks) for _, ranks in groupby(wrong, key=lambda rank: f"{self.factors[rank]:.4g}"))
 
@@ -83,7 +77,7 @@ class StagePattern:
 def stage_pattern(
     held: HeldParameters, wrong: Iterable[str], gradients: Sequence[tuple[Tensors, Tensors]]
 ) -> StagePattern:
-    """Return the pattern of ``gradients``, each the right one and the observed one, of which ``wrong`` are wrong."""
+    """Return the pattern of ``gradients``, pairs of right and observed ones; the tensors ``wrong`` are wrong."""
     names = [name for name in held.holders if name in set(wrong)]
     factors = {}
     for rank in held.ranks:

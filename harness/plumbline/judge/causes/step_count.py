@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
@@ -35,7 +35,6 @@ def _stage_never_stepped(case: TraceCase) -> Iterator[Match]:
 
 
 def _stage_stepped_again(case: TraceCase) -> Iterator[Match]:
-    """Some ranks stepped without a new batch, and the others that hold the same model did not."""
     if not case.analysis.is_staged:
         return
     without = {
@@ -51,19 +50,18 @@ def _stage_stepped_again(case: TraceCase) -> Iterator[Match]:
 
 
 def _without_batch(analysis: TraceAnalysis) -> list[GlobalStep]:
-    """Return the steps before which no rank had a batch since the step before."""
+    """Return the steps that no rank had a batch for."""
     return [global_step for global_step in analysis.steps if not any(step.micro_batches for step in global_step.ranks)]
 
 
 def _steps_per_batch(case: TraceCase) -> tuple[float, GlobalStep | None]:
-    """Return how many steps there are for each step with a batch, and the first step without one."""
+    """Return the number of steps per step with a batch, and the first step without one."""
     without = _without_batch(case.analysis)
     with_batch = len(case.analysis.steps) - len(without)
     return len(case.analysis.steps) / with_batch if with_batch else 0.0, without[0] if without else None
 
 
 def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
-    """A step without a batch moved other parameters than the step before it, and some of the same."""
     _, first = _steps_per_batch(case)
     if first is not None and first.index:
         before = case.analysis.steps[first.index - 1].ranks[0].gradients.keys()
@@ -73,7 +71,7 @@ def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
 
 
 def _once_a_rank(case: TraceCase) -> Iterator[Match]:
-    """Every batch is followed by as many steps as there are ranks; with two ranks that could be twice as well."""
+    """Match as many steps per batch as there are ranks; with two ranks that could also be twice."""
     times, first = _steps_per_batch(case)
     if first is not None and times == case.analysis.world > 2:
         yield Match(first.index, figures={"times": round(times)})
@@ -83,7 +81,7 @@ def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
     times, first = _steps_per_batch(case)
     if first is not None:
         unclear = times == case.analysis.world == 2
-        more = " (twice, or once a rank? Three ranks would tell)" if unclear else ""
+        more = " (either twice per batch or once per rank: run 3 ranks to tell)" if unclear else ""
         figures = {"count": len(_without_batch(case.analysis)), "total": len(case.analysis.steps), "more": more}
         yield Match(first.index, figures=figures)
 
@@ -91,7 +89,7 @@ def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
 def _windows(case: TraceCase) -> tuple[list[int], list[int]] | None:
     """Return how many micro-batches each step of the first rank had, and how many it should have had.
 
-    None where these are the same, or where micro-batches are no batches of the loader: those of a device, or parts.
+    None if these are equal, or if micro-batches are not batches of the loader but those of a device, or parts.
     """
     analysis = case.analysis
     if analysis.workload.max_steps is not None:
@@ -104,7 +102,7 @@ def _windows(case: TraceCase) -> tuple[list[int], list[int]] | None:
 
 
 def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
-    """Say whether a recorded micro-batch is a batch of the loader, and not one of a device, or a part of one."""
+    """Return whether a recorded micro-batch is a whole batch of the loader."""
     sizes = {
         sum(map(len, micro.forwards))
         for trace in analysis.trace.ranks
@@ -115,56 +113,51 @@ def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
     return bool(sizes) and max(sizes) == full
 
 
-def _window_match(taken: list[int], expected: list[int]) -> Match:
-    """Return a match at the first step with another number of micro-batches."""
-    step = next((i for i, (a, b) in enumerate(zip(taken, expected, strict=False)) if a != b), len(expected) - 1)
-    return Match(step, figures={"taken": _listed(taken), "expected": _listed(expected)})
+def _windows_where(
+    condition: Callable[[TraceAnalysis, list[int], list[int]], bool],
+) -> Callable[[TraceCase], Iterator[Match]]:
+    """Return a match if a condition holds for the micro-batches that the steps had, and those that they should have."""
+
+    def predict(case: TraceCase) -> Iterator[Match]:
+        windows = _windows(case)
+        if windows is not None and condition(case.analysis, *windows):
+            pairs = enumerate(zip(*windows, strict=False))
+            step = next((index for index, (taken, due) in pairs if taken != due), len(windows[1]) - 1)
+            yield Match(step, figures={"taken": _listed(windows[0]), "expected": _listed(windows[1])})
+
+    return predict
 
 
-def _every_micro_batch(case: TraceCase) -> Iterator[Match]:
-    if case.analysis.workload.accumulate > 1 and (windows := _windows(case)):
-        taken, expected = windows
-        if set(taken) == {1} and len(taken) == sum(expected):
-            yield _window_match(taken, expected)
+def _every_micro_batch(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    return analysis.workload.accumulate > 1 and set(taken) == {1} and len(taken) == sum(due)
 
 
-def _short_last_window_dropped(case: TraceCase) -> Iterator[Match]:
-    window, epochs = case.analysis.workload.accumulate, case.analysis.epochs
-    if window > 1 and (windows := _windows(case)) and len(windows[0]) == epochs.count * (epochs.batches // window):
-        yield _window_match(*windows)
+def _short_last_window_dropped(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    window, epochs = analysis.workload.accumulate, analysis.epochs
+    return window > 1 and len(taken) == epochs.count * (epochs.batches // window)
 
 
-def _window_over_the_end(case: TraceCase) -> Iterator[Match]:
-    window, epochs = case.analysis.workload.accumulate, case.analysis.epochs
-    if window > 1 and (windows := _windows(case)):
-        taken, expected = windows
-        if len(taken) == epochs.count * epochs.batches // window and set(taken) == {window}:
-            yield _window_match(taken, expected)
+def _window_over_the_end(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    window, epochs = analysis.workload.accumulate, analysis.epochs
+    return window > 1 and len(taken) == epochs.count * epochs.batches // window and set(taken) == {window}
 
 
-def _other_windows(case: TraceCase) -> Iterator[Match]:
-    epochs = case.analysis.epochs
-    shorter = replace(epochs, batches=epochs.batches - 1)  # windows are right, and a batch of each epoch is missing
-    if epochs.accumulate > 1 and (windows := _windows(case)) and windows[0] != list(shorter.lengths):
-        yield _window_match(*windows)
+def _other_windows(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    # In the shorter epochs windows are right, and a batch of each epoch is missing.
+    shorter = replace(analysis.epochs, batches=analysis.epochs.batches - 1)
+    return shorter.accumulate > 1 and taken != list(shorter.lengths)
 
 
-def _accumulates_unasked(case: TraceCase) -> Iterator[Match]:
-    if case.analysis.workload.accumulate == 1 and (windows := _windows(case)):
-        taken, expected = windows
-        if max(taken) > 1 and sum(taken) <= sum(expected) and len(taken) < len(expected):
-            yield _window_match(taken, expected)
+def _accumulates(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    fewer = max(taken) > 1 and sum(taken) <= sum(due) and len(taken) < len(due)
+    return analysis.workload.accumulate == 1 and fewer
 
 
-def _skipped_unseen(case: TraceCase) -> Iterator[Match]:
-    """In float16 some steps are missing, and their batches are the next step's, in no regular windows."""
-    analysis = case.analysis
-    if not (analysis.cell.arithmetic.scaled and analysis.workload.accumulate == 1 and (windows := _windows(case))):
-        return
-    taken, expected = windows
-    regular = list(replace(analysis.epochs, accumulate=max(taken)).lengths)
-    if max(taken) > 1 and taken != regular and sum(taken) <= sum(expected) and len(taken) < len(expected):
-        yield _window_match(taken, expected)
+def _skipped_unseen(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
+    """In float16 some steps are missing, and the next step has their batches, in irregular windows."""
+    if not (analysis.cell.arithmetic.scaled and _accumulates(analysis, taken, due)):
+        return False
+    return taken != list(replace(analysis.epochs, accumulate=max(taken)).lengths)
 
 
 def _listed(counts: list[int]) -> str:
@@ -173,44 +166,44 @@ def _listed(counts: list[int]) -> str:
 
 BATCHES_PER_STEP = (
     StepHypothesis("never-stepped", "optimizer", holds(lambda case: not any(_step_counts(case))),
-        "no rank made an optimizer step",
-        "is optimizer.step() called?", 290),
+        "no rank took an optimizer step",
+        "call optimizer.step()", 290),
     StepHypothesis("stage-never-stepped", "optimizer", _stage_never_stepped,
-        "rank {idle} made no optimizer step, but others did: what it alone holds was not updated",
-        "does every stage step its own optimizer?", 285),
+        "rank {idle} took no optimizer step, but others did: what only it holds was not updated",
+        "step the optimizer of every stage", 285),
     StepHypothesis("stage-stepped-again", "optimizer", _stage_stepped_again,
-        "rank {stage} made {count} optimizer steps for {batches} batches, but other ranks one for each",
-        "does a stage step twice, or once for each of its chunks?", 283),
+        "rank {stage} took {count} optimizer steps for {batches} batches, but other ranks took one per batch",
+        "check whether a stage steps twice, or once for each of its chunks", 283),
     StepHypothesis("some-ranks-never-stepped", "launch", _some_ranks_never_stepped,
-        "rank {idle} made no optimizer step, but others did",
-        "do all ranks take part in the training?", 280),
+        "rank {idle} took no optimizer step, but others did",
+        "check that every rank takes part in the training", 280),
     StepHypothesis("parameter-in-several-optimizers", "optimizer", _stepped_by_several_optimizers,
-        "{shared} tensors were stepped more than once for a batch",
-        "is a parameter in several optimizers?", 270),
+        "{shared} tensors were updated more than once per batch",
+        "put each parameter into one optimizer only", 270),
     StepHypothesis("applied-once-a-rank", "averaging", _once_a_rank,
-        "the optimizer stepped {times} times for every batch, as often as there are ranks",
-        "is every rank's step applied on all ranks?", 260),
+        "the optimizer stepped {times} times per batch, once for each rank",
+        "check whether every rank's step is applied on all ranks", 260),
     StepHypothesis("stepped-without-a-batch", "optimizer", _stepped_without_a_batch,
         "{count} of {total} optimizer steps came without a new batch{more}",
-        "is optimizer.step() called several times for one batch?", 250),
-    StepHypothesis("stepped-every-micro-batch", "accumulation", _every_micro_batch,
+        "call optimizer.step() once per batch", 250),
+    StepHypothesis("stepped-every-micro-batch", "accumulation", _windows_where(_every_micro_batch),
         "the optimizer stepped after every micro-batch",
         "step after windows of {expected} micro-batches", 240),
-    StepHypothesis("short-last-window-dropped", "accumulation", _short_last_window_dropped,
-        "the short window at the end of an epoch was never stepped",
+    StepHypothesis("short-last-window-dropped", "accumulation", _windows_where(_short_last_window_dropped),
+        "no step was taken for the short window at the end of an epoch",
         "step after an epoch's last micro-batch too", 230),
-    StepHypothesis("window-over-the-end-of-the-epoch", "accumulation", _window_over_the_end,
+    StepHypothesis("window-over-the-end-of-the-epoch", "accumulation", _windows_where(_window_over_the_end),
         "the count of micro-batches continued from one epoch into the next",
-        "step at the end of each epoch and start to count again", 220),
-    StepHypothesis("windows-of-another-length", "accumulation", _other_windows,
-        "steps used {taken} micro-batches, not {expected}",
-        "when does the trainer decide that a window is complete?", 210),
-    StepHypothesis("skipped-unseen", "amp", _skipped_unseen,
-        "steps used {taken} batches: some were skipped, and not by a GradScaler, of which that would be recorded",
-        "does the trainer have a loss scaler of its own? Call job.skipped() where it skips a step", 207),
-    StepHypothesis("accumulates-unasked", "accumulation", _accumulates_unasked,
+        "step at the end of each epoch, and restart the count", 220),
+    StepHypothesis("windows-of-another-length", "accumulation", _windows_where(_other_windows),
+        "steps used {taken} micro-batches instead of {expected}",
+        "check when the trainer decides that a window is complete", 210),
+    StepHypothesis("skipped-unseen", "amp", _windows_where(_skipped_unseen),
+        "steps used {taken} batches: some were skipped, but not by a GradScaler, whose skips are recorded",
+        "if the trainer has its own loss scaler, call job.skipped() where it skips a step", 207),
+    StepHypothesis("accumulates-unasked", "accumulation", _windows_where(_accumulates),
         "steps used {taken} batches, although the workload does not accumulate",
-        "does the trainer accumulate by default?", 200),
+        "check whether the trainer accumulates by default", 200),
 )  # fmt: skip
 """How batches and steps follow each other; also why other checks find nothing, or the wrong samples."""
 
@@ -235,15 +228,15 @@ def _too_few(case: TraceCase) -> Iterator[Match]:
 STEP_COUNT = (
     *BATCHES_PER_STEP,
     StepHypothesis("ranks-differ-in-steps", "data", _ranks_differ,
-        "ranks took {counts} steps, by rank",
-        "have all ranks the same number of batches?", 90),
+        "the ranks took {counts} steps",
+        "give every rank the same number of batches", 90),
     StepHypothesis("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.behavior.by_iterations),
         "the subject declares that it trains by iterations",
         "take job.steps optimizer steps, each of job.accumulate batches", 80),
     StepHypothesis("too-many-batches", "data", _too_many,
-        "there were more batches than the {due} of all epochs",
-        "is the data divided among the ranks?", 70),
+        "the trainer used more batches than the {due} of all epochs",
+        "divide the data among the ranks", 70),
     StepHypothesis("too-few-batches", "data", _too_few,
         "the batches of all epochs make {due} steps",
-        "which batches of an epoch are left out, or made larger?", 60),
+        "check which batches of an epoch are left out or enlarged", 60),
 )  # fmt: skip

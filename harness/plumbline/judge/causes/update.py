@@ -34,12 +34,11 @@ class UpdateCase(TraceCase):
 
     @property
     def step(self) -> Step:
-        """What the rank recorded."""
         return self.analysis.trace.ranks[self.rank].steps[self.index]
 
     @cached_property
     def right(self) -> Tensors:
-        """The right weights after the step, in float64, by a replay of all steps until then."""
+        """The right weights after the step, in float64, from a replay of all steps until then."""
         oracle = Oracle(self.analysis.workload, self.analysis.devices)
         optimizer = oracle.optimizer()
         weights: Tensors = {}
@@ -50,22 +49,18 @@ class UpdateCase(TraceCase):
 
     @property
     def is_finite(self) -> bool:
-        """Whether every entry of the gradients is a number."""
         return all(bool(value.isfinite().all()) for value in self.step.gradients.values())
 
     @property
     def names(self) -> list[str]:
-        """The parameters of the workload's model that the rank recorded."""
         return [name for name in self.step.after if name in self.analysis.oracle.parameters]
 
     @cached_property
     def due(self) -> torch.Tensor:
-        """The right update, all tensors in one."""
         return self._update(self.right)
 
     @cached_property
     def made(self) -> torch.Tensor:
-        """The update that was made, all tensors in one."""
         return self._update(self.step.after)
 
     def _update(self, after: Tensors) -> torch.Tensor:
@@ -74,12 +69,11 @@ class UpdateCase(TraceCase):
 
     @property
     def factor(self) -> float:
-        """The number by which the right update comes nearest to the one that was made."""
+        """The factor that brings the right update nearest to the one that was made."""
         return float(self.made @ self.due / (self.due @ self.due))
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the update that was made is the right one times a number."""
         return not norm(self.made - self.factor * self.due) > KNOWN_TO * norm(self.made)
 
 
@@ -87,7 +81,7 @@ UpdateHypothesis = Hypothesis[UpdateCase, Match]
 
 
 def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
-    """Return the case of the finding's step; None where none is named, or where the right update is zero."""
+    """Return the case of the finding's step; None if it has no step, or if the right update is zero."""
     if finding.step is None:
         return None
     case = UpdateCase(analysis, finding.step, analysis.judged_as(finding.rank or 0))
@@ -96,7 +90,6 @@ def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
 
 
 def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
-    """In a 64-bit training every weight is a float32 number."""
     weights = [case.step.after[name] for name in case.names]
     if case.analysis.cell.arithmetic.storage == "float64" and all(
         torch.equal(value.float().double(), value.double()) for value in weights
@@ -105,7 +98,6 @@ def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
 
 
 def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
-    """A rank moved some of the weights, as it should, and other ranks moved the rest."""
     steps = case.analysis.steps[case.index].ranks
     before, after, right = case.step.before, case.step.after, case.right
     due = {name for name in right if name in after and norm(right[name] - before[name].double())}
@@ -123,7 +115,7 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
 
 
 def _stage_not_updated(case: UpdateCase) -> Iterator[Match]:
-    """The parameters of some of the ranks that hold the model together did not move at all, and the others did."""
+    """Match if the parameters of one of the ranks that hold a model together did not move."""
     held = HeldParameters(case.analysis.holders[case.rank] if case.analysis.is_staged else {})
     for rank in held.ranks:
         own = [name for name, ranks in held.holders.items() if ranks[0] == rank and name in case.right]
@@ -147,27 +139,27 @@ def _scaled(case: UpdateCase) -> Iterator[Match]:
 HYPOTHESES = (
     UpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
         "the optimizer stepped with a gradient that is not finite",
-        "does every rank look for infinities before the step?", 190),
+        "check for infinities on every rank before the step", 190),
     UpdateHypothesis("stage-not-updated", "optimizer", _stage_not_updated,
         "the parameters that rank {stage} holds did not move ({held})",
-        "has that rank's optimizer these parameters, and does nothing write the old values back?", 185),
+        "check that the rank's optimizer has these parameters, and that nothing writes the old values back", 185),
     UpdateHypothesis("rates-differ", "optimizer", _other_rates_on_a_stage,
-        "ranks that hold one model together step with different learning rates",
-        "does every stage step its schedule?", 155),
+        "ranks that hold one model together use different learning rates",
+        "step the schedule of every stage", 155),
     UpdateHypothesis("no-update", "optimizer", holds(lambda case: norm(case.made) == 0),
         "the weights did not move",
-        "was the step undone?", 180),
+        "check whether something undoes the step", 180),
     UpdateHypothesis("stored-in-lower-precision", "amp", _stored_in_float32,
         "every weight is a float32 number, although the training is in float64",
-        "is the model cast?", 170),
+        "check whether the model is cast to float32", 170),
     UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
-        "the rank moved {own} of {all} parameters and other ranks the others",
-        "does each rank broadcast its part of the weights after the step?", 160),
+        "the rank updated {own} of {all} parameters, and other ranks updated the rest",
+        "broadcast each rank's part of the weights after the step", 160),
     SHARED_MEMORY,
     UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: not case.is_multiple),
-        "the update is no multiple of the right one",
-        "are the optimizer's class, its options and its state those of the workload?", 120),
+        "the update is not a multiple of the right one",
+        "compare the optimizer's class, options and state with the workload's", 120),
     UpdateHypothesis("scaled-update", "optimizer", _scaled,
         "the update is {factor} × the right one",
-        "is there another learning rate, or are there several steps for one batch?", 110),
+        "check the learning rate, and whether several steps are taken per batch", 110),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from plumbline.evidence.trace import Evaluation
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
 from plumbline.judge.oracle.epochs import Position
 from plumbline.judge.positions import evaluations_due, position_of
@@ -19,7 +20,6 @@ class EvaluationCase(TraceCase):
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of all ranks, in the order of their positions."""
         every = [evaluation for trace in self.analysis.trace.ranks for evaluation in trace.evaluations]
         return sorted(every, key=lambda evaluation: (evaluation.step, evaluation.micro_batches))
 
@@ -34,17 +34,14 @@ class EvaluationCase(TraceCase):
 
     @property
     def on_time(self) -> bool:
-        """Whether there is an evaluation wherever one is due."""
         return all(self.positions & set(where) for where in evaluations_due(self.analysis))
 
     @cached_property
     def held_out_size(self) -> int:
-        """The number of held-out samples."""
         return len(self.analysis.workload.val_dataset(self.analysis.devices))
 
     @property
     def every(self) -> int:
-        """After how many batches an evaluation is due."""
         return self.analysis.workload.validate_every or 1
 
 
@@ -52,7 +49,7 @@ EvaluationHypothesis = Hypothesis[EvaluationCase, Match]
 
 
 def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator[Match]]:
-    """Return the prediction for a model with running statistics, which suffer, or without, where the metrics do."""
+    """Return the prediction for models with running statistics (wrong buffers) or without (wrong metrics)."""
 
     def predict(case: EvaluationCase) -> Iterator[Match]:
         first = next((evaluation for evaluation in case.evaluations if evaluation.training), None)
@@ -63,7 +60,6 @@ def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator
 
 
 def _at(positions_of: Callable[[EvaluationCase], Iterator[Positions]]) -> Callable[[EvaluationCase], Iterator[Match]]:
-    """Return the prediction that evaluations happen at these positions, and nowhere else."""
 
     def predict(case: EvaluationCase) -> Iterator[Match]:
         if case.on_time:
@@ -108,7 +104,6 @@ def _after_the_step(case: EvaluationCase) -> Iterator[Positions]:
 
 
 def _ahead(case: EvaluationCase) -> Iterator[Positions]:
-    """Predict that the first evaluation comes before the first batch, or right after it."""
     epochs, every = case.analysis.epochs, case.every
     yield [
         epochs.after_batch(epoch, batch) if batch else ((epoch * epochs.windows, 0),)
@@ -138,7 +133,7 @@ def _another_dataset(case: EvaluationCase) -> Iterator[Match]:
 def _only_some_ranks(case: EvaluationCase) -> Iterator[Match]:
     idle = [trace.rank for trace in case.analysis.trace.ranks if not trace.evaluations]
     if idle:
-        yield Match(rank=idle[0], figures={"idle": idle})
+        yield Match(rank=idle[0], figures={"idle": ranks_in_words(idle)})
 
 
 def _ranks_alike(case: EvaluationCase) -> Iterator[Match]:
@@ -149,7 +144,7 @@ def _ranks_alike(case: EvaluationCase) -> Iterator[Match]:
 
 
 def _samples_missing(case: EvaluationCase) -> Iterator[tuple[list[int], Match]]:
-    """Yield what all ranks evaluated at a place, sorted, where it is not all held-out samples."""
+    """Yield the samples that all ranks evaluated at a position, sorted, if some are missing."""
     for evaluation in case.evaluations:
         seen = {i for other in case.evaluations for i in other.samples if other.step == evaluation.step}
         if 0 < len(seen) < case.held_out_size:
@@ -168,7 +163,7 @@ def _held_out_samples_missing(case: EvaluationCase) -> Iterator[Match]:
 
 
 _MODE = (
-    "training mode changes running statistics, and dropout the loss",
+    "training mode updates running statistics, and dropout changes the loss",
     "call model.eval() before it and model.train() after it",
 )
 
@@ -179,11 +174,11 @@ HYPOTHESES = (
     EvaluationHypothesis("evaluated-in-training-mode", "buffers", _in_training_mode(True), *_MODE, 180),
     EvaluationHypothesis("evaluated-in-training-mode", "metrics", _in_training_mode(False), *_MODE, 175),
     EvaluationHypothesis("evaluated-once-an-epoch", "metrics", _at(_once_an_epoch),
-        "the model was evaluated once an epoch",
-        "evaluations are due within epochs too", 170),
+        "the model was evaluated once per epoch",
+        "evaluate within epochs too", 170),
     EvaluationHypothesis("batches-counted-over-epochs", "metrics", _at(_counted_over_epochs),
-        "batches were counted on from one epoch into the next",
-        "count them from the start of each epoch", 165),
+        "the count of batches continued from one epoch into the next",
+        "restart the count at the start of each epoch", 165),
     EvaluationHypothesis("steps-counted", "metrics", _at(_steps_counted),
         "the model was evaluated after every {every} optimizer steps",
         "evaluate after every {every} batches", 160),
@@ -194,21 +189,21 @@ HYPOTHESES = (
         "the first evaluation came before the first batch, or right after it",
         "evaluate after every {every} batches", 150),
     EvaluationHypothesis("evaluations-missing", "metrics", _missing,
-        "{missing} of {due} evaluations are left out, or come at another time",
-        "how does the trainer count until the next evaluation?", 145),
+        "{missing} of {due} evaluations are missing, or come at another time",
+        "check how the trainer counts until the next evaluation", 145),
     EvaluationHypothesis("evaluates-another-dataset", "data", _another_dataset,
         "sample {sample} was evaluated, but there are {count} held-out samples",
-        "is it val_dataset that is evaluated?", 140),
+        "evaluate job.val_dataset", 140),
     EvaluationHypothesis("only-some-ranks-evaluate", "data", _only_some_ranks,
-        "ranks {idle} do not evaluate, and the others only their shares",
+        "{idle} did not evaluate, and the others evaluated only their shares",
         "let every rank evaluate its share, or one rank all samples", 130),
     EvaluationHypothesis("ranks-evaluate-alike", "data", _ranks_alike,
         "all ranks evaluate the same {part} of {count} samples",
-        "does the sampler get the rank?", 120),
+        "pass the rank to the sampler", 120),
     EvaluationHypothesis("tail-dropped", "data", _tail_dropped,
         "the last {missing} of {count} held-out samples are not evaluated",
-        "is the last batch dropped, or the samples that do not fill every rank's share?", 115),
+        "check whether the last batch, or samples that do not fill every rank's share, are dropped", 115),
     EvaluationHypothesis("held-out-samples-missing", "data", _held_out_samples_missing,
         "{missing} of {count} held-out samples are not evaluated",
-        "which shares are evaluated, and by which ranks?", 110),
+        "check which shares are evaluated, and by which ranks", 110),
 )  # fmt: skip

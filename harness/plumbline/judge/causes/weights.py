@@ -33,14 +33,14 @@ class ChangedWeightsCase(TraceCase):
 
 
 def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
-    """A rank begins as many updates from the start as ranks before it have stepped."""
     for rank, step in enumerate(case.analysis.steps[0].ranks):
         if times := _updates_between(case.analysis.start, step.before, step, case.analysis):
-            yield Match(0, rank, {"first": rank, "times": times})
+            words = f"{times} update{'s' if times > 1 else ''}"
+            yield Match(0, rank, {"first": rank, "times": words})
 
 
 def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> int:
-    """Return how many of the step's own update lie between two sets of weights; 0 where no whole number of ranks'."""
+    """Return how many of the step's updates lie between two sets of weights; 0 if not a whole number of ranks'."""
     names = [name for name in left if name in found and name in step.before]
     if not names:
         return 0
@@ -63,7 +63,7 @@ def _parameters_missing(case: TraceCase) -> Iterator[Match]:
 
 
 def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
-    """Return the parameters with which ranks begin differently, of those that several of them hold."""
+    """Return the parameters that several ranks hold and start with different values."""
     ranks = analysis.recorded_steps[0].ranks
     first = with_tensors_of_all(ranks).before
     return {name for step in ranks for name, value in step.before.items() if not torch.equal(value, first[name])}
@@ -82,22 +82,22 @@ def _not_broadcast(case: TraceCase) -> Iterator[Match]:
 
 INITIAL_WEIGHTS = (
     WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
-        "rank {first} begins {times} updates after the job's weights, as if other ranks had stepped already",
-        "do ranks share the parameters' memory?", 190),
+        "rank {first} starts {times} ahead of the job's weights, as if other ranks had already stepped",
+        "check whether ranks share the parameters' memory", 190),
     WeightHypothesis("parameters-missing", "sync", _parameters_missing,
         "{count} of {all} parameters are missing ({name})",
-        "is it the job's model that is trained?", 180),
+        "train the model that job.model() returns", 180),
     WeightHypothesis("initialised-anew", "sync", _initialised_anew,
-        "all ranks begin with the same weights, which are not those of job.model()",
-        "were the weights initialised again?", 170),
+        "all ranks start from the same weights, but not from those of job.model()",
+        "do not initialise the weights again", 170),
     WeightHypothesis("not-broadcast", "sync", _not_broadcast,
         "{which} differ between the ranks",
-        "are they broadcast, all of them, at the start?", 160),
+        "broadcast all weights at the start", 160),
 )  # fmt: skip
 
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
-    """Return in what a rank differs first from the first rank that holds the same parameters, and where."""
+    """Return what first differs between a rank and the first rank with the same parameters, and where."""
     for global_step in analysis.recorded_steps:
         for rank, step in enumerate(global_step.ranks):
             for first, names in _earlier_holders(global_step, rank):
@@ -116,9 +116,9 @@ def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
 
 
 def _earlier_holders(global_step: GlobalStep, rank: int) -> Iterator[tuple[int, Collection[str]]]:
-    """Yield the ranks before a rank that are the first to hold some of its parameters, each with these.
+    """Yield the earlier ranks that are the first to hold some of a rank's parameters, each with these parameters.
 
-    Where every rank holds the whole model that is rank 0. What one of two ranks does not hold does not differ on it.
+    If every rank holds the whole model, this is rank 0.
     """
     steps = global_step.ranks
     first = {name: ranks[0] for name, ranks in holders_of(steps).items() if name in steps[rank].before}
@@ -140,7 +140,6 @@ def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
 
 
 def _rounded_on_one_rank(case: TraceCase) -> Iterator[Match]:
-    """Gradients of the rank that differs first are those of rank 0 rounded to 16 bits, or the other way round."""
     for match in _differs_first_in("gradients")(case) if not case.analysis.is_staged else ():
         steps = case.analysis.recorded_steps[match.step or 0].ranks
         own, first = steps[match.rank or 0].gradients, steps[0].gradients
@@ -157,7 +156,7 @@ def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool
 
 
 def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
-    """Match where stages of one pipeline differ: what replicas of a stage hold is no sum of parts."""
+    """Match if stages of one pipeline differ; replicas of one stage do not hold parts of a sum."""
     analysis = case.analysis
     for match in _differs_first_in("gradients")(case) if analysis.cell.contract.has_stages else ():
         if analysis.judged_as(match.rank or 0) == analysis.judged_as(int(str(match.figures["first"]))):
@@ -167,31 +166,30 @@ def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
 DIVERGED_RANKS = (
     SHARED_MEMORY,
     WeightHypothesis("tied-gradients-not-added", "sync", _tied_gradients_differ,
-        "ranks {holders} hold {held} together, and step with different gradients of it",
-        "its gradient is the sum of the parts of all ranks that hold it: add them on each of these ranks", 140),
+        "ranks {holders} both hold {held}, but step with different gradients for it",
+        "sum its gradient over all ranks that hold it, on each of these ranks", 140),
     WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
-        "ranks begin with different weights",
-        "are all weights broadcast at the start?", 130),
+        "ranks start with different weights",
+        "broadcast all weights at the start", 130),
     WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
-        "a rank's weights changed apart from a step",
-        "what writes to the parameters besides the optimizer?", 120),
+        "a rank's weights changed outside of the optimizer's steps",
+        "check what writes to the parameters besides the optimizer", 120),
     WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
-        "ranks step with different learning rates",
-        "does the schedule depend on something that differs between ranks?", 118),
+        "ranks use different learning rates",
+        "check whether the schedule depends on something that differs between ranks", 118),
     WeightHypothesis("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
         "one rank steps with the gradients of another rounded to 16 bits",
-        "are gradients cast, or compressed, on every rank in the same way?", 117),
+        "cast or compress gradients in the same way on every rank", 117),
     WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
         "ranks step with different gradients",
         "reduce each gradient over all ranks that hold its parameter, before the step", 116),
     WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
-        "the same gradient moves ranks differently",
-        "does the optimizer have the same state on all ranks?", 114),
+        "the same gradient updates the ranks differently",
+        "check that the optimizer has the same state on all ranks", 114),
 )  # fmt: skip
 
 
 def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
-    """Yield the step and the rank where weights change before the next step begins."""
     for before, after in pairwise(case.analysis.steps):
         for rank, step in enumerate(after.ranks):
             if not same(step.before, before.ranks[rank].after):
@@ -199,7 +197,7 @@ def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
 
 
 def _moved_when_skipped(case: TraceCase) -> Iterator[Match]:
-    """The first change between steps follows a skipped step; if there is none, some change after the last step does."""
+    """Match if the first change between steps, or else one after the last step, follows a skipped step."""
     if (first := next(_changes(case), None)) is not None:
         if case.analysis.steps[first[0]].ranks[first[1]].skipped:
             yield Match(*first)
@@ -218,7 +216,7 @@ def _weights_averaged(case: TraceCase) -> Iterator[Match]:
 
 
 def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
-    """Say whether diverged ranks meet in their mean: a thousand times nearer to it than they were."""
+    """Return whether diverged ranks meet in their mean, a thousand times nearer to it than before."""
     for name, met in value.items():
         mean = torch.stack([rank[name].double() for rank in ranks]).mean(0)
         if distance(met, mean) > 1e-3 * max(distance(rank[name], mean) for rank in ranks):
@@ -240,14 +238,14 @@ CHANGED_WEIGHTS = (
     SHARED_MEMORY,
     WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
         "weights moved although the GradScaler skipped the step",
-        "a skipped step must leave the weights unchanged", 130),
+        "leave the weights unchanged when a step is skipped", 130),
     WeightHypothesis("weights-averaged", "sync", _weights_averaged,
         "the new weights are the mean over the ranks",
         "average gradients before the step instead", 120),
     WeightHypothesis("changed-between-steps", "optimizer", _changed_between_steps,
-        "weights change between two optimizer steps",
-        "what writes to the parameters besides the optimizer?", 118),
+        "weights changed between two optimizer steps",
+        "check what writes to the parameters besides the optimizer", 118),
     WeightHypothesis("changed-after-the-last-step", "optimizer", _changed_after_the_last,
-        "the weights at the end are not those that the last step left",
-        "what writes to the parameters after the training loop?", 116),
+        "the final weights differ from those after the last step",
+        "check what writes to the parameters after the training loop", 116),
 )  # fmt: skip

@@ -18,10 +18,10 @@ from plumbline.judge.trace_analysis import TraceAnalysis, same
 
 
 def buffers(analysis: TraceAnalysis) -> Finding | None:
-    """All ranks begin each step's forward with the same buffers, which are what the first device made of them.
+    """All ranks begin each step's forward with the same buffers: those that the first device computed.
 
-    They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. A
-    subject that declares that each rank keeps its own buffers is judged by the rank's own samples.
+    They may differ after a forward, because DDP broadcasts them before the next one. None if the model has no buffers.
+    If a subject declares that each rank keeps its own buffers, the rank's own samples decide.
     """
     if not analysis.steps or not analysis.steps[0].ranks[0].buffers:
         return None
@@ -34,7 +34,7 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
                 return failed(
                     "buffers",
                     "buffers are not broadcast before the forward (if that is intended, declare buffers='per-rank'): "
-                    "the forward began with another value than on rank 0",
+                    "the forward started with other values than on rank 0",
                     cause="buffers-not-broadcast",
                     family="buffers",
                     step=global_step.index,
@@ -55,7 +55,6 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
 
 
 def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure where a stage's first forward began with other buffers than the job's."""
     job = analysis.workload.model(analysis.cell_oracle.dtype)
     for name, right in job.named_buffers():
         rank = analysis.buffer_holder(0, name)
@@ -63,8 +62,8 @@ def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
         if found is not None and not torch.equal(found, right.to(found.dtype)):
             return failed(
                 "buffers",
-                "the first forward began with other buffers than the job's: was a forward run in training mode before, "
-                "to find shapes or to measure?",
+                "the first forward started with other buffers than the job's (do not run the model in training mode "
+                "before, for example to find shapes)",
                 cause="statistics-updated-again",
                 family="buffers",
                 step=0,

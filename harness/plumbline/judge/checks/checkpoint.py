@@ -10,13 +10,14 @@ import torch
 
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import Step
 from plumbline.judge.causes.optimizer_state import OptimizerStateCase
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
 from plumbline.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from plumbline.judge.checks.gradients import gradients
 from plumbline.judge.checks.launch import launch
-from plumbline.judge.checks.learning_rate import rates_differ
+from plumbline.judge.checks.learning_rate import listed, rates_differ
 from plumbline.judge.checks.ranks_agree import ranks_agree
 from plumbline.judge.checks.skipped_steps import skipped_steps
 from plumbline.judge.checks.stillness import stillness
@@ -35,7 +36,7 @@ _failed = partial(failed, "checkpoint", family="checkpoint")
 def checkpoint(analysis: TraceAnalysis) -> Finding | None:
     """Compare an interrupted training with the uninterrupted one, in the order in which a mistake spreads.
 
-    What is wrong without an interruption too is not the checkpoint's. None where the workload has no interruption.
+    Mistakes that also happen without an interruption do not count here. None if the workload has no interruption.
     """
     if analysis.workload.interrupt_after is None:
         return None
@@ -64,7 +65,7 @@ def _broken(broken: Finding, which: str) -> Finding:
 
 
 def _stopped(interruption: Interruption) -> Finding | None:
-    """The launch that saves attempts, or takes, exactly so many steps."""
+    """The launch that saves takes, or attempts, exactly the requested number of steps."""
     after = interruption.workload.interrupt_after
     for trace in interruption.saved.trace.ranks:
         attempts, taken = len(trace.steps), sum(not step.skipped for step in trace.steps)
@@ -75,24 +76,23 @@ def _stopped(interruption: Interruption) -> Finding | None:
 
 
 def _same_so_far(interruption: Interruption) -> Finding | None:
-    """Until it stops, the launch that saves uses the samples of the uninterrupted one."""
     whole, saved, _ = interruption.draws
     for step, draws in enumerate(saved):
         if draws != whole[step]:
-            message = "the training used other samples before the interruption than the uninterrupted one"
+            message = "before the interruption, the training used other samples than the uninterrupted one"
             return explain(_failed(message, step=step), OrderCase(interruption, 0))
     return None
 
 
 def _weights(interruption: Interruption) -> Finding | None:
-    """Before the first resumed step every rank holds what the launch that saved ended with, bit for bit."""
+    """Before the first resumed step, every rank holds bit for bit what the launch that saved ended with."""
     for trace in interruption.resumed.trace.ranks:
         if not trace.steps:
             continue  # the number of steps is a question of its own
         before, left = trace.steps[0].before, interruption.left(trace.rank)
         if not any(same(before, weights) for weights in left):
             wrong = [name for name, value in left[0].items() if name not in before or not value.equal(before[name])]
-            message = f"training resumed with {len(wrong)} of {len(left[0])} parameters other than they were saved"
+            message = f"training resumed with {len(wrong)} of {len(left[0])} parameters that differ from the saved ones"
             name = wrong[0] if wrong else None
             finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=name)
             return explain(finding, ResumedWeightsCase.of(interruption, trace.rank))
@@ -100,7 +100,7 @@ def _weights(interruption: Interruption) -> Finding | None:
 
 
 def _buffers(interruption: Interruption) -> Finding | None:
-    """The first resumed forward begins with the buffers that were left: a rank's own, or the first rank's."""
+    """The first resumed forward starts with the saved buffers: a rank's own, or the first rank's."""
     for trace in interruption.resumed.trace.ranks:
         if not trace.steps:
             continue
@@ -108,14 +108,14 @@ def _buffers(interruption: Interruption) -> Finding | None:
         left = [interruption.origin(rank).final_buffers for rank in (0, trace.rank)]
         if not any(same(begun, buffers) for buffers in left):
             wrong = next((n for n, value in left[0].items() if n not in begun or not value.equal(begun[n])), None)
-            message = "training resumed with another buffer than was saved"
+            message = "training resumed with a buffer that differs from the saved one"
             finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=wrong)
             return explain(finding, ResumedBuffersCase.of(interruption, trace.rank))
     return None
 
 
 def _progress(interruption: Interruption) -> Finding | None:
-    """The resumed steps are exactly those that were left, each with the samples of the uninterrupted one."""
+    """The resumed steps are exactly the remaining ones, each with the samples of the uninterrupted training."""
     whole, _, resumed = interruption.draws
     rest = interruption.total - interruption.place
     for step, (used, due) in enumerate(zip(resumed, whole[interruption.place :], strict=False), interruption.place):
@@ -133,7 +133,7 @@ def _progress(interruption: Interruption) -> Finding | None:
 
 
 def _state(interruption: Interruption) -> Finding | None:
-    """The optimizer makes of the resumed gradients what it would with the state that the steps before gave it."""
+    """The resumed optimizer steps as one whose state comes from all steps before."""
     ranks = range(len(interruption.resumed.trace.ranks))
     allowed = interruption.whole.allowed(limit())
     errors = [
@@ -145,17 +145,16 @@ def _state(interruption: Interruption) -> Finding | None:
     worst = largest(errors)
     if worst.x_noise <= allowed or _is_bad(update, interruption.whole):
         return None
-    message = "the resumed optimizer's steps are not those of one that was never interrupted"
+    message = "the resumed optimizer's steps differ from those of an uninterrupted one"
     finding = _from_deviation(Outcome.FAILED, f"{message}: {error_at(worst, allowed)}", worst, allowed)
     return explain(with_parameters(finding, errors), OptimizerStateCase(interruption, allowed))
 
 
 def _rates(interruption: Interruption) -> Finding | None:
-    """Each resumed step has the learning rates of the same step of the uninterrupted training."""
     for step, rank, own, other in interruption.pairs():
         used, due = own.learning_rates, other.learning_rates
         if rates_differ(used, due):
-            message = f"learning rates are {list(used)}, and {list(due)} without interruption,"
+            message = f"after resuming, the learning rate was {listed(used)} instead of {listed(due)}"
             return explain(
                 _failed(message, step=step, rank=rank), ResumedRatesCase(interruption.whole, rank, interruption)
             )
@@ -163,12 +162,15 @@ def _rates(interruption: Interruption) -> Finding | None:
 
 
 def _scale(interruption: Interruption) -> Finding | None:
-    """Each resumed step has the loss scale of the same step of the uninterrupted training."""
     for step, rank, own, other in interruption.pairs():
         if own.scale != other.scale:
-            message = f"the loss scale is {own.scale}, and {other.scale} without interruption,"
+            message = f"after resuming, the loss scale was {_scale_in_words(own)} instead of {_scale_in_words(other)}"
             return explain(_failed(message, step=step, rank=rank), ScaleCase(interruption, rank, step))
     return None
+
+
+def _scale_in_words(step: Step) -> str:
+    return "none" if step.scale is None else f"{step.scale:g}"
 
 
 def _ordinary(interruption: Interruption) -> Finding | None:

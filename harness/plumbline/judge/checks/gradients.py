@@ -22,7 +22,7 @@ PROMISE = "what the backend promises for these samples"
 def gradients(analysis: TraceAnalysis) -> Finding:
     """Each rank's gradient at each step, at the subject's own weights and samples, against ℓ(B) and the contract."""
     if not analysis.steps_taken:
-        raise Vacuous("no optimizer step was seen on every rank")
+        raise Vacuous("no optimizer step was taken on all ranks")
     _refuse_vacuous(analysis)
     finding = compare_gradients(analysis)
     if finding.outcome is Outcome.FAILED:
@@ -32,7 +32,7 @@ def gradients(analysis: TraceAnalysis) -> Finding:
 
 
 def compare_gradients(analysis: TraceAnalysis) -> Finding:
-    """Return what the comparison alone says, without a cause."""
+    """Return the result of the comparison, without a cause."""
     # One device may take the micro-batches one by one or all samples at once.
     comparison = TwoWayComparison()
     errors: list[Deviation] = []
@@ -70,7 +70,7 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
             if norm(step.gradients[name]):
                 what = f"of a parameter that is {'frozen' if frozen else 'unused in this step'}"
             elif not frozen and name not in _used_until(global_step.index, analysis) and not _still(name, step):
-                what = "of zeros, and moved a parameter that no loss has depended on so far"
+                what = "of zeros and moved a parameter that no loss has depended on so far"
             else:
                 continue
             finding = failed(
@@ -91,7 +91,6 @@ def _still(name: str, step: Step) -> bool:
 
 
 def _used_until(index: int, analysis: TraceAnalysis) -> set[str]:
-    """Return the parameters on which some loss has depended up to a step."""
     return {name for step, expected in analysis.expected.items() if step <= index for name in expected.contract}
 
 
@@ -102,7 +101,7 @@ def _refuse_vacuous(analysis: TraceAnalysis) -> None:
         raise Vacuous("every gradient is zero")
     several = [each for each in expected if sum(len(groups) for groups in each.parts) > 1]
     if several and not any(_shares_differ(each, analysis) for each in several):
-        raise Vacuous("every share has the same gradient, so a missing average would not be seen")
+        raise Vacuous("all shares have the same gradient, so a missing average would not show")
 
 
 def _shares_differ(expected: ExpectedGradients, analysis: TraceAnalysis) -> bool:

@@ -17,8 +17,8 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
         for name, parameter in analysis.start.items():
             value = step.before.get(name)
             if value is None or not value.equal(parameter):
-                message = "a parameter is missing" if value is None else "a parameter is not the job's"
-                message += " before the first step"
+                problem = "is missing" if value is None else "differs from the job's"
+                message = f"before the first step, a parameter {problem}"
                 finding = failed(
                     "initial-weights", message, family="sync", rank=analysis.holder(rank, name), parameter=name
                 )
@@ -27,7 +27,7 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
     for rank, step in enumerate(analysis.recorded_steps[0].ranks):
         for name, value in step.before.items():
             if name in analysis.start and not value.equal(analysis.start[name]):
-                message = "a parameter is not the job's before the first step"
+                message = "before the first step, a parameter differs from the job's"
                 finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
                 return explain(finding, InitialWeightsCase(analysis))
     return passed("initial-weights", "every rank starts from the job's weights")

@@ -12,10 +12,10 @@ from plumbline.evidence.trace import Exit, Trace
 
 _LONGEST_LINE = 300
 _STACKS = 4
-"""Of up to so many ranks all stacks are shown; of more, only that of the rank that is named."""
+"""All stacks are shown for up to this many ranks; for more, only the named rank's."""
 
 AFTER_TRAINING = ("validation", "metrics")
-"""Checks that also judge what a trainer does after the last step, which a rank that hung may not have reached."""
+"""Checks that also judge the time after the last step, which a hung rank may not have reached."""
 
 
 def launch(trace: Trace, cell: Cell) -> Finding | None:
@@ -38,15 +38,14 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
         return _ended_badly(Outcome.TIMED_OUT, min(late, key=lambda rank: (*_progress(trace.exits[rank]), rank)), trace)
     present = [rank.rank for rank in trace.ranks]
     if present != list(range(cell.processes)):
-        return Finding(
-            "launch", Outcome.ERRORED, f"there are traces of ranks {present}, not of ranks 0 to {cell.processes - 1}"
-        )
+        found = f"ranks {_listed(present)}" if present else "no rank"
+        return Finding("launch", Outcome.ERRORED, f"{found} left a trace instead of ranks 0 to {cell.processes - 1}")
     alone = [rank for rank in trace.ranks if rank.world_size != cell.processes]
     if alone:
         return Finding(
             "launch",
             Outcome.FAILED,
-            f"rank {alone[0].rank} trained in a world of {alone[0].world_size}, not of {cell.processes}",
+            f"rank {alone[0].rank} trained in a world of {alone[0].world_size} instead of {cell.processes}",
             family="launch",
             rank=alone[0].rank,
         )
@@ -105,7 +104,6 @@ def _ended_badly(outcome: Outcome, rank: int, trace: Trace) -> Finding:
 
 
 def _ends(trace: Trace) -> dict[int, str]:
-    """Return in one line how each rank ended that ended badly."""
     ends = {rank.rank: f"{_beginning(rank.error)}{_at(len(rank.steps))}" for rank in trace.ranks if rank.error}
     for rank, exit in trace.exits.items():
         where = _where(exit)
@@ -114,7 +112,7 @@ def _ends(trace: Trace) -> dict[int, str]:
 
 
 def _where(exit: Exit) -> str:
-    """Return the collective in which a rank waited, or else the innermost line of its stack."""
+    """Return the collective that a rank waited in, else the innermost line of its stack."""
     if exit.waits_in:
         return f" waiting in {exit.waits_in}"
     return f" in {exit.stack.splitlines()[0]}" if exit.stack else ""
@@ -125,14 +123,13 @@ def _at(step: int | None) -> str:
 
 
 def _beginning(error: str) -> str:
-    """Return the first line of an error, shortened; torch's dispatcher errors have a hundred lines."""
+    """Return the first line of an error, shortened: torch's dispatcher errors have a hundred lines."""
     first, _, rest = error.strip().partition("\n")
     first = first if len(first) <= _LONGEST_LINE else first[:_LONGEST_LINE] + " …"
     return f"{first} …" if rest.strip() else first
 
 
 def _of_several(ends: dict[int, str]) -> list[str]:
-    """Return a line for each way to end, with the ranks that ended so."""
     alike: dict[str, list[int]] = {}
     for rank, end in ends.items():
         alike.setdefault(end, []).append(rank)

@@ -17,14 +17,13 @@ PRECISION = 1e-12
 """Rates are float64 numbers that went through a few operations: this is thousands of roundings."""
 
 ROUNDING = sys.float_info.epsilon / 2
-"""One rounding of a float64 number, relative to it: the noise of a rate, which no lower precision of a cell makes."""
+"""One relative rounding of a float64 number: the noise of a rate in every precision."""
 
 
 def learning_rate(analysis: TraceAnalysis) -> Finding:
-    """The rates of all parameter groups at each step taken; a schedule moves on after each of them.
+    """The rates of all parameter groups at each step taken; a schedule advances after each of them.
 
-    A rate is a number that the trainer sets, in float64 whatever the cell's precision is: an error is a multiple of its
-    rounding, not of what rounding makes of weights.
+    The trainer sets rates in float64 in every precision, so an error is a multiple of the rounding of float64.
     """
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
@@ -37,7 +36,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
             if analysis.is_staged and (not step.before or (used and len(used) != len(expected))):
                 continue  # a stage may have some of the optimizers, or none
             if rates_differ(in_order(used), in_order(expected)):
-                message = f"learning rates are {_listed(used)} where the workload has {_listed(expected)}"
+                message = f"the learning rate is {listed(used)} instead of the workload's {listed(expected)}"
                 finding = replace(
                     failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank),
                     error_x_noise=_error(in_order(used), in_order(expected)) / ROUNDING,
@@ -56,7 +55,7 @@ def rates_differ(used: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def _error(used: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative error of a rate; infinite where a rate is missing, or is not zero and should be."""
+    """Return the largest relative error of a rate; infinite if a rate is missing, or not zero but should be."""
     if len(used) != len(expected):
         return math.inf
     return max((_relative(u, e) for u, e in zip(used, expected, strict=True)), default=0.0)
@@ -69,6 +68,5 @@ def _relative(used: float, expected: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _listed(rates: Sequence[float]) -> str:
-    """Return rates with the digits that are compared."""
+def listed(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:.13g}" for rate in rates) or "none"

@@ -14,10 +14,10 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def metrics(analysis: TraceAnalysis) -> Finding | None:
-    """Each ``loss`` and ``val_loss``, on each rank that reports it, against the mean that it stands for.
+    """Compare each ``loss`` and ``val_loss``, on each rank that reports it, with the mean that it stands for.
 
-    Noise is the error of the same mean in the cell's precision, on one device; at least one rounding. None where the
-    workload needs no metrics and none was reported, and where a loss is no mean over samples.
+    Noise is the error of the same mean in the cell's precision on one device, and at least one rounding. None if the
+    workload needs no metrics and none was reported, and if a loss is not a mean over samples.
     """
     needed = "metrics" in analysis.workload.needs
     if not needed and not any(trace.logged for trace in analysis.trace.ranks):
@@ -43,7 +43,7 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
 
 
 def _failed(report: ReportedValue, count: int, table: LossTable, x_noise: float) -> Finding:
-    """Return the finding for the first of ``count`` reports that are wrong; ``x_noise`` is the largest error."""
+    """Return the finding for the first of ``count`` wrong reports; ``x_noise`` is the largest error."""
     values = table.expected_values(report)
     nearest = min(values, key=lambda value: abs(value - report.value), default=math.nan)
     message = (

@@ -27,15 +27,15 @@ Combination = Callable[[Sequence[Tensors]], Tensors]
 
 
 def own_buffers(analysis: TraceAnalysis) -> Finding:
-    """All ranks begin alike, and from then on each rank's forwards alone change its buffers: nothing is broadcast.
+    """All ranks begin alike, and then each rank's forwards alone change its buffers: nothing is broadcast.
 
-    That is not what one device computes, so it deviates where ranks have different buffers. A BatchNorm that shares
-    its statistics has the same ones everywhere.
+    One device computes something else, so this deviates if ranks have different buffers. A BatchNorm that shares its
+    statistics has the same ones everywhere.
     """
     first = analysis.steps[0].ranks
     for rank, step in enumerate(first):
         if not same(step.buffers, first[0].buffers):
-            message = "buffers are not those of rank 0 before the first forward"
+            message = "buffers differ from those of rank 0 before the first forward"
             return failed("buffers", message, cause="buffers-begin-apart", family="buffers", step=0, rank=rank)
     worst: dict[str, Deviation] = {}
     any_changed = False
@@ -51,12 +51,11 @@ def own_buffers(analysis: TraceAnalysis) -> Finding:
     error = error_at(nearest, limit())
     if all(same(step.buffers, each.ranks[0].buffers) for each in analysis.steps for step in each.ranks[1:]):
         return from_deviation("buffers", Outcome.PASSED, f"buffers are those of one device: {error}", nearest)
-    message = f"buffers are each rank's own, as the subject declares, and not those of one device: {error}"
+    message = f"buffers are each rank's own, as the subject declares, but not those of one device: {error}"
     return from_deviation("buffers", Outcome.DEVIATES, message, nearest)
 
 
 def _rank_steps(analysis: TraceAnalysis) -> Iterator[tuple[GlobalStep, GlobalStep, int]]:
-    """Yield each step with the one that follows it, for each rank."""
     for global_step, following in pairwise(analysis.steps):
         for rank in range(len(global_step.ranks)):
             yield global_step, following, rank
@@ -75,14 +74,14 @@ def _sum(own: Sequence[Tensors]) -> Tensors:
 
 
 COMBINATIONS: tuple[tuple[str, str, Combination], ...] = (
-    ("buffers-broadcast", "they are rank 0's: buffers are broadcast, so leave buffers='per-rank' out", _first),
-    ("buffers-averaged", "they are the mean over the ranks: leave the averaging out", _mean),
-    ("buffers-summed", "they are the sum over the ranks: leave the reduction out", _sum),
+    ("buffers-broadcast", "they are rank 0's: buffers are broadcast, so remove buffers='per-rank'", _first),
+    ("buffers-averaged", "they are the mean over the ranks: do not average them", _mean),
+    ("buffers-summed", "they are the sum over the ranks: do not reduce them", _sum),
 )
 
 
 def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
-    """Return the failure at the first step that is wrong, with the combination of the ranks' own buffers that fits."""
+    """Return the failure at the first wrong step, with the combination of the ranks' buffers that fits."""
     global_step, following, rank = _first_wrong(analysis)
     micro_batches = analysis.cell.contract.micro_batches
     exact, replayed = (
@@ -104,7 +103,7 @@ def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
 
 
 def _first_wrong(analysis: TraceAnalysis) -> tuple[GlobalStep, GlobalStep, int]:
-    """Return the first step, and the first rank in it, whose forwards do not make the buffers that came next."""
+    """Return the first step and rank whose forwards do not explain the next buffers."""
     return next(
         (global_step, following, rank)
         for global_step, following, rank in _rank_steps(analysis)

@@ -11,17 +11,17 @@ from plumbline.judge.oracle.noise import distance, in_noise
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 COARSE = 100.0
-"""A tensor distinguishes 16 bits from 32 where 16-bit noise is at least so many roundings of 32 bits."""
+"""A tensor distinguishes 16 bits from 32 if 16-bit noise is at least this many roundings of 32 bits."""
 
 
 def precision(analysis: TraceAnalysis) -> Finding | None:
-    """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and where no tensor could show the difference.
+    """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and if no tensor could show the difference.
 
-    An exact workload cannot show it either: its numbers are made to need no rounding, and in 16 bits few of them do.
+    An exact workload cannot show it either, because its numbers need no rounding, and few of them do in 16 bits.
 
-    The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
-    an error of a few roundings of 32 bits. The border is the geometric mean of the two. What rounding is known to be
-    able to do, and did in no run, does not count: where autocast leaves an operation in 32 bits, it does nothing.
+    A forward in 16 bits has the error of the noise itself; one in 32 bits has a few roundings of 32 bits. The border is
+    the geometric mean of the two. Only measured rounding counts: an operation that autocast leaves in 32 bits may not
+    show the rounding that is possible.
     """
     if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.steps_taken:
         return None
@@ -50,7 +50,7 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
     return Finding(
         "precision",
         Outcome.PASSED if good else Outcome.FAILED,
-        message if good else f"{message}: does the forward run under autocast?",
+        message if good else f"{message}: run the forward under autocast",
         cause=None if good else "trained-in-32-bits",
         family=None if good else "amp",
         error_x_noise=nearest,

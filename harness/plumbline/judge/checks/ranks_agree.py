@@ -16,7 +16,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis, differing
 def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
     """Compare the weights after each step with rank 0's; if one rank skipped, all must. None in a world of one.
 
-    Where ranks hold one model together, it is the first of them that has a weight in the place of rank 0.
+    If ranks hold one model together, the first rank that has a weight takes the place of rank 0.
     """
     if analysis.cell.processes == 1:
         return None

@@ -27,7 +27,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 def rng(analysis: TraceAnalysis) -> Finding | None:
     """No two masks and no two streams of bits agree more than chance explains, and half of the bits are set.
 
-    Limits follow from the probability of a false alarm and the number of comparisons. None where no layer draws.
+    Limits follow from the probability of a false alarm and the number of comparisons. None if no layer draws.
     """
     layers = [str(layer.draws) for layer in analysis.oracle.model.modules() if getattr(layer, "draws", None)]
     if not layers:
@@ -57,7 +57,6 @@ def _absent(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
 
 
 def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure where a backward used other masks than the forward."""
     for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
             layer = next(
@@ -70,9 +69,9 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
 
 
 def _unlike_members(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure where ranks that compute the same activations drop different units of them.
+    """Return the failure if ranks that compute the same activations drop different units of them.
 
-    Where each rank draws for a part of an activation, the parts differ as they should.
+    If each rank draws for a part of an activation, the parts differ as they should.
     """
     for index, step in enumerate(analysis.steps):
         for judged, whole in enumerate(step.ranks):
@@ -96,20 +95,20 @@ def _unlike_members(layers: Sequence[str], analysis: TraceAnalysis) -> Finding |
 
 
 def _unfair_mask(masks: Sequence[SampleMask]) -> Finding | None:
-    """Return the failure where a mask keeps far more, or far fewer, of its units than one half: all, or none."""
     limit = surprise_limit(len(masks))
     for mask in masks:
         if _surprise_at(mask.bits) > limit:
-            message = f"a mask keeps {int(mask.bits.sum())} of {len(mask.bits)} units, not half of them ({mask.place})"
+            kept = f"{int(mask.bits.sum())} of {len(mask.bits)} units"
+            message = f"a mask keeps {kept} instead of half of them ({mask.place})"
             finding = failed("rng", message, step=mask.place.step, rank=mask.place.rank)
             return explain(finding, KeptShareCase(float(mask.bits.double().mean())))
     return None
 
 
 def _unfair_layer(masks: Sequence[SampleMask]) -> Finding | None:
-    """Return the failure where a layer on a rank keeps another share of its units than one half.
+    """Return the failure if a layer on a rank does not keep half of its units.
 
-    Each mask counts once: if one serves several samples its bits carry no more information.
+    Each mask counts once, because a mask that serves several samples carries no more information.
     """
     drawn: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     for mask in masks:
@@ -119,7 +118,7 @@ def _unfair_layer(masks: Sequence[SampleMask]) -> Finding | None:
         bits = torch.unique(torch.stack(own), dim=0).flatten()
         if _surprise_at(bits) > limit:
             share = float(bits.double().mean())
-            message = f"layer {layer!r} keeps {100 * share:.4g} % of {len(bits)} units, not half of them,"
+            message = f"layer {layer!r} keeps {100 * share:.4g} % of {len(bits)} units instead of half of them"
             return explain(failed("rng", message, step=0, rank=rank), KeptShareCase(share))
     return None
 
@@ -129,7 +128,6 @@ def _surprise_at(bits: torch.Tensor) -> float:
 
 
 def _alike(masks: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure where two masks have too much, or too little, in common."""
     by_width: dict[int, list[SampleMask]] = defaultdict(list)
     for mask in masks:
         by_width[len(mask.bits)].append(mask)
@@ -145,13 +143,13 @@ def _alike(masks: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | No
         return None
     first, second = min(alike, key=lambda pair: max(mask.place.step for mask in pair))
     latest = max(first.place, second.place, key=lambda place: (place.step, place.rank))
-    pairs = f"{len(alike)} pairs of masks are alike, the first of them ({first.place}) and ({second.place}),"
-    finding = failed("rng", pairs, step=latest.step, rank=latest.rank)
+    message = f"masks are alike ({len(alike)} in all), first ({first.place}) and ({second.place}),"
+    finding = failed("rng", message, step=latest.step, rank=latest.rank)
     return explain(finding, AlikeMasksCase(analysis, [(a.place, b.place) for a, b in alike]))
 
 
 def _streams(masks: Sequence[SampleMask]) -> Finding | None:
-    """Return the failure where one device draws another's bits, or its own once more, so many bits later."""
+    """Return the failure if a device draws another's bits, or its own again, with a lag."""
     drawn: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
     for mask in masks:
         drawn[mask.place.rank, mask.place.device].append(mask.bits)

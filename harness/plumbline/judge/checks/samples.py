@@ -1,6 +1,6 @@
-"""Which samples were used: every one once an epoch, on one rank, in an order that changes with the epoch.
+"""Which samples were used: each once per epoch, on one rank, in an order that changes with the epoch.
 
-Where the subject declares that its data comes by iterations, there are no epochs, and ranks must draw independently.
+If the subject declares that its data comes by iterations, there are no epochs, and ranks must draw independently.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ def samples(analysis: TraceAnalysis) -> Finding:
 
 
 def _unlike_members(analysis: TraceAnalysis) -> str | None:
-    """Return what is wrong where ranks that hold parts of one replica use other samples than one another."""
     if (found := sampler_draws.unlike_members(analysis)) is None:
         return None
     step, first, second = found
-    return f"ranks {first} and {second} hold parts of one replica, and use different samples at step {step}"
+    return f"ranks {first} and {second} hold parts of one replica but use different samples at step {step}"
 
 
 def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
-    """Return what is wrong with the coverage or the order of the epochs."""
     windows, world = analysis.epochs.windows, analysis.world
     epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
     return (
@@ -68,7 +66,7 @@ def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
 
 
 def _dependent_draws(analysis: TraceAnalysis) -> str | None:
-    """Return what is wrong where draws follow from those of another rank, or from those before them."""
+    """Return what is wrong if draws depend on another rank's, or on earlier ones."""
     if (again := sampler_draws.repeated(analysis)) is not None:
         return f"a batch has the samples of the batch before it at step {again[0]} on rank {again[1]}"
     if (found := sampler_draws.shared(analysis)) is None:
@@ -79,12 +77,11 @@ def _dependent_draws(analysis: TraceAnalysis) -> str | None:
 
 
 def _window_size(analysis: TraceAnalysis) -> int:
-    """Return how many samples a whole window has over all ranks."""
     return analysis.workload.accumulate * analysis.workload.global_batch_size(analysis.devices)
 
 
 def _wrong_batch_size(analysis: TraceAnalysis) -> str | None:
-    """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
+    """Return the first step, except the last of an epoch, that does not consume ``accumulate`` whole batches."""
     size, world, windows = _window_size(analysis), analysis.world, analysis.epochs.windows
     for global_step in analysis.steps:
         count = sum(len(drawn(step)) for step in global_step.ranks)
@@ -105,7 +102,7 @@ def _loss_of_other_samples(analysis: TraceAnalysis) -> str | None:
             # A loss over all ranks' gathered outputs is given all samples.
             if given not in (seen, everybody):
                 return (
-                    f"the loss got {len(given)} samples, which are not the {len(seen)} that went through the model, "
+                    f"the loss got {len(given)} samples, but not the {len(seen)} that went through the model, "
                     f"at step {global_step.index} on rank {rank}"
                 )
     return None
@@ -115,7 +112,7 @@ def _unknown_sample(used: Used, expected: int) -> str | None:
     for index, step in enumerate(used):
         for sample in step:
             if not 0 <= sample < expected:
-                return f"sample {sample} was used at step {index}, and the dataset has samples 0 to {expected - 1}"
+                return f"sample {sample} was used at step {index}, but the dataset has samples 0 to {expected - 1}"
     return None
 
 
@@ -136,7 +133,7 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
 
 
 def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
-    """With shuffling, who draws a sample must change too: else its order depends on the number of devices."""
+    """With shuffling, ranks must exchange samples too, or the order depends on the number of devices."""
     if not analysis.shuffles or len(analysis.trace.ranks) == 1:
         return None
     shards = [
@@ -148,12 +145,12 @@ def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
     ]
     kept = all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards)
     if kept and _beyond_chance([len(epochs[0]) for epochs in shards], len(shards[0]) - 1):
-        return "every rank draws the same samples in every epoch: shards are fixed, and shuffled only inside"
+        return "every rank draws the same samples in every epoch: shards are fixed, and only shuffled within"
     return None
 
 
 def _beyond_chance(sizes: Sequence[int], times: int = 1) -> bool:
-    """Return whether chance explains no more that samples fell so often into the same sets, of these sizes."""
+    """Return whether chance cannot explain that samples fell into the same sets this often."""
     arrangements = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
     return times * arrangements > surprise_limit(1)
 

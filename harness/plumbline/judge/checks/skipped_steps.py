@@ -13,9 +13,9 @@ from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     """A skipped step had a gradient that overflows; it leaves the weights unchanged and lowers the scale.
 
-    Of several optimizers each may be skipped alone, which is said of its own parameters then. The factor, and when the
-    scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own the gradients of such a
-    step are not recorded. None where no step was skipped.
+    Each of several optimizers may be skipped separately, which concerns only its own parameters. The loss scaler
+    chooses the factor, and when the scale grows again. If a trainer has its own scaler, the gradients of skipped steps
+    are not recorded. None if no step was skipped.
     """
     count = unseen = 0
     for trace in analysis.trace.ranks:
@@ -41,12 +41,12 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     for global_step in analysis.steps:
         if _overflowed(global_step) and not analysis.may_overflow(global_step):
             return _without_reason(global_step)
-    message = f"{count} skipped steps, over all ranks, left the weights unchanged"
+    message = f"the weights did not change in {count} skipped step{'s' if count > 1 else ''}, counted over all ranks"
     return passed("skipped-steps", f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
 
 
 def _overflowed(global_step: GlobalStep) -> bool:
-    """Return whether all ranks skipped a step and it is known what their gradients and their scale were."""
+    """Return whether all ranks skipped a step whose gradients and scale are known."""
     return all(step.skipped and step.gradients and step.scale for step in global_step.ranks)
 
 
@@ -59,9 +59,9 @@ def _without_reason(global_step: GlobalStep) -> Finding:
     )
     return failed(
         "skipped-steps",
-        "the loss scaler skipped a step whose gradient is not finite, but at its scale of "
-        f"{global_step.ranks[0].scale:.0f} the gradient of one device is far from an overflow: was the one of an "
-        "earlier step that overflowed not set to zero?",
+        "the loss scaler skipped a step whose gradient is not finite, although at its scale of "
+        f"{global_step.ranks[0].scale:.0f} one device's gradient is far from overflowing: zero the gradients after "
+        "skipped steps too",
         cause="skipped-without-overflow",
         family="amp",
         step=global_step.index,
@@ -71,7 +71,7 @@ def _without_reason(global_step: GlobalStep) -> Finding:
 
 
 def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
-    """Return the cause, what was observed and the parameter, where a skipped step is not as it should be."""
+    """Return the cause, the observation and the parameter if a skipped step is wrong."""
     gradients, still = (step.held_back, step.held_back) if step.held_back else (step.gradients, step.after)
     # A weight that was NaN before and is NaN now did not move.
     moved = [name for name in still if not same({name: step.before[name]}, {name: step.after[name]})]

@@ -13,9 +13,9 @@ def steps(analysis: TraceAnalysis) -> Finding:
     """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
     expected = analysis.steps_due
     if not analysis.steps_taken and not (analysis.is_staged and any(trace.steps for trace in analysis.recorded.ranks)):
-        raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
+        raise Vacuous("no optimizer step was taken on all ranks, so there is nothing to compare")
     for trace in analysis.recorded.ranks:
         if len(trace.steps) != expected:
-            message = f"{len(trace.steps)} optimizer steps where the workload has {expected}"
+            message = f"{len(trace.steps)} optimizer steps instead of {expected}"
             return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
     return passed("steps", f"{expected} optimizer steps on every rank")

@@ -35,7 +35,6 @@ def stillness(analysis: TraceAnalysis) -> Finding:
 
 
 def _pauses(trace: RankTrace) -> Iterator[tuple[int, Tensors, Tensors]]:
-    """Yield a step's index, the weights it left, and those that were found later."""
     for index, (step, following) in enumerate(zip(trace.steps, trace.steps[1:], strict=False)):
         yield index, step.after, following.before
     if trace.steps and trace.final is not None:

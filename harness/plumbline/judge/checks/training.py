@@ -11,7 +11,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 def training(analysis: TraceAnalysis) -> Finding:
     """Train in float64 from the job's weights with the samples that the subject used, and compare the final weights."""
     if not analysis.steps_taken:
-        raise Vacuous("no optimizer step was seen on every rank")
+        raise Vacuous("no optimizer step was taken on all ranks")
     last = analysis.steps_taken[-1]
     full_training = analysis.full_training
     contract = full_training.contract

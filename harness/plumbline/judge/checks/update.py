@@ -19,12 +19,12 @@ from plumbline.judge.update_replay import update_errors
 def update(analysis: TraceAnalysis) -> Finding:
     """Replay the subject's own gradients through the workload's optimizer and compare the weights after each step.
 
-    The optimizer's state is the replay's own, computed from the subject's gradients, so that a lost state shows.
-    Noise is the error of the same replay in the cell's storage precision, at least one rounding; where that does not
-    explain the error, with what sums in parts make of the optimizer's matrix products.
+    The replay computes the optimizer's state from the subject's gradients, so a lost state shows. Noise is the error of
+    the same replay in the cell's storage precision, and at least one rounding; if that does not explain the error, the
+    optimizer's matrix products are also summed in parts.
     """
     if not analysis.steps_taken:
-        raise Vacuous("no optimizer step was seen on every rank")
+        raise Vacuous("no optimizer step was taken on all ranks")
     finding = compare_updates(analysis)
     if finding.outcome is not Outcome.FAILED:
         if not any(
@@ -40,7 +40,7 @@ def update(analysis: TraceAnalysis) -> Finding:
 
 
 def compare_updates(analysis: TraceAnalysis) -> Finding:
-    """Return what the comparison alone says, without a cause."""
+    """Return the result of the comparison, without a cause."""
     errors: list[Deviation] = []
     judged: list[RankTrace] = []
     allowed = analysis.allowed(limit())

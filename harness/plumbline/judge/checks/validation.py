@@ -15,16 +15,16 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 def validation(analysis: TraceAnalysis) -> Finding | None:
     """At each due position the ranks together forward every held-out sample, without gradients, in evaluation mode.
 
-    How they divide the samples is free: all have a share, each has everything, or one rank does it alone. Samples that
-    fill up a batch, and further evaluations, are no mistake: whether they are left out of the metrics is judged with
-    the metrics. None where none is due, and where the number of steps is wrong, which ``steps`` reports.
+    They may divide the samples in any way: into shares, all on each rank, or all on one rank. Samples that fill up a
+    batch, and additional evaluations, are allowed here; the check of metrics judges whether they are counted. None if
+    no evaluation is due, or if the number of steps is wrong, which ``steps`` reports.
     """
     workload = analysis.workload
     due = list(evaluations_due(analysis))
     if not due:
         return None
     if not any(trace.evaluations for trace in analysis.trace.ranks):
-        message = f"{len(due)} evaluations were due, and the model was never evaluated"
+        message = f"{len(due)} evaluations were due, but the model was never evaluated"
         return explain(failed("validation", message), EvaluationCase(analysis))
     if len(analysis.steps) != analysis.steps_due:
         return None
@@ -40,9 +40,9 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
 
 
 def evaluated(analysis: TraceAnalysis, positions: tuple[Position, ...]) -> list[Evaluation]:
-    """Return the evaluations of all ranks at one of ``positions``, or in its step if micro-batches were not recorded.
+    """Return all ranks' evaluations at one of ``positions``, or in its step if micro-batches were not recorded.
 
-    The loss tells micro-batches apart, so they are not recorded where the subject has a loss function of its own.
+    Only the loss tells micro-batches apart, so they are not recorded if the subject has its own loss function.
     """
     found = []
     for trace in analysis.trace.ranks:
@@ -62,7 +62,7 @@ def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
         return "the model was in training mode"
     unknown = [i for i in seen if not 0 <= i < expected]
     if unknown:
-        return f"sample {min(unknown)} was evaluated, which the held-out data does not have,"
+        return f"sample {min(unknown)}, which is not in the held-out data, was evaluated"
     if len(seen) < expected:
         return f"{expected - len(seen)} of {expected} held-out samples were not evaluated"
     return None

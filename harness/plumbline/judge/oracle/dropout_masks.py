@@ -1,7 +1,7 @@
-"""Random masks that a model's layers drew, and the probability that independent fair masks are so alike.
+"""Random masks drawn by a model's layers, and the probability that independent fair masks are so alike.
 
 A layer that drops half of its units draws one bit for each unit of each sample. A *mask* is one sample's bits in one
-layer; a *stream* is all bits of one device of one rank, in the order in which they were drawn.
+layer; a *stream* is all bits of one device of one rank, in drawing order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mask_shapes(workload: Workload, devices: int) -> dict[str, tuple[int, ...]]:
 
 
 def masks_of(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:
-    """Yield every mask of every rank, in the order of drawing, where ``layers`` draw in the order of their names."""
+    """Yield every mask of every rank in drawing order; ``layers`` draw in the order of their names."""
     for rank in trace.ranks:
         for index, step in enumerate(rank.steps):
             for number, micro in enumerate(step.micro_batches):
@@ -75,8 +75,8 @@ def masks_of(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:
 def surprise(count: Tensor, size: Tensor) -> Tensor:
     """Return minus the logarithm of (a bound on) the probability of so uneven a ``count`` among ``size`` fair bits.
 
-    Chernoff's bound for one side, P ≤ exp(-n · KL(k/n ‖ 1/2)); it is exact where all bits are alike. Counts of
-    agreements between two independent masks are such counts too.
+    Chernoff's bound for one side, P ≤ exp(-n · KL(k/n ‖ 1/2)), is exact if all bits are alike. It also holds for the
+    number of bits in which two independent masks agree.
     """
     share = count / size
     relative_entropy: Tensor = math.log(2) + torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)
@@ -84,20 +84,20 @@ def surprise(count: Tensor, size: Tensor) -> Tensor:
 
 
 def surprise_limit(counts: int) -> float:
-    """Return the surprise that a correct trainer exceeds with probability FALSE_ALARM, in any of so many counts."""
+    """Return the surprise that a correct trainer exceeds in any of ``counts`` with probability FALSE_ALARM."""
     return math.log(2 * max(counts, 1) / FALSE_ALARM)
 
 
 def agreements(masks: Tensor) -> Tensor:
-    """Return for each two rows of a table of masks how many bits they have in common."""
+    """Return for each pair of rows in a table of masks how many bits agree."""
     signs = 2 * masks.double() - 1
     return (masks.shape[1] + signs @ signs.T) / 2
 
 
 def shifted_agreements(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each lag how many bits two streams have in common, in how many places, and the lags.
+    """Return for each lag how many bits of two streams agree, in how many places, and the lags.
 
-    At a lag each bit of ``right`` is compared with the one that ``left`` draws so many bits later.
+    A lag of n compares each bit of ``right`` with the bit that ``left`` draws n bits later.
     """
     size = len(left) + len(right)
     signs = [torch.fft.rfft(2 * stream.double() - 1, size) for stream in (left, right)]

@@ -28,7 +28,6 @@ class Epochs:
 
     @property
     def windows(self) -> int:
-        """How many optimizer steps an epoch has."""
         return -(-self.batches // self.accumulate)
 
     @property
@@ -38,7 +37,7 @@ class Epochs:
         return ((self.accumulate,) * whole + ((rest,) if rest else ())) * self.count
 
     def after_batch(self, epoch: int, batches: int) -> tuple[Position, ...]:
-        """Return the position after so many batches of an epoch; at a window's end, after its step or before it."""
+        """Return the position after ``batches`` of an epoch; at a window's end, both after and before its step."""
         whole, rest = divmod(batches, self.accumulate)
         first = epoch * self.windows
         if rest and batches < self.batches:

@@ -47,7 +47,7 @@ class TracedTraining(Protocol):
         """Whether the contract is what one device computes."""
 
     def tolerated(self, step: Any) -> dict[str, float]:
-        """Return the error with which each tensor of a step's gradient is still called right."""
+        """Return the error with which each tensor of a step's gradient still counts as right."""
 
     @property
     def oracle(self) -> Oracle:
@@ -58,10 +58,10 @@ class TracedTraining(Protocol):
         """The cell's own precision, one device."""
 
     def batches_between(self, step: Any) -> int:
-        """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
+        """Return the number of a step's batches after which its optimizers alternate, 0 if they do not."""
 
     def standing_schedules(self, step: Any) -> frozenset[int]:
-        """Return the numbers of the optimizers whose schedules do not move on after a step that was taken."""
+        """Return the numbers of the optimizers whose schedules do not advance after a step that was taken."""
 
     def one_device(self, layout: Layout) -> Layout:
         """Return the same samples as one device takes them, each batch at once."""
@@ -79,7 +79,7 @@ class FullTraining:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """The contract's layout of each step; one device's where that is the same: one pass, not many."""
+        """The layout of each step under the contract, or one device's if that is the same, which needs one pass."""
         layouts = tuple(self._recorded.layouts.values())
         return tuple(map(self._recorded.one_device, layouts)) if self._recorded.is_one_device else layouts
 
@@ -98,8 +98,8 @@ class FullTraining:
     def noise(self) -> dict[str, float]:
         """The difference between final weights that rounding alone explains, by name.
 
-        Adam's step is as long for what rounding leaves of a gradient as for any other. Where samples that count in one
-        way cancel out, they need not in another, so each way that gives other weights is measured.
+        Adam takes a full step even if only rounding is left of a gradient. Samples may cancel out in one way of
+        counting but not in another, so each way that gives other weights is measured.
         """
         ways = {} if self._recorded.is_one_device else self.one_device
         measured = [self._noise_of(layouts, end) for layouts, end in {**ways, self.layouts: self.contract}.items()]
@@ -107,11 +107,11 @@ class FullTraining:
         return {name: max(noise[name] for noise in measured) + moved[name] / self.limit for name in self.contract}
 
     def _moved_by_tolerated_errors(self) -> dict[str, float]:
-        """Return how far weights end away where gradients have errors with which they are still called right.
+        """Return how far the final weights move if gradients have errors that still count as right.
 
-        Few runs need not meet what rounding can do to an entry whose gradient all but cancels out, and Adam makes a
-        whole step of it. So each entry that is not zero is moved by its share of the error, in one training to one
-        side and in another to the other; the larger difference counts.
+        A few runs may miss what rounding can do to an entry whose gradient nearly cancels out, and Adam makes a whole
+        step of it. So each entry that is not zero is moved by its share of the error, to one side in one training and
+        to the other side in another. The larger difference counts.
         """
         differences = []
         for side in (1, -1):
@@ -137,9 +137,9 @@ class FullTraining:
     def _noise_of(self, layouts: Sequence[Layout], end: Tensors) -> dict[str, float]:
         """Return the noise of a training with these layouts, which ends with these weights in float64.
 
-        Few samples have few orders, and each may happen to be rounded hardly at all: every second run is made at
-        weights that are less than a rounding away, and compared with float64 at the same ones. Float64 is measured
-        against itself: as for a gradient, each step's weights are nudged by one rounding.
+        A few samples have few orders, which may hardly round at all. So every second run starts from weights less than
+        one rounding away, and is compared with float64 at the same weights. Float64 is measured against itself: each
+        step's weights are nudged by one rounding.
         """
         recorded = self._recorded
         rng = random.Random(recorded.workload.seed)
@@ -162,7 +162,7 @@ class FullTraining:
     def _unit(self, name: str, end: Tensor) -> float:
         """Return one rounding of a weight, and in 16 bits one of the distance that it moved.
 
-        Small dyadic numbers may need none in every order that was tried, and one in another.
+        Small dyadic numbers may need no rounding in any order that was tried, but one in another order.
         """
         moved = end - self._recorded.start[name].double()
         return rounding_unit([end], self._recorded.epsilon) + rounding_unit([moved], self._recorded.compute_epsilon)
@@ -178,7 +178,6 @@ class FullTraining:
         return moved
 
     def end(self, layouts: Sequence[Layout]) -> Tensors:
-        """Return the final weights in float64, where each step has its layout."""
         return self._train(self._recorded.oracle, layouts)
 
     def _train(
@@ -191,8 +190,8 @@ class FullTraining:
     ) -> Tensors:
         """Return the final weights.
 
-        The optimizer's matrix products are summed in ``parts``, if given; gradients are taken at the weights that
-        ``moved`` makes of those of the step, and are what ``erring`` makes of them.
+        The optimizer's matrix products are summed in ``parts``, if given. ``moved`` changes the weights at which
+        gradients are taken, and ``erring`` changes the gradients.
         """
         oracle.load(self._recorded.start)
         optimizer = oracle.optimizer()

@@ -1,10 +1,9 @@
-"""Who computed what in one optimizer step: the shape that turns a backend's contract into arithmetic.
+"""Who computed what in one optimizer step: the structure that turns a backend's contract into arithmetic.
 
-A layout is micro-batches of groups of device shares of sample ids. A *group* is what one loss sees: its devices'
-outputs are gathered and the loss is taken over all of them; the step's loss is the mean over groups and over
-micro-batches. With it every contract is one formula: none is one group of one device, dp one group of k devices,
-ddp one group of one device a rank, ddp2 one group of k devices a node. ℓ(B) is one group of one device that has
-all the samples.
+A layout is micro-batches of groups of device shares of sample ids. A *group* is what one loss sees: the outputs of its
+devices are gathered, and the loss is taken over all of them. The step's loss is the mean over groups and micro-batches.
+So every contract is one formula: none is one group of one device, dp one group of k devices, ddp one group of one
+device per rank, and ddp2 one group of k devices per node. ℓ(B) is one group of one device with all samples.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _NEXT_DRAW = 2**40
 def with_unique_draws(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return a step of all ranks in which no two draws of a sample have the same id.
 
-    With replacement a step may draw a sample several times, each time with other random masks, or with the buffers of
-    another rank. :func:`sample_of` returns the sample's own id.
+    With replacement, a step may draw a sample several times, with other random masks or with another rank's buffers.
+    :func:`sample_of` returns the sample's own id.
     """
     times: dict[int, int] = {}
 
@@ -48,14 +47,13 @@ def with_unique_draws(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def sample_of(drawn: int) -> int:
-    """Return the dataset's id of a draw."""
     return drawn % _NEXT_DRAW
 
 
 def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
-    """Return what the backend promises for the samples that every rank used in one step (one entry a rank).
+    """Return what the backend promises for the samples that every rank used in one step (one entry per rank).
 
-    A rank that had fewer micro-batches than another takes no part in those it did not have.
+    A rank with fewer micro-batches than others takes no part in the missing ones.
     """
     ranks = [_micro_batches(step.micro_batches, devices_per_process, accumulate) for step in steps]
     return tuple(
@@ -65,10 +63,10 @@ def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate:
 
 
 def _micro_batches(recorded: Sequence[MicroBatch], devices: int, accumulate: int) -> list[tuple[Share, ...]]:
-    """Return the forwards of each micro-batch that the workload asks for, at most ``accumulate``.
+    """Return the forwards of each of the workload's micro-batches, at most ``accumulate``.
 
-    A subject that computes a loss for each of its devices, or with its own loss function, leaves more of them than the
-    workload has. The contract is the loss over all of them, so they are joined again.
+    A subject with one loss per device, or with its own loss function, records more micro-batches than the workload has.
+    The contract is the loss over all of them, so they are joined.
     """
     passes = len(recorded)
     if all(micro.loss is None for micro in recorded):
@@ -88,7 +86,7 @@ def _group(forwards: Sequence[Share], devices: int) -> Group:
 
 
 def one_device_layout(layout: Layout, micro_batches: int = 1) -> Layout:
-    """Return the same samples on one device: one group of one device for each so many micro-batches."""
+    """Return the same samples on one device: one group per given number of micro-batches."""
     batches = (layout[start : start + micro_batches] for start in range(0, len(layout), micro_batches))
     return tuple(((tuple(draws(batch)),),) for batch in batches)
 
@@ -99,12 +97,10 @@ def single_batch_layout(layout: Layout) -> Layout:
 
 
 def samples(layout: Layout) -> list[int]:
-    """Return every sample id of the step, with repetitions."""
     return list(map(sample_of, draws(layout)))
 
 
 def draws(layout: Layout) -> list[int]:
-    """Return every draw of the step, by its unique id."""
     return [i for groups in layout for group in groups for share in group for i in share]
 
 

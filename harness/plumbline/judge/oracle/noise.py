@@ -1,7 +1,7 @@
 """Noise, the error that rounding alone explains; errors in multiples of it; and the limit for a correct trainer.
 
-No constant is tuned. The noise is measured: one device, the cell's precision, several orders of summation, against
-float64. The limit follows from the number of measurements and from the probability of a false alarm.
+No constant is tuned. The noise is measured on one device, in the cell's precision and in several orders of summation,
+against float64. The limit follows from the number of measurements and the probability of a false alarm.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Deviation:
 
 
 def larger(left: Deviation | None, right: Deviation) -> Deviation:
-    """Return the larger error, the earlier one of equals; NaN is the largest."""
+    """Return the larger error, or the earlier one of equals; NaN is the largest."""
     if left is None or math.isnan(right.x_noise) or right.x_noise > left.x_noise:
         return right
     return left
 
 
 def largest(deviations: Iterable[Deviation]) -> Deviation:
-    """Return the largest error, the earliest one of equals; no error where there is none."""
+    """Return the largest error, or the earliest of equals; no error if there is none."""
     return reduce(larger, deviations, Deviation(0.0))
 
 
@@ -54,7 +54,6 @@ def norm(tensor: Tensor) -> float:
 
 
 def length(tensors: Tensors) -> float:
-    """Return the 2-norm of all tensors together."""
     return math.hypot(*map(norm, tensors.values()))
 
 
@@ -65,7 +64,7 @@ def distance(left: Tensor, right: Tensor) -> float:
 
 
 def in_noise(error: float, noise: float) -> float:
-    """Return ``error`` in multiples of ``noise``; infinite where there is an error and no finite noise explains it."""
+    """Return ``error`` in multiples of ``noise``; infinite if no finite noise explains it."""
     if error == 0:
         return 0.0
     if noise == 0 or not (math.isfinite(error) and math.isfinite(noise)):
@@ -99,10 +98,10 @@ def limit(runs: int = NOISE_RUNS, false_alarm: float = FALSE_ALARM) -> float:
 
 
 def error_along(measured: Tensors, exact: Tensors) -> float:
-    """Return how much longer or shorter a gradient is than the exact one, along that one, over all tensors together.
+    """Return how much longer or shorter a gradient is than the exact one, along its direction, over all tensors.
 
-    Rounding goes in all directions, and a factor in this one: over many entries a small factor shows here long before
-    it shows in any tensor.
+    Rounding goes in all directions, but a factor only in this one: over many entries, a small factor shows here long
+    before it shows in any tensor.
     """
     size = length(exact)
     off = sum(
@@ -115,9 +114,9 @@ def error_along(measured: Tensors, exact: Tensors) -> float:
 
 
 def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
-    """Return float64 weights that are each one rounding larger or smaller.
+    """Return float64 weights, each one rounding larger or smaller.
 
-    The sums in a layer then differ as they do in another order.
+    This changes the sums in a layer as another order does.
     """
     epsilon = torch.finfo(torch.float64).eps
     return {
@@ -127,9 +126,9 @@ def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
 
 
 def within_a_rounding(weights: Tensors, generator: torch.Generator, epsilon: float) -> Tensors:
-    """Return float64 weights that are each less than one rounding larger or smaller, in a precision of that epsilon.
+    """Return float64 weights, each less than one rounding of precision ``epsilon`` larger or smaller.
 
-    What is computed with them is rounded otherwise, also where the order of summation makes no difference.
+    Results are then rounded differently even if the order of summation makes no difference.
     """
     return {
         name: weight.double() * (1 + epsilon * (2 * torch.rand(weight.shape, generator=generator).double() - 1))
@@ -138,20 +137,20 @@ def within_a_rounding(weights: Tensors, generator: torch.Generator, epsilon: flo
 
 
 def next_to_nothing(tensors: Tensors) -> list[str]:
-    """Return the tensors that are less than float32's rounding of all of them together: some may be zero in truth."""
+    """Return the tensors below float32's rounding of all of them together, which may really be zero."""
     whole = length(tensors)
     return [name for name, value in tensors.items() if norm(value) <= torch.finfo(torch.float32).eps * whole]
 
 
 def rounding_alone(exact: Tensors, moved: Sequence[Tensors], names: Iterable[str]) -> dict[str, float]:
-    """Return which tensors are zero in truth, as what they are made of cancels out, and how large float64 makes them.
+    """Return the tensors that are really zero because everything cancels out, and how large float64 makes them.
 
-    Their digits are those of roundings: weights that are a rounding of float64 away change at least half of them.
+    Their digits are only rounding: moving the weights by one rounding of float64 changes at least half of the digits.
 
     Args:
         exact: the tensors in float64.
-        moved: the same at weights that are ``nudged``.
-        names: which to look at.
+        moved: the same at ``nudged`` weights.
+        names: the tensors to consider.
     """
     most = math.sqrt(torch.finfo(torch.float64).eps)
     sizes = {}
@@ -165,9 +164,9 @@ def rounding_alone(exact: Tensors, moved: Sequence[Tensors], names: Iterable[str
 class NoiseScale:
     """Collects measured errors by tensor, and returns the noise of a tensor.
 
-    Errors are kept relative to the rounding unit of the tensor, so that measurements at different steps, where
-    gradients are larger or smaller, can be combined. Where a tensor is zero in truth its unit is zero, and rounding may
-    make something of it all the same: there the error itself is kept.
+    Errors are stored relative to the tensor's rounding unit, so that steps with larger and smaller gradients can be
+    combined. A tensor that is really zero has the unit zero, but rounding may still change it: then the error itself is
+    stored.
     """
 
     def __init__(self) -> None:
@@ -177,9 +176,9 @@ class NoiseScale:
         self.runs = 0
 
     def add(self, measured: Tensors, exact: Tensors, units: dict[str, float], *, repeated: bool = False) -> None:
-        """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``.
+        """Take one run in the cell's precision, ``measured``, and the same in float64, ``exact``.
 
-        One that is ``repeated`` may raise the noise, and does not count as a run, which would lower the limit.
+        A ``repeated`` run may raise the noise, but does not count as a run, which would lower the limit.
         """
         # Which experts a sample takes may turn with the weights of a run.
         shared = measured.keys() & exact.keys() & units.keys()
@@ -194,9 +193,9 @@ class NoiseScale:
         self._take(TOGETHER, error_along(measured, exact), math.hypot(*units.values()))
 
     def add_rounding(self, exact: Tensors, units: dict[str, float], largest_units: dict[str, float]) -> None:
-        """Take into account that the largest entry of a tensor may be off by its rounding under autocast.
+        """Take into account that autocast may round the largest entry of a tensor.
 
-        Where numbers are small and round, most sums are exact, and no run may happen to show that rounding.
+        With small round numbers most sums are exact, and no run may happen to show that rounding.
         """
         size, together = length(exact), math.hypot(*units.values())
         for name, error in largest_units.items():
@@ -206,13 +205,14 @@ class NoiseScale:
                 self._take(TOGETHER, along, together)
 
     def add_rounding_alone(self, sizes: dict[str, float], growth: float) -> None:
-        """Take into account what rounding makes of tensors that are zero in truth.
+        """Take into account what rounding makes of tensors that are really zero.
 
-        Whether a run shows it may hang on what the loss was divided by: in some, everything cancels out.
+        Whether a run shows it may depend on what the loss was divided by, because everything cancels out with some
+        divisors.
 
         Args:
             sizes: how large float64 makes them.
-            growth: how much coarser than float64's the cell's roundings are.
+            growth: how much coarser the cell's roundings are than float64's.
         """
         for name, size in sizes.items():
             self._take(name, growth * size, 0.0)
@@ -228,7 +228,7 @@ class NoiseScale:
         return self._of_zeros.get(name, 0.0) if unit == 0 else max(self._largest.get(name, 0.0), 1.0) * unit
 
     def measured(self, name: str, unit: float) -> float:
-        """Return the largest error of a tensor that a run had: rounding may do no more, but this much it does."""
+        """Return the largest error of a tensor in any run: rounding does at least this much."""
         return self._measured.get(name, 0.0) * unit
 
     @property
@@ -243,7 +243,6 @@ def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
 
 
 def absolute_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the absolute values of one or more tensors, entry by entry."""
     return reduce(torch.add, (part.abs() for part in parts))
 
 
@@ -252,8 +251,8 @@ def replay_error(value: Tensor, exact: Tensor, replayed: Tensor, unit: float) ->
 
     Args:
         value: what the subject has.
-        exact: what a replay in float64 gives.
-        replayed: what the same replay in the cell's precision gives.
+        exact: the replay in float64.
+        replayed: the same replay in the cell's precision.
         unit: the size of one rounding.
     """
     return in_noise(distance(value, exact), max(unit, distance(replayed, exact)))

@@ -1,7 +1,7 @@
 """The oracle: a plain single-process implementation of a workload's training.
 
 In float64 it gives the correct values. In the cell's precision, on one device and in other orders of summation, it
-gives the error that rounding alone explains.
+measures the error that rounding alone explains.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Optimizers:
         return [group for optimizer in self.every for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Step each of them."""
         for optimizer in self.every:
             optimizer.step()
 
@@ -40,8 +39,8 @@ class Optimizers:
 class Oracle:
     """Computes a workload's gradient for a layout, in one precision.
 
-    ``devices`` is the number of devices of the cell, which fixes the data. Without ``precision`` all is float64.
-    With ``loss_dtype`` the model's floating-point outputs are cast to it before the loss is computed.
+    ``devices`` is the cell's number of devices, which determines the data. Without ``precision``, everything is
+    float64. With ``loss_dtype``, the model's floating-point outputs are cast to it before the loss is computed.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class Oracle:
     def set_forward_state(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
         """Set what a forward depends on besides weights: the step's initial buffers, and what its layers drew.
 
-        All samples get the first rank's buffers; with ``own_buffers`` a rank's samples get that rank's. Masks are found
-        by the sample's id, so no two draws of a step may have the same one (``with_unique_draws``).
+        All samples get the first rank's buffers; with ``own_buffers``, a rank's samples get that rank's. Masks are
+        found by sample id, so no two draws of a step may have the same id (``with_unique_draws``).
         """
         self._buffers = steps[0].buffers
         self._buffers_by_sample = {
@@ -94,7 +93,7 @@ class Oracle:
         self._turns = []
         self._drawn = {}
         micros = [micro for step in steps for micro in step.micro_batches]
-        # The first row is for samples of which nothing was recorded.
+        # The first row is for samples without a record.
         self._row_of = {sample: row for row, sample in enumerate({i: None for m in micros for i in m.samples}, start=1)}
         for name in {name for micro in micros for name in micro.drawn}:
             shape = next(micro.drawn[name] for micro in micros if name in micro.drawn).shape[1:]
@@ -105,9 +104,10 @@ class Oracle:
             self._drawn[name] = table.to(self.dtype)
 
     def set_turns(self, step: Step, batches_between: int) -> None:
-        """Compute each optimizer's part of the gradient at the weights that the optimizers before it left.
+        """Compute each optimizer's part of the gradient at the weights that the earlier optimizers left.
 
-        Where they alternate between so many batches, that holds for its part of the last batch's; 0: they do not.
+        If they alternate after ``batches_between`` batches, this applies only to the part from the last ones; 0: they
+        do not.
         """
         self._batches_between, self._turns = batches_between, turns_of(step)
 
@@ -154,11 +154,11 @@ class Oracle:
         return [[self._group_gradient(group, scale) for group in groups] for groups in layout]
 
     def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
-        """Return the gradient that the optimizer gets: the mean over groups and micro-batches, clipped where required.
+        """Return the gradient that the optimizer gets: the mean over groups and micro-batches, clipped if required.
 
-        It is summed in this precision and returned as float64. As in a trainer the loss of a micro-batch is divided
-        before it is scaled. Where float16 overflows nevertheless, because the order of summation is not the trainer's,
-        a lower scale is used: only the rounding matters here.
+        It is summed in this precision and returned as float64. As in a trainer, the loss of a micro-batch is divided
+        before it is scaled. If float16 still overflows, because the trainer sums in another order, a lower scale is
+        used: only the rounding matters here.
         """
         scale /= len(layout) if scale > 1 else 1
         gradient = mean_gradient(self.group_gradients(layout, scale))
@@ -193,7 +193,7 @@ class Oracle:
             return self.workload.loss(_cast(gather(outputs), self.loss_dtype), batch)
 
     def loss_of(self, share: Share, targets: Share | None = None) -> Tensor:
-        """Return ℓ of samples that are alone on one device; with ``targets`` ℓ compares their outputs with these."""
+        """Return ℓ of samples alone on one device; ``targets`` gives the samples whose targets are used."""
         with self._autocast():
             outputs = _cast(self.forward(share), self.loss_dtype)
             return self.workload.loss(outputs, self._batch(share if targets is None else targets))
@@ -204,7 +204,7 @@ class Oracle:
         return {name: value.to_dense() for name, value in zip(self.trained, made, strict=True) if value is not None}
 
     def used_by_one_layer(self, name: str) -> Iterator[nn.Module]:
-        """Yield each layer that has a parameter, while what other layers make of it is no reason for a gradient."""
+        """Yield each layer that has a parameter; meanwhile other layers' uses of it give no gradient."""
         tied = self.parameters[name]
         uses = [(layer, key) for layer in self.model.modules() for key, one in layer._parameters.items() if one is tied]
         for layer, _ in uses:
@@ -237,11 +237,10 @@ class Oracle:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's own buffers, by name."""
         return dict(self.model.named_buffers())
 
     def buffers_after(self, start: Tensors, shares: Sequence[Share]) -> Tensors:
-        """Return what one device's forwards over ``shares``, one after the other, make of the buffers ``start``."""
+        """Return the buffers after one device's forwards over ``shares``, starting from ``start``."""
         self._set_buffers(start)
         with torch.no_grad(), self._autocast():
             for share in shares:
@@ -255,13 +254,12 @@ class Oracle:
             setattr(layer, attribute, value.to(dtype, copy=True))
 
     def optimizer(self) -> Optimizers:
-        """Return the workload's optimizers over this oracle's parameters, as one."""
         return Optimizers(self.workload.optimizers(self.model.parameters()))
 
     def schedule(self, optimizers: Optimizers) -> Callable[..., None]:
-        """Return the step function of the workload's schedules, which does nothing where there are none.
+        """Return the step function of the workload's schedules, which does nothing if there are none.
 
-        It may be given the numbers of the optimizers whose schedules stand still.
+        It takes the numbers of the optimizers whose schedules do not advance.
         """
         schedulers = [self.workload.scheduler(optimizer) for optimizer in optimizers.every]
 
@@ -279,7 +277,6 @@ class Oracle:
             parameter.grad = None if given is None else given.to(self.dtype)
 
     def weights(self) -> Tensors:
-        """Return a copy of the weights, as float64."""
         return {name: parameter.double() for name, parameter in self._copies().items()}
 
     def _copies(self) -> Tensors:
@@ -289,7 +286,7 @@ class Oracle:
 def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: float | None) -> Tensors:
     """Return what a loss scaler leaves of a gradient that overflowed in the parameters of some optimizers.
 
-    These parameters have none. Where all are clipped together, the norm is infinite, and nothing is left of the others.
+    These parameters have no gradient. If all are clipped together, the norm is infinite, so the others get zeros.
     """
     if not held_back:
         return gradient
@@ -298,7 +295,7 @@ def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: 
 
 
 def turns_of(step: Step) -> list[tuple[tuple[str, ...], Tensors]]:
-    """Return the parameters of each turn but the first, and the weights at which its pass is made."""
+    """Return the parameters of each turn except the first, and the weights that its pass uses."""
     left, later = step.before, []
     for earlier, names in pairwise(step.turns):
         left = {**left, **{name: step.after[name] for name in earlier if name in step.after}}
@@ -320,7 +317,7 @@ def mean_gradient(parts: Sequence[Sequence[Tensors]]) -> Tensors:
 def clipped(gradient: Tensors, norm: float | None) -> Tensors:
     """Return the gradient scaled down so that the 2-norm of all tensors together is at most ``norm``, if given.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does: the factor is norm / (length + 1e-6), and at most 1.
+    Like ``torch.nn.utils.clip_grad_norm_``, the factor is norm / (length + 1e-6), and at most 1.
     """
     if norm is None or not gradient:
         return gradient
@@ -336,10 +333,10 @@ def _cast(outputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def gather(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of several devices along dim 0; a single one is returned as it is.
+    """Join the outputs of several devices along dim 0; a single one is returned unchanged.
 
     Raises:
-        TypeError: the outputs hold something that is neither a tensor nor a dict, list or tuple of such.
+        TypeError: the outputs hold something other than tensors in dicts, lists or tuples.
     """
     first = outputs[0]
     if len(outputs) == 1:

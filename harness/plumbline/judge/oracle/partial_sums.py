@@ -1,7 +1,7 @@
-"""Matrix products in parts: what an optimizer that multiplies matrices computes where these lie in shards.
+"""Matrix products in parts: what an optimizer that multiplies matrices computes if these are sharded.
 
-Muon multiplies in bfloat16. A sum over shards rounds each part's sum, so right results differ by more than the order
-of one sum explains. An optimizer without products is left as it is.
+Muon multiplies in bfloat16. A sum over shards rounds each part's sum, so right results differ by more than the order of
+one sum explains. Optimizers without products are not affected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class PartialSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes each product of two matrices as a sum of so many products, each rounded to the matrices' dtype."""
+    """Computes each product of two matrices as a sum of ``parts`` products, each rounded to the matrices' dtype."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

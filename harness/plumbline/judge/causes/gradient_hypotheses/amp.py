@@ -29,7 +29,7 @@ def _unknown_scale_left_in(case: OracleGradientCase) -> Gradients:
 
 
 def _unscaled_by_a_lowered_scale(case: OracleGradientCase) -> Gradients:
-    """Predict twice the gradient for each optimizer that steps after one which overflowed, and halved the scale."""
+    """Predict twice the gradient for each optimizer that steps after one that overflowed and halved the scale."""
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for order in (optimizers, optimizers[::-1]):
         factor, predicted = 1.0, {}
@@ -63,7 +63,7 @@ def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
 
 
 def _rounded(case: OracleGradientCase) -> Gradients:
-    """Predict those tensors as observed whose entries are all 16-bit numbers, as near to right as such can be."""
+    """Predict the observed tensors whose entries are all 16-bit numbers, as near to right as those can be."""
     for dtype in (torch.bfloat16, torch.float16):
         # A rounding of each part, of the sums on the way, and of the quotient.
         near = (case.world + 2) * torch.finfo(dtype).eps
@@ -91,12 +91,12 @@ def _rounded_inputs(case: OracleGradientCase) -> Gradients:
 
 
 def _lower_precision(case: OracleGradientCase) -> Gradients:
-    """Match where a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
+    """Match if a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
 
-    Otherwise predict that lower precision's gradient. Weights and activations are rounded the same way on every
-    device, but sums are not added in the same order, so the bits cannot be predicted. Random errors of that size are
-    further from the prediction than from what is right. A gradient whose entries are all float32 numbers was computed
-    in float32. Where only the loss was computed in float32, from outputs in float64, each entry can be predicted.
+    Otherwise predict the lower precision's gradient. All devices round weights and activations in the same way, but add
+    sums in different orders, so bits cannot be predicted. Random errors of the same size are further from the
+    prediction than from the right gradient. If all entries are float32 numbers, the gradient was computed in float32.
+    If only the loss was computed in float32, each entry can be predicted.
     """
     storage = case.counterfactuals.cell.arithmetic
     if storage.storage == "float64":
@@ -124,21 +124,21 @@ def _below(precision: Precision) -> Iterable[Precision]:
 
 HYPOTHESES = (
     GradientHypothesis("infinities-zeroed", "amp", _infinities_zeroed,
-        "right apart from zeros where float16 overflows",
+        "right except for zeros where float16 overflows",
         "do not replace infinities: all ranks must skip a step that overflowed", 980),
     GradientHypothesis("loss-scale-left-in", "amp", _unknown_scale_left_in,
         "those of the scaled loss",
         "call scaler.step(optimizer), which unscales them", 970),
     GradientHypothesis("unscaled-by-a-lowered-scale", "amp", _unscaled_by_a_lowered_scale,
         "twice the right ones for an optimizer that steps after one whose gradient overflowed",
-        "the scale was lowered between two optimizers: call scaler.update() once, after all of them", 968),
+        "call scaler.update() once, after all optimizers: it lowered the scale between two of them", 968),
     GradientHypothesis("inputs-rounded", "amp", _rounded_inputs,
-        "those of samples whose inputs, or targets, are rounded to 16 bits",
-        "are batches cast before the model, or stored in 16 bits? autocast casts what it needs by itself", 206),
+        "those of samples whose inputs or targets are rounded to 16 bits",
+        "do not cast batches to 16 bits, and do not store them so: autocast casts what it needs", 206),
     GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
         "right to 16 bits, and every entry is a 16-bit number",
-        "gradients were rounded to 16 bits: is the all-reduce compressed?", 65),
+        "check whether the all-reduce compresses gradients to 16 bits", 65),
     GradientHypothesis("computed-in-lower-precision", "amp", _lower_precision,
         "as far from the right ones as those of a lower precision",
-        "is there an autocast, a cast, or TF32, that this precision does not ask for?", 60),
+        "check for an autocast, a cast or TF32 that this precision does not ask for", 60),
 )  # fmt: skip

@@ -40,7 +40,7 @@ def _tensor_by_tensor(case: OracleGradientCase) -> Gradients:
 
 
 def _shard_by_shard(case: OracleGradientCase) -> Gradients:
-    """Predict that each rank scaled what it holds, blocks and whole tensors, by any factor."""
+    """Predict that each rank scaled the blocks and tensors that it holds by one factor of any size."""
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
         return
@@ -60,14 +60,14 @@ def _by_value(case: OracleGradientCase) -> Gradients:
 
 
 def _to_another_length(case: OracleGradientCase) -> Gradients:
-    """Predict the right direction with the length that was observed; clipping makes nothing longer."""
+    """Predict the right direction with the observed length; clipping never makes a gradient longer."""
     factor = factor_between(case.expected.raw, case.observed, default=0.0)
     if case.clip_norm is not None and factor > 0:
         yield scaled(min(factor, 1.0), case.expected.raw)
 
 
 def _in_groups(case: OracleGradientCase) -> Gradients:
-    """Predict the right direction of each tensor with the length that was observed; clipping makes nothing longer."""
+    """Predict the right direction of each tensor with its observed length; clipping never makes it longer."""
     if case.clip_norm is None:
         return
     total = {}
@@ -81,7 +81,7 @@ def _in_groups(case: OracleGradientCase) -> Gradients:
 
 
 def _unasked(case: OracleGradientCase) -> Gradients:
-    """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
+    """Predict one clipping limit for all wrong gradients, or one for each rank's share."""
     # At a single step any factor below 1 is a limit.
     if case.clip_norm is None and (case.pattern.steps > 1 or not case.pattern.every_step):
         yield clipped(case.expected.raw, case.pattern.clip_limit)
@@ -96,7 +96,7 @@ HYPOTHESES = (
         "call scaler.unscale_(optimizer) before clipping", 990),
     GradientHypothesis("not-clipped", "clipping", _not_clipped,
         "not clipped",
-        "clipping is missing, or comes after the step", 580),
+        "clip before the step", 580),
     GradientHypothesis("clipped-before-averaging", "clipping", _before_averaging,
         "the mean of gradients that each rank clipped by itself",
         "clip after the all-reduce", 570),
@@ -110,15 +110,15 @@ HYPOTHESES = (
         "clipped tensor by tensor",
         "clip by the norm of all gradients together", 540),
     GradientHypothesis("clipped-shard-by-shard", "clipping", _shard_by_shard,
-        "right in direction shard by shard, but each rank's shard is scaled by a factor of its own",
+        "right in direction shard by shard, but each rank's shard is scaled by a different factor",
         "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530),
     GradientHypothesis("clipped-by-value", "clipping", _by_value,
         "clipped entry by entry",
         "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),
     GradientHypothesis("clipped-although-nobody-asked", "clipping", _unasked,
         "clipped to a norm, although the workload does not clip",
-        "does the trainer clip by default?", 95),
+        "check whether the trainer clips by default", 95),
     GradientHypothesis("clipped-in-groups", "clipping", _in_groups,
-        "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
+        "right in direction tensor by tensor, but each tensor is scaled by a different factor",
         "clip by the norm of all gradients together, so that one factor scales them all", 93),
 )  # fmt: skip

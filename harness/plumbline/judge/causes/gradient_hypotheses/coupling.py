@@ -31,7 +31,6 @@ def _times_world(case: OracleGradientCase) -> Gradients:
 
 
 def _each_share_alone(layout: Layout) -> Layout:
-    """Return the layout in which each device computes a loss of its own share."""
     return tuple(tuple((share,) for group in groups for share in group) for groups in layout)
 
 
@@ -51,7 +50,7 @@ def _each_forward_alone(case: OracleGradientCase) -> Gradients:
 
 
 def _coupled(predict: Any, wanted: bool) -> Any:
-    """Return the same prediction, made only where samples depend on each other, or only where they do not."""
+    """Return the prediction, made only where samples depend on each other, or only where they do not."""
 
     def predict_if(case: OracleGradientCase) -> Gradients:
         if case.counterfactuals.is_coupled(case.index) == wanted:
@@ -61,7 +60,6 @@ def _coupled(predict: Any, wanted: bool) -> Any:
 
 
 def _in_evaluation(case: OracleGradientCase) -> Gradients:
-    """Predict that some ranks, or all, are in evaluation mode."""
     with case.counterfactuals.at(case.index) as oracle:
         oracle.model.eval()
         evaluated = oracle.group_gradients(case.counterfactuals.layout(case.index))
@@ -137,8 +135,8 @@ def _own_part(x: Tensor, eps: float, sizes: list[int]) -> Tensor:
     return torch.cat(out)
 
 
-class _UnevenSamples(Exception):  # noqa: N818 - it ends a prediction, and is no error of the program
-    """A BatchNorm got another number of rows from some samples than from others: shares cannot be told apart."""
+class _UnevenSamples(Exception):  # noqa: N818 - it ends a prediction and is not an error
+    """A BatchNorm got different numbers of rows from different samples, so shares cannot be told apart."""
 
 
 @contextmanager
@@ -168,7 +166,7 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
 
 
 def _shared_statistics(case: OracleGradientCase) -> Gradients:
-    """Predict statistics of all ranks in the forward, and something else in the backward."""
+    """Predict statistics over all ranks in the forward, and something else in the backward."""
     layout = case.counterfactuals.layout(case.index)
     if case.world == 1 or len(layout) > 1:
         return
@@ -183,9 +181,9 @@ def _shared_statistics(case: OracleGradientCase) -> Gradients:
 
 
 def _coupled_otherwise(case: OracleGradientCase) -> Gradients:
-    """Match, by elimination, where every step is wrong, ranks agree, and samples are coupled.
+    """Match by elimination if every step is wrong, ranks agree, and samples are coupled.
 
-    Predict the gradient of the nearest loss, where a loss of the right outputs may be the mistake.
+    If the mistake may be a loss of the right outputs, predict the gradient of the nearest loss instead.
     """
     if case.pattern.only_scaled or not (
         case.pattern.every_step and case.ranks_agree and case.counterfactuals.is_coupled(case.index)
@@ -201,32 +199,32 @@ def _coupled_otherwise(case: OracleGradientCase) -> Gradients:
 HYPOTHESES = (
     GradientHypothesis("gathered-without-gradient", "batch-coupling", _shares_of_whole,
         "1/{world} of those of the whole batch's loss",
-        "outputs were gathered without a gradient: the other ranks' share is missing", 290),
+        "gather outputs with their gradient: the other ranks' share is missing", 290),
     GradientHypothesis("gathered-gradient-summed", "batch-coupling", _times_world,
         "{world} × those of the whole batch's loss",
-        "every rank's loss over the gathered outputs sent its gradient back: divide their sum by the world size", 285),
+        "divide by the world size: every rank's loss over the gathered outputs sends its gradient back", 285),
     GradientHypothesis("statistics-shared-forward-only", "batch-coupling", _shared_statistics,
-        "those of a BatchNorm that shares its statistics in the forward and not in the backward",
-        "the backward must combine the ranks' sums as the forward does", 280),
+        "those of a BatchNorm that shares its statistics in the forward but not in the backward",
+        "combine the ranks' sums in the backward as in the forward", 280),
     GradientHypothesis("in-evaluation-mode", "batch-coupling", _evaluated(True),
         "those of a model in evaluation mode: running statistics instead of the batch's",
-        "call model.train() before training goes on, on every rank", 275),
+        "call model.train() on every rank before training continues", 275),
     GradientHypothesis("in-evaluation-mode", "rng", _evaluated(False),
         "those of a model in evaluation mode: nothing is dropped",
-        "call model.train() before training goes on, on every rank", 270),
+        "call model.train() on every rank before training continues", 270),
     GradientHypothesis("each-device-alone", "batch-coupling", _coupled(_each_device_alone, True),
         "the mean of losses that each device computed from its own share",
         "gather outputs before the loss", 265),
     GradientHypothesis("each-forward-alone", "batch-coupling", _coupled(_each_forward_alone, True),
-        "the mean of losses that were computed for each forward alone",
-        "the batch was processed in parts, although its samples depend on each other", 260),
+        "the mean of losses that were computed for each forward separately",
+        "process the batch at once, because its samples depend on each other", 260),
     GradientHypothesis("each-device-alone", "loss-normalisation", _coupled(_each_device_alone, False),
         "the mean of losses that each device computed from its own share",
-        "shares are unequal: gather outputs before the loss", 255),
+        "gather outputs before the loss, because shares are unequal", 255),
     GradientHypothesis("each-forward-alone", "loss-normalisation", _coupled(_each_forward_alone, False),
-        "the mean of losses that were computed for each forward alone",
-        "the batch was processed in unequal parts", 250),
+        "the mean of losses that were computed for each forward separately",
+        "weight the parts of the batch by their size, because they are unequal", 250),
     GradientHypothesis("coupled-otherwise", "batch-coupling", _coupled_otherwise,
-        "no known combination of the samples' gradients, in a model or a loss in which samples depend on each other",
-        "which samples did the loss, and the layers that use a batch's statistics, see together?", 20),
+        "not a known combination of the samples' gradients, and samples depend on each other in the model or the loss",
+        "check which samples the loss, and the layers that use a batch's statistics, see together", 20),
 )  # fmt: skip

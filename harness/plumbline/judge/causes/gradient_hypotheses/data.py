@@ -10,7 +10,7 @@ from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _held_out(case: OracleGradientCase) -> Gradients:
-    """Predict a training on the samples of the same numbers in the held-out set."""
+    """Predict training on the samples with the same numbers in the held-out set."""
     counterfactuals = case.counterfactuals
     layout = counterfactuals.layout(case.index)
     with counterfactuals.at(case.index) as oracle:
@@ -26,8 +26,7 @@ def _held_out(case: OracleGradientCase) -> Gradients:
 def _of_other_samples(case: OracleGradientCase) -> Gradients:
     """Predict that one column of the data comes from other samples than the rest, on one rank or on all.
 
-    They are the neighbours in the batch, or those that the next rank, or the same rank's batch before, has in their
-    place.
+    These are neighbours in the batch, the next rank's samples, or the samples of the rank's previous batch.
     """
     counterfactuals, index = case.counterfactuals, case.index
     batches = _batches(counterfactuals.layout(index))
@@ -61,7 +60,7 @@ def _batches(layout: Layout) -> list[Batch]:
 
 
 def _taken_for(batches: Sequence[Batch], before: Batch) -> Iterator[Sequence[Batch]]:
-    """Yield the samples that each batch's are taken for; ``before`` is the last batch of the step before."""
+    """Yield the samples that each batch is taken for; ``before`` is the last batch of the previous step."""
     for shift in (1, -1):
         yield [[[*own[shift:], *own[:shift]] for own in batch] for batch in batches]
         yield [[*batch[shift:], *batch[:shift]] for batch in batches]
@@ -71,8 +70,8 @@ def _taken_for(batches: Sequence[Batch], before: Batch) -> Iterator[Sequence[Bat
 HYPOTHESES = (
     GradientHypothesis("trained-on-held-out-data", "data", _held_out,
         "those of the held-out samples",
-        "is a loader of the validation set used for training?", 210),
+        "check whether a loader of the validation set is used for training", 210),
     GradientHypothesis("of-other-samples", "data", _of_other_samples,
-        "those of samples that have the inputs, or the targets, of others",
-        "are inputs and targets shuffled, sharded and collated in the same way?", 207),
+        "those of samples that have the inputs or the targets of others",
+        "shuffle, shard and collate inputs and targets in the same way", 207),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients that are wrong in what ranks exchange that hold a model together, or see the same samples."""
+"""Wrong exchanges between ranks that hold a model together, or that see the same samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import norm
@@ -28,19 +28,9 @@ def _sizes(case: OracleGradientCase) -> list[int]:
     return sorted({len(ranks), *(size for name, size in mesh.dimensions if name in names)} - {1})
 
 
-def _times_size(case: OracleGradientCase) -> Gradients:
-    for size in _sizes(case):
-        yield clipped(scaled(size, case.expected.raw), case.clip_norm)
-
-
-def _by_size(case: OracleGradientCase) -> Gradients:
-    for size in _sizes(case):
-        yield clipped(scaled(1 / size, case.expected.raw), case.clip_norm)
-
-
 def _partial_sums(case: OracleGradientCase) -> Gradients:
     """Predict the first rank's part of a sum, or of a mean, from the parts that the other ranks have."""
-    if case.clip_norm is not None or case.in_stages:  # what stages share are tied weights, which have causes
+    if case.clip_norm is not None or case.in_stages:  # stages share only tied weights, which have their own causes
         return
     held = HeldParts(case)
     unlike = list(held.unlike())
@@ -50,18 +40,16 @@ def _partial_sums(case: OracleGradientCase) -> Gradients:
 
 
 def _data_rank(case: OracleGradientCase, rank: int) -> int:
-    """Return which share of the samples a rank has."""
     return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
 
 
 def _mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
-    """Return the mean of the gradients of some ranks' samples."""
     shares = sorted({_data_rank(case, rank) for rank in ranks})
     return mean_gradient([[groups[share] for share in shares if share < len(groups)] for groups in case.expected.parts])
 
 
 def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
-    """Predict that each rank's block is averaged over some dimensions of the mesh only, among them none."""
+    """Predict that each rank's block is averaged over only some dimensions of the mesh, or over none."""
     held, cell = HeldParts(case), case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
     if case.clip_norm is not None or not held.in_blocks or case.world == 1:
@@ -90,7 +78,7 @@ def _blocks_averaged(case: OracleGradientCase) -> Gradients:
 
 
 def _own_experts(case: OracleGradientCase) -> dict[str, int]:
-    """Return the rank of each parameter that some of the ranks alone hold, of those that hold a model together."""
+    """Return the rank of each parameter that only some of the ranks that hold a model together have."""
     cell = case.counterfactuals.cell
     (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
     recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
@@ -114,7 +102,7 @@ def _rest_missing(case: OracleGradientCase) -> Gradients:
 
 
 def _missing_elsewhere(case: OracleGradientCase) -> Gradients:
-    """Predict that a rank has no gradient of parameters of which another rank has the right one."""
+    """Predict that a rank has no gradient for parameters for which another rank has the right one."""
     missing = {name for name, value in case.observed.items() if not norm(value)}
     ranks = [step.gradients for step in case.ranks]
     if missing and all(any(name in own and norm(own[name]) for own in ranks) for name in missing):
@@ -122,7 +110,7 @@ def _missing_elsewhere(case: OracleGradientCase) -> Gradients:
 
 
 def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
-    """Predict one factor, a small number or one part of it, for those tensors that are nearer to it then."""
+    """Predict one factor, a small number or its inverse, for the tensors that it brings nearer."""
     if case.batch_parts > 1:  # the stages of a pipeline say more
         return
     for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
@@ -131,7 +119,7 @@ def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _experts_scaled(case: OracleGradientCase) -> Gradients:
-    """Predict the right direction of each tensor that one rank alone holds, and what is right of all others."""
+    """Predict any length for each tensor that only one rank holds, and the right gradient for all others."""
     total = dict(case.expected.raw)
     for name in _own_experts(case) if case.clip_norm is None else ():
         factor = factor_between({name: total[name]}, case.observed)
@@ -142,7 +130,7 @@ def _experts_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _counted_again(case: OracleGradientCase) -> Gradients:
-    """Predict a norm in which whole tensors count once for each rank, or blocks once for each replica, or both."""
+    """Predict a norm that counts whole tensors once per rank, or blocks once per replica, or both."""
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
         return
@@ -158,7 +146,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
 
 
 def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
-    """Predict the mean of each part's own mean, where ranks have parts of sequences whose entries a column masks."""
+    """Predict the mean of each part's mean, where ranks have parts of sequences that a column masks."""
     counterfactuals = case.counterfactuals
     for size in _sizes(case):
         for name, column in counterfactuals.analysis.oracle.data.columns.items():
@@ -172,14 +160,13 @@ def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
 
 
 def _positions_again(case: OracleGradientCase) -> Gradients:
-    """Predict that each part of a sequence is numbered from zero."""
     for size in _sizes(case):
         for gradient in case.counterfactuals.with_positions_in_parts(case.index, size):
             yield clipped(gradient, case.clip_norm)
 
 
 def _unlike_members(case: OracleGradientCase) -> Gradients:
-    """Match where ranks that see the same samples differ in the gradient of a parameter that each of them holds."""
+    """Match where ranks that see the same samples differ in the gradient of a parameter that all of them hold."""
     if any(True for _ in HeldParts(case).unlike()):
         yield Match()
 
@@ -192,50 +179,50 @@ def _exchanged_otherwise(case: OracleGradientCase) -> Gradients:
 
 HYPOTHESES = (
     GradientHypothesis("nothing-but-experts-trained", "unused-params", _rest_missing,
-        "right for the parameters that one rank alone holds, and zero or absent for what all ranks hold",
-        "is what surrounds the experts in the optimizer, and does a backward reach it on each rank?", 958),
+        "right for parameters that only one rank holds, and zero or absent for those that all ranks hold",
+        "check that the optimizer has the layers around the experts, and a backward reaches them on each rank", 958),
     GradientHypothesis("missing-where-another-rank-has-it", "unused-params", _missing_elsewhere,
-        "right, but zero or absent on rank {rank} for parameters of which another rank has a gradient",
-        "a rank that holds an expert which others compute needs the gradient too, before the step", 952),
+        "right, but zero or absent on rank {rank} for parameters that have a gradient on another rank",
+        "send an expert's gradient to every rank that holds it, before the step", 952),
     GradientHypothesis("parts-of-a-sum", "sync", _partial_sums,
-        "the part of rank {rank} alone of a sum over ranks that see the same samples, for parameters that all of these "
-        "hold",
-        "add the parts over the group before the step: are they labelled as replicated although they are partial?",
+        "rank {rank}'s part of a sum over ranks that see the same samples, for parameters that all of them hold",
+        "sum the parts over the group before the step, and do not label partial gradients as replicated",
         697),
-    GradientHypothesis("multiplied-by-ranks-of-the-same-samples", "loss-normalisation", _times_size,
-        "{factor} × the right ones, which is a number of ranks that compute one loss together",
-        "these ranks are no replicas: is the loss, or a sum over them, to be multiplied at all?", 653),
-    GradientHypothesis("divided-by-ranks-of-the-same-samples", "loss-normalisation", _by_size,
+    GradientHypothesis("multiplied-by-ranks-of-the-same-samples", "loss-normalisation", multiplied(_sizes),
+        "{factor} × the right ones, and this is a number of ranks that compute one loss together",
+        "do not multiply the loss, or a sum over these ranks: they are not replicas", 653),
+    GradientHypothesis("divided-by-ranks-of-the-same-samples", "loss-normalisation",
+        multiplied(lambda case: [1 / size for size in _sizes(case)]),
         "{factor} × the right ones: divided by a number of ranks that compute one loss together",
-        "these ranks are no replicas: is the loss, or a sum over replicas, divided by the number of all ranks?", 652),
+        "divide by the number of replicas, not by the number of ranks: these ranks are not replicas", 652),
     GradientHypothesis("counted-again-in-the-norm", "clipping", _counted_again,
         "clipped by a norm in which some gradients count more than once",
-        "what several ranks hold alike counts once: add the norms of different blocks only", 559),
+        "count what several ranks hold alike once: add the norms of different blocks only", 559),
     GradientHypothesis("means-of-parts-averaged", "loss-normalisation", _parts_of_sequences,
         "the mean of the means over each rank's part of the sequences",
-        "parts have unequal numbers of tokens: divide by the number over all parts", 475),
+        "divide by the number of tokens over all parts, because parts have unequal numbers", 475),
     GradientHypothesis("some-tensors-scaled", "averaging", _some_tensors_scaled,
         "right for some parameters, and for others multiplied or divided by a small number",
-        "what are these averaged over: is a group counted twice, or divided by once too often?", 349),
+        "check whether a group is counted twice, or divided by once too often", 349),
     GradientHypothesis("shards-averaged-over-some-ranks", "sync", _shards_of_some_ranks,
-        "averaged, each rank's shard, over some of the {world} ranks only",
-        "over which dimension of the mesh is the gradient reduced?", 332),
+        "averaged over only some of the {world} ranks, for each rank's shard",
+        "check over which dimension of the mesh the gradient is reduced", 332),
     GradientHypothesis("blocks-averaged-with-each-other", "sync", _blocks_averaged,
         "averaged over ranks that hold different blocks of a tensor",
-        "over which dimension of the mesh is the gradient reduced?", 331),
+        "check over which dimension of the mesh the gradient is reduced", 331),
     GradientHypothesis("of-the-holders-samples", "sync", _of_holders_samples,
-        "right, but of parameters that one rank alone holds they are those of that rank's samples",
-        "what an expert computes for other ranks needs a gradient too", 326),
+        "right, but for parameters that only one rank holds they are those of that rank's samples",
+        "include the gradient of what an expert computes for other ranks", 326),
     GradientHypothesis("positions-from-zero", "data", _positions_again,
         "those of a training in which each part of a sequence is numbered from zero",
         "add the first position of the rank's part to its positions", 205),
     GradientHypothesis("unlike-within-a-replica", "sync", _unlike_members,
-        "wrong, and other ones on ranks that see the same samples, for parameters that each of them holds whole",
-        "are activations, or their gradients, parts of a sum that is not taken over these ranks?", 98),
+        "wrong, and different on ranks that see the same samples, for parameters that each of them holds whole",
+        "check whether activations or their gradients are parts of a sum that is not taken over these ranks", 98),
     GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
-        "right, but of parameters that one rank alone holds they are right in direction and not in length",
-        "by what is an expert's gradient divided: ranks, the rows that use it?", 33),
+        "right, but for parameters that only one rank holds they are right in direction and not in length",
+        "check what an expert's gradient is divided by: ranks, or the rows that use it", 33),
     GradientHypothesis("exchanged-otherwise", "sync", _exchanged_otherwise,
-        "no known combination of the samples' gradients, where several ranks compute each sample together",
-        "what do ranks send to each other in the forward, and do its gradients return to where it came from?", 5),
+        "not a known combination of the samples' gradients, and several ranks compute each sample together",
+        "check what ranks exchange in the forward, and that its gradients return to where it came from", 5),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 
 def partners(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield which micro-batch each of a batch's is taken for: in reverse, shifted by some, or one for all."""
+    """Yield which micro-batch each one of a batch is taken for: reversed, shifted, or the same one for all."""
     order = tuple(range(count))
     if count > 2:
         yield order[::-1]
@@ -27,7 +27,7 @@ def partners(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _shares(case: OracleGradientCase) -> list[list[Share]]:
-    """Return the samples of each micro-batch, batch by batch; nothing where a micro-batch has several shares."""
+    """Return the samples of each micro-batch, batch by batch; empty if a micro-batch has several shares."""
     layout, size = case.counterfactuals.layout(case.index), case.batch_parts
     if size == 1 or len(layout) % size or any(len(groups) > 1 or len(groups[0]) > 1 for groups in layout):
         return []
@@ -36,7 +36,6 @@ def _shares(case: OracleGradientCase) -> list[list[Share]]:
 
 
 def _other_targets(case: OracleGradientCase) -> Gradients:
-    """Predict losses of one micro-batch's outputs and another one's targets."""
     batches = _shares(case)
     made: dict[tuple[Share, Share], Tensors] = {}
     for partner in partners(case.batch_parts) if batches else ():
@@ -51,9 +50,9 @@ def _other_targets(case: OracleGradientCase) -> Gradients:
 
 
 def _other_activations(case: OracleGradientCase) -> Gradients:
-    """Predict that the gradient of one micro-batch's activations goes back through another one's, at one boundary.
+    """Predict that a micro-batch's gradient goes back through another one's activations, at one boundary.
 
-    A boundary is a layer's output on which everything after it depends through this output alone.
+    A boundary is the output of a layer through which everything after it depends on the layers before.
     """
     (own, *others) = _shares(case) or [[]]
     if not own or others or case.clip_norm is not None or not case.in_stages:
@@ -111,7 +110,7 @@ def _layer_outputs(oracle: Oracle, share: Share) -> tuple[list[tuple[nn.Module, 
 
 
 def _boundaries(layers: Sequence[nn.Module], ranks: dict[int, int]) -> Iterator[int]:
-    """Yield the place of each layer after which another rank's layer may follow."""
+    """Yield the place of each layer that another rank's layer may follow."""
     of_layer = [next((ranks[id(p)] for p in layer.parameters() if id(p) in ranks), None) for layer in layers]
     for number in range(len(layers) - 1):
         then = next((rank for rank in of_layer[number + 1 :] if rank is not None), None)
@@ -121,7 +120,6 @@ def _boundaries(layers: Sequence[nn.Module], ranks: dict[int, int]) -> Iterator[
 
 
 def _in_another_order(case: OracleGradientCase) -> Gradients:
-    """Match, by elimination, where ranks took the micro-batches of a step in different orders."""
     orders = [[micro.samples for micro in step.micro_batches if micro.samples] for step in case.recorded.values()]
     if case.in_stages and case.pattern.every_step and case.clip_norm is None and _differ(orders):
         yield Match()
@@ -134,12 +132,11 @@ def _differ(orders: Sequence[Sequence[Any]]) -> bool:
 HYPOTHESES = (
     GradientHypothesis("targets-of-another-micro-batch", "data", _other_targets,
         "those of one micro-batch's activations with the targets of another",
-        "does the last stage count micro-batches as the first one does?", 336),
+        "count micro-batches in the last stage as in the first one", 336),
     GradientHypothesis("activations-of-another-micro-batch", "data", _other_activations,
-        "right, but on {wrong_ranks} ({held}) those of a backward through the activations of another micro-batch than "
-        "the one that the gradient is for",
-        "a stage takes up what it kept in the order in which gradients come, and has a buffer for each of them", 334),
+        "right, but on {wrong_ranks} ({held}) the backward went through the activations of another micro-batch",
+        "keep a buffer for each micro-batch, and take the one that the gradient belongs to", 334),
     GradientHypothesis("micro-batches-in-another-order", "data", _in_another_order,
-        "no known combination, and ranks took the micro-batches of a step in different orders",
-        "do all stages split a batch, and count its micro-batches, in the same way?", 30),
+        "not a known combination, and ranks took the micro-batches of a step in different orders",
+        "split a batch, and count its micro-batches, in the same way on all stages", 30),
 )  # fmt: skip

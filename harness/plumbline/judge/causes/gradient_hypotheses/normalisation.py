@@ -1,23 +1,25 @@
-"""Losses that are divided by the wrong count, or that weight samples wrongly."""
+"""Shares, micro-batches or samples that are all there, but divided, weighted or combined wrongly."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 
+from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import factor_between, fit, fit_weights, mean, scaled, weighted
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.oracle.layout import samples
 from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _samples_not_divided(case: OracleGradientCase) -> Gradients:
-    """Predict a factor that is a number of samples: of a rank's share, of all, of the loader's batch."""
+def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
+    """Yield each number of samples, of one rank's share or of all shares, and its inverse."""
     layout = case.counterfactuals.layout(case.index)
     counts = {sum(map(len, group)) for groups in layout for group in groups} | {len(samples(layout))}
     for count in counts - {1}:
-        for factor in (count, 1 / count):
-            yield clipped(scaled(factor, case.expected.raw), case.clip_norm)
+        yield from (count, 1 / count)
 
 
 def _short_batch(case: OracleGradientCase) -> Gradients:
@@ -31,9 +33,11 @@ def _short_batch(case: OracleGradientCase) -> Gradients:
         yield clipped(weighted(case.shares, weights, case.expected.raw), case.clip_norm)
 
 
-def _constant(case: OracleGradientCase) -> Gradients:
-    if case.pattern.factor > 0:
-        yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
+_constant = multiplied(lambda case: [case.pattern.factor] if case.pattern.factor > 0 else [])
+
+
+def _factor_of_ranks(case: OracleGradientCase) -> list[float]:
+    return [case.pattern.factor] if case.world > 1 and case.micro_batches == 1 == case.accumulate else []
 
 
 def _constant_at_some_steps(case: OracleGradientCase) -> Gradients:
@@ -41,16 +45,22 @@ def _constant_at_some_steps(case: OracleGradientCase) -> Gradients:
     yield case.expected.contract
 
 
-def _shares_weighted(case: OracleGradientCase) -> Gradients:
-    """Fit the weight of each share's gradient: a sum of the right shares, with the wrong weights."""
-    if not case.pattern.only_scaled:
-        fitted = fit(case.shares, case.observed, list(case.observed))
-        if fitted is not None:
-            yield fitted
+def _weighted_otherwise(
+    parts_of: Callable[[OracleGradientCase], Sequence[Tensors]],
+) -> Callable[[OracleGradientCase], Gradients]:
+    """Return the prediction of a sum of the right parts with the weights that fit best."""
+
+    def predict(case: OracleGradientCase) -> Gradients:
+        if not case.pattern.only_scaled:
+            fitted = fit(parts_of(case), case.observed, list(case.observed))
+            if fitted is not None:
+                yield fitted
+
+    return predict
 
 
 def _some_samples(case: OracleGradientCase) -> Gradients:
-    """Predict that only some samples had a gradient: those whose fitted weight is more than half of the largest."""
+    """Predict that only some samples had a gradient: those with more than half of the largest fitted weight."""
     if case.clip_norm is not None:
         return
     each = case.counterfactuals.each_sample(case.index)
@@ -65,7 +75,7 @@ def _some_samples(case: OracleGradientCase) -> Gradients:
 
 
 def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
-    """Fit the weight of each rank's gradient to those tensors that are no multiple of the right ones."""
+    """Fit the weight of each rank's gradient to the tensors that are not a multiple of the right ones."""
     analysis, raw, factor = case.counterfactuals.analysis, case.expected.raw, case.common_factor
     noise = {name: analysis.noise.at(name, unit) for name, unit in case.expected.units.items()}
     odd = [n for n in raw if distance(case.observed[n], factor * raw[n]) > analysis.limit * noise[n]]
@@ -80,15 +90,8 @@ def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
             yield clipped({**raw, **fitted}, case.clip_norm)
 
 
-def _samples_weighted(case: OracleGradientCase) -> Gradients:
-    if not case.pattern.only_scaled:
-        fitted = fit(case.counterfactuals.each_sample(case.index), case.observed, list(case.observed))
-        if fitted is not None:
-            yield fitted
-
-
 def _another_loss(case: OracleGradientCase) -> Gradients:
-    """Predict the gradient of the nearest loss of the same outputs, where not every gradient could be one."""
+    """Predict the gradient of the nearest loss of the same outputs, unless some loss has any given gradient."""
     if case.pattern.every_step and not case.pattern.only_scaled and case.ranks_agree and case.clip_norm is None:
         nearest = case.counterfactuals.nearest_loss_gradient(case.index, case.observed)
         if nearest is not None:
@@ -104,43 +107,79 @@ def _mask_ignored(case: OracleGradientCase) -> Gradients:
 
 
 def _mean_of_samples(case: OracleGradientCase) -> Gradients:
-    """Predict the mean of each sample's own loss, where the loss of a batch is another mean."""
     if each := case.counterfactuals.each_sample(case.index):
         yield clipped(mean(each), case.clip_norm)
 
 
+def _several_micro_batches(case: OracleGradientCase) -> list[Tensors]:
+    return [mean(groups) for groups in case.expected.parts] if case.micro_batches > 1 else []
+
+
+def _extremes(case: OracleGradientCase) -> Gradients:
+    """Predict a reduction that takes the largest, the smallest or the middle entry of all ranks."""
+    if case.world == 1 or case.micro_batches > 1 or case.clip_norm is not None:
+        return
+    (parts,) = case.expected.parts
+    for reduce in (torch.amax, torch.amin, lambda stack, dim: stack.median(dim).values):
+        yield {
+            name: reduce(torch.stack([part.get(name, torch.zeros_like(value)) for part in parts]), 0)
+            for name, value in case.expected.raw.items()
+        }
+
+
+def _some_tensors_multiplied(case: OracleGradientCase) -> Gradients:
+    yield from case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw))
+
+
 HYPOTHESES = (
+    GradientHypothesis("scaled-by-a-constant", "accumulation",
+        multiplied(lambda case: [case.pattern.factor] if case.accumulate > 1 else []),
+        "{factor} × the right ones at every step",
+        "check what the loss of a micro-batch is divided by", 80),
+    GradientHypothesis("micro-batches-weighed-wrongly", "accumulation", _weighted_otherwise(_several_micro_batches),
+        "a sum of the right {micro_batches} micro-batches with the wrong weights",
+        "check what the loss of each micro-batch is divided by", 55),
+    GradientHypothesis("reduced-by-an-extreme", "averaging", _extremes,
+        "the largest, smallest or middle entries of all ranks, not their mean",
+        "use a sum in the all-reduce", 345),
+    GradientHypothesis("some-tensors-multiplied", "averaging", _some_tensors_multiplied,
+        "right for some parameters and {odd_factor} × the right ones for others",
+        "check what scales the gradients of these parameters only: a hook, a group or a reduction", 94),
+    GradientHypothesis("scaled-by-a-constant", "averaging", multiplied(_factor_of_ranks),
+        "{factor} × the right ones at every step",
+        "check what the loss and the all-reduce are multiplied and divided by", 75),
     GradientHypothesis("short-batch-divided-by-full-size", "loss-normalisation", _short_batch,
         "divided by the size of a full batch although this one is shorter",
         "divide by the number of samples in the batch", 490),
-    GradientHypothesis("number-of-samples-left-in", "loss-normalisation", _samples_not_divided,
-        "{factor} × the right ones, which is a number of samples or one part of it",
-        "the loss is summed over a batch, or divided by its size twice", 480),
+    GradientHypothesis("number-of-samples-left-in", "loss-normalisation", multiplied(_numbers_of_samples),
+        "{factor} × the right ones, and this is a number of samples or its inverse",
+        "divide the loss by the size of the batch once", 480),
     GradientHypothesis("padding-counted-in", "loss-normalisation", _mask_ignored,
-        "those of a loss that includes the entries that the data mask out",
-        "is the mask used, both in the sum and in the divisor?", 470),
+        "those of a loss that includes the entries that the data masks out",
+        "apply the mask both to the sum and to the divisor", 470),
     GradientHypothesis("mean-over-samples", "loss-normalisation", _mean_of_samples,
         "the mean of each sample's own loss",
-        "are tokens averaged within each sample first, so that tokens of short samples weigh more?", 460),
+        "average over all tokens: a mean within each sample gives tokens of short samples more weight", 460),
     GradientHypothesis("scaled-by-a-constant", "loss-normalisation", _constant,
         "{factor} × the right ones at every step",
-        "what is the loss divided by, and what is it multiplied by?", 70),
+        "check what the loss is multiplied and divided by", 70),
     GradientHypothesis("scaled-at-some-steps", "loss-normalisation", _constant_at_some_steps,
-        "{factor} × the right ones, at some steps alone",
-        "what is the loss of these steps divided by, and what is it multiplied by?", 68),
+        "{factor} × the right ones, at some steps only",
+        "check what the loss of these steps is multiplied and divided by", 68),
     GradientHypothesis("some-samples-without-gradient", "data", _some_samples,
         "those of some of the samples only",
-        "the loss received fewer samples than the model, or some outputs were cut off", 50),
-    GradientHypothesis("shares-weighted-wrongly", "loss-normalisation", _shares_weighted,
-        "made of the right shares with the wrong weights",
-        "what is the loss divided by: samples, tokens, padding, ranks, micro-batches?", 45),
+        "pass all of the model's outputs to the loss, and do not cut any off", 50),
+    GradientHypothesis("shares-weighted-wrongly", "loss-normalisation", _weighted_otherwise(lambda case: case.shares),
+        "a sum of the right shares with the wrong weights",
+        "check what the loss is divided by: samples, tokens, padding, ranks or micro-batches", 45),
     GradientHypothesis("some-tensors-weighted-wrongly", "averaging", _weighted_in_some_tensors,
-        "right for some parameters, and for others made of the ranks' own with the wrong weights",
-        "what does one rank multiply these parameters' gradients by before the all-reduce?", 43),
-    GradientHypothesis("samples-weighted-wrongly", "loss-normalisation", _samples_weighted,
-        "made of the right samples with the wrong weights",
-        "what is each sample's loss divided by: its own length, the batch's tokens, padding?", 40),
+        "right for some parameters, and for others a sum of the ranks' own with the wrong weights",
+        "check what each rank multiplies these parameters' gradients by before the all-reduce", 43),
+    GradientHypothesis("samples-weighted-wrongly", "loss-normalisation",
+        _weighted_otherwise(lambda case: case.counterfactuals.each_sample(case.index)),
+        "a sum of the right samples' gradients with the wrong weights",
+        "check what each sample's loss is divided by: its own length, the batch's tokens or padding", 40),
     GradientHypothesis("another-loss", "loss-normalisation", _another_loss,
         "those of another loss of the same outputs",
-        "is it the workload's loss, with its mask, its targets and its reduction?", 10),
+        "use the workload's loss, with its mask, its targets and its reduction", 10),
 )  # fmt: skip

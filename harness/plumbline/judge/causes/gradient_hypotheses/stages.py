@@ -1,4 +1,4 @@
-"""Gradients that are wrong on a stage, or in what stages exchange, where several ranks hold one model together."""
+"""Gradients that are wrong on a stage of a pipeline, or wrong exchanges between stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import distance, length
 from plumbline.judge.oracle.oracle import clipped
@@ -25,7 +25,7 @@ def _without_gradient(case: OracleGradientCase) -> Gradients:
 
 
 def _tied_not_added(case: OracleGradientCase) -> Gradients:
-    """Predict that of each shared parameter only some uses have a gradient, those on its holder."""
+    """Predict that the gradient of each shared parameter has only some of its uses: those on one holder."""
     for name in case.shared:
         uses = case.counterfactuals.use_gradients(case.index, name)
         for kept in chain.from_iterable(combinations(uses, count) for count in range(1, len(uses))):
@@ -39,7 +39,7 @@ def _tied_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _stages_scaled(case: OracleGradientCase) -> Gradients:
-    """Predict one factor for each stage; a part that one of them adds to a shared gradient has that stage's factor."""
+    """Predict one factor per stage; a stage's part of a shared gradient has the stage's factor."""
     factors = case.pattern.stages.factors
     if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
         return
@@ -51,26 +51,6 @@ def _stages_scaled(case: OracleGradientCase) -> Gradients:
             parts = [use * factors.get(rank, 1.0) for use, rank in zip(uses, ranks, strict=True)]
             total = {**total, name: torch.stack(parts).sum(0)}
     yield total
-
-
-def _by_stages(case: OracleGradientCase) -> Gradients:
-    if case.in_stages:
-        yield clipped(scaled(1 / len(case.held.ranks), case.expected.raw), case.clip_norm)
-
-
-def _times_stages(case: OracleGradientCase) -> Gradients:
-    if case.in_stages:
-        yield clipped(scaled(len(case.held.ranks), case.expected.raw), case.clip_norm)
-
-
-def _batch_not_divided(case: OracleGradientCase) -> Gradients:
-    if case.batch_parts > 1:
-        yield clipped(scaled(case.batch_parts, case.expected.raw), case.clip_norm)
-
-
-def _batch_divided_twice(case: OracleGradientCase) -> Gradients:
-    if case.batch_parts > 1:
-        yield clipped(scaled(1 / case.batch_parts, case.expected.raw), case.clip_norm)
 
 
 def _own_norms(case: OracleGradientCase) -> dict[int, Tensors]:
@@ -106,7 +86,6 @@ def _stage_not_clipped(case: OracleGradientCase) -> Gradients:
 
 
 def _stage_wrong(case: OracleGradientCase) -> Gradients:
-    """Match, by elimination, where what other stages hold is right."""
     stages, analysis = case.pattern.stages, case.counterfactuals.analysis
     if not case.in_stages or not stages.in_part or case.clip_norm is not None:
         return
@@ -119,43 +98,47 @@ def _stage_wrong(case: OracleGradientCase) -> Gradients:
 
 HYPOTHESES = (
     GradientHypothesis("stage-without-gradient", "optimizer", _without_gradient,
-        "right, but zero or absent for the parameters that {wrong_ranks} holds ({held}), so they are not updated",
-        "are they the ones in that rank's optimizer, and does a backward reach them before the step?", 942),
+        "right, but zero or absent for the parameters on {wrong_ranks} ({held}), so they are not updated",
+        "check that the rank's optimizer has them, and that a backward reaches them before the step", 942),
     GradientHypothesis("tied-gradients-not-added", "sync", _tied_not_added,
-        "right, but of {tied}, which several ranks hold, {tied_holder} stepped with its own part alone",
-        "the right gradient is the sum: add the parts of all ranks that hold it, on each of them, before the step",
+        "right, but for {tied}, which several ranks hold, {tied_holder} stepped with only its own part",
+        "add the parts of all ranks that hold it, on each of them, before the step",
         695),
     GradientHypothesis("tied-gradients-scaled", "averaging", _tied_scaled,
         "right, but those of {tied}, which several ranks hold, are {tied_factor} × the right ones",
-        "the right gradient is the sum of the ranks' parts, once: not their mean, and not twice", 694),
-    GradientHypothesis("not-divided-by-micro-batches", "accumulation", _batch_not_divided,
+        "add the ranks' parts once: do not average them, and do not add them twice", 694),
+    GradientHypothesis("not-divided-by-micro-batches", "accumulation",
+        multiplied(lambda case: [case.batch_parts] if case.batch_parts > 1 else []),
         "the sum over the {batch_parts} micro-batches of a batch, not their mean",
-        "the loss is not divided by the number of micro-batches", 674),
-    GradientHypothesis("divided-by-the-number-of-stages", "averaging", _by_stages,
+        "divide the loss by the number of micro-batches", 674),
+    GradientHypothesis("divided-by-the-number-of-stages", "averaging",
+        multiplied(lambda case: [1 / len(case.held.ranks)] if case.in_stages else []),
         "divided by the number of stages, {stages}",
-        "stages are no replicas: each gradient is computed once, so nothing is averaged over them", 648),
-    GradientHypothesis("multiplied-by-the-number-of-stages", "averaging", _times_stages,
+        "do not average over stages: they are not replicas, and each gradient is computed once", 648),
+    GradientHypothesis("multiplied-by-the-number-of-stages", "averaging",
+        multiplied(lambda case: [len(case.held.ranks)] if case.in_stages else []),
         "multiplied by the number of stages, {stages}",
-        "stages are no replicas: nothing is averaged over them, so nothing has to make up for it", 647),
-    GradientHypothesis("divided-twice", "accumulation", _batch_divided_twice,
-        "divided by the {batch_parts} micro-batches of a batch twice",
-        "both the loss and the gradients, or the schedule, are divided", 646),
+        "do not multiply: stages are not replicas, and nothing is averaged over them", 647),
+    GradientHypothesis("divided-twice", "accumulation",
+        multiplied(lambda case: [1 / case.batch_parts] if case.batch_parts > 1 else []),
+        "divided twice by the {batch_parts} micro-batches of a batch",
+        "divide only once: in the loss, in the schedule, or in the gradients", 646),
     GradientHypothesis("shared-parameter-counted-again", "clipping", _shared_counted_again,
         "clipped by a norm in which a parameter that several ranks hold counts once for each of them",
-        "add a tied weight's norm on one of the ranks that hold it", 558),
+        "add a tied weight's norm on only one of the ranks that hold it", 558),
     GradientHypothesis("clipped-by-the-norm-of-one-stage", "clipping", _norm_of_one_stage,
         "clipped by the norm of {norm_rank}'s parameters only",
-        "add the squared norms over all stages before the root is taken", 556),
+        "add the squared norms over all stages before taking the root", 556),
     GradientHypothesis("clipped-stage-by-stage", "clipping", _clipped_stage_by_stage,
         "clipped on each rank by the norm of its own parameters only",
-        "add the squared norms over all stages before the root is taken", 545),
+        "add the squared norms over all stages before taking the root", 545),
     GradientHypothesis("stage-not-clipped", "clipping", _stage_not_clipped,
-        "clipped, but not the parameters that {wrong_ranks} holds ({held})",
-        "every stage multiplies what it holds by one factor, that of the whole model", 543),
+        "clipped, but not for the parameters on {wrong_ranks} ({held})",
+        "multiply the gradients of every stage by the factor of the whole model", 543),
     GradientHypothesis("stage-scaled", "averaging", _stages_scaled,
         "{stage_factors} ({held}), and right on all other ranks",
-        "does a backward count twice there, or is what travels between stages scaled?", 338),
+        "check whether a backward counts twice there, or whether something scales what stages exchange", 338),
     GradientHypothesis("stage-wrong", "sync", _stage_wrong,
-        "wrong for the parameters that {wrong_ranks} holds ({held}), and right for all others",
-        "what does this stage receive, and through which activations does it go back?", 35),
+        "wrong for the parameters on {wrong_ranks} ({held}), and right for all others",
+        "check what this stage receives, and through which activations its backward goes", 35),
 )  # fmt: skip

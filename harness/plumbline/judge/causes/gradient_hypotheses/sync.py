@@ -7,7 +7,6 @@ from plumbline.judge.oracle.noise import distance
 
 
 def _exchanged(case: OracleGradientCase) -> Gradients:
-    """Predict each tensor from the nearest one of its shape."""
     raw, factor = case.expected.raw, case.common_factor
     alike = {name: [other for other in raw.values() if other.shape == value.shape] for name, value in raw.items()}
     yield from case.with_nearer(
@@ -25,9 +24,9 @@ def _rows_in_another_order(case: OracleGradientCase) -> Gradients:
 
 HYPOTHESES = (
     GradientHypothesis("parameters-exchanged", "sync", _exchanged,
-        "right, but some parameters have those of another one of their shape",
-        "is a flat buffer unpacked in the order in which it was packed, the same on every rank?", 322),
+        "right, but some parameters have the gradient of another parameter of their shape",
+        "unpack a flat buffer in the order in which it was packed, on every rank", 322),
     GradientHypothesis("rows-in-another-order", "sync", _rows_in_another_order,
-        "right, but for some parameters with rows in another order",
-        "is a gathered or flat tensor put together in the order in which it was taken apart?", 321),
+        "right, but with the rows of some parameters in another order",
+        "put a gathered or flat tensor together in the order in which it was taken apart", 321),
 )  # fmt: skip

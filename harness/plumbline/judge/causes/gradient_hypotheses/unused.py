@@ -36,7 +36,7 @@ def _own_where_unused(case: OracleGradientCase) -> Gradients:
 
 
 def _stale_where_unused(case: OracleGradientCase) -> Gradients:
-    """Predict that a rank without a gradient takes part with the last one that it had."""
+    """Predict that a rank without a gradient contributes the last one that it had."""
     if not case.unused or case.micro_batches > 1 or case.clip_norm is not None:
         return
     parts = [dict(part) for part in case.expected.parts[0]]
@@ -49,14 +49,14 @@ def _stale_where_unused(case: OracleGradientCase) -> Gradients:
 HYPOTHESES = (
     GradientHypothesis("unused-somewhere-stepped-nowhere", "unused-params", _thrown_away,
         "missing where some rank did not use a parameter",
-        "count a rank without a gradient as zero in the average; it must not cancel the other ranks' part", 960),
+        "count a rank without a gradient as zero in the average, and keep the other ranks' part", 960),
     GradientHypothesis("averaged-over-its-users", "unused-params", _averaged_over_users,
         "divided by the number of ranks that used a parameter, not by {world}",
         "count a rank without a gradient as zero in the average", 955),
     GradientHypothesis("unused-and-not-synchronised", "unused-params", _own_where_unused,
         "averaged for some parameters and rank {rank}'s own for others, in a step that does not use them all",
-        "a bucket was never reduced: is find_unused_parameters set?", 950),
+        "set find_unused_parameters=True: a bucket was never reduced", 950),
     GradientHypothesis("stale-where-unused", "unused-params", _stale_where_unused,
         "averaged with the last gradients of ranks that had none in this step",
-        "zero the gradients, or set them to None, that no backward writes", 945),
+        "zero gradients that no backward writes, or set them to None", 945),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several optimizers, one of which got other gradients than it should."""
+"""Optimizers that lack a parameter, or that get the gradients of another optimizer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _of_one(mistake: GradientMistake, specificity: float) -> GradientHypothesis:
 
 
 def _passes_left_in(case: OracleGradientCase) -> Gradients:
-    """Predict that a backward made for one optimizer stays in the gradients of the others until they step.
+    """Predict that one optimizer's backward stays in the gradients of the others until they step.
 
-    Gradients from backward passes after an optimizer's own step remain until its next step. Where all passes come
-    before the first step, every optimizer gets their sum.
+    Gradients from backward passes after an optimizer's step remain until its next step. If all passes come before the
+    first step, every optimizer gets their sum.
     """
     turns, count = case.step.turns, len(case.counterfactuals.parameters_of_optimizers())
     if count > 1 and not turns:
@@ -56,7 +56,7 @@ def _passes_left_in(case: OracleGradientCase) -> Gradients:
 
 
 def _shortened(case: OracleGradientCase) -> Gradients:
-    """Predict one optimizer's gradients with the right direction, and whatever length they have if it is less."""
+    """Predict the right direction for one optimizer's gradients, with any shorter length."""
     right, observed = case.expected.contract, case.observed
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for names in optimizers if len(optimizers) > 1 and case.clip_norm is None else ():
@@ -66,13 +66,23 @@ def _shortened(case: OracleGradientCase) -> Gradients:
             yield {**right, **scaled(found / due, own)}
 
 
+def _absent(case: OracleGradientCase) -> Gradients:
+    right, observed = case.expected.contract, case.step.gradients
+    if any(name not in observed for name in right):
+        yield {name: value for name, value in right.items() if name in observed}
+        yield clipped({name: value for name, value in case.expected.raw.items() if name in observed}, case.clip_norm)
+
+
 HYPOTHESES = (
+    GradientHypothesis("parameter-not-in-optimizer", "optimizer", _absent,
+        "right, but some parameters had no gradient when the optimizer stepped",
+        "check that the optimizer has all parameters, and that each has a gradient at the step", 940),
     GradientHypothesis("left-in-by-another-optimizer", "optimizer", _passes_left_in,
-        "the sum over the backward passes that were made for several optimizers",
-        "zero all gradients between the optimizers' backward passes: each needs those of its own", 450),
+        "the sum over the backward passes of several optimizers",
+        "zero all gradients between the optimizers' backward passes", 450),
     _of_one(PREVIOUS_STEP_NOT_ZEROED, 440),
     *(_of_one(hypothesis, 430 - 10 * place) for place, hypothesis in enumerate(LATE)),
     GradientHypothesis("clipped-in-one-optimizer", "clipping", _shortened,
         "right for one optimizer, and for another right in direction but too short",
-        "the workload does not clip: does the trainer, for one of the optimizers?", 90),
+        "check whether the trainer clips for one optimizer, although the workload does not", 90),
 )  # fmt: skip
