@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore
 
 from plumbline.check.evidence.options import RecordingOptions, write_options
 from plumbline.check.judge.judge import judged_trainings
-from plumbline.check.rank.activation import make_recorder
+from plumbline.check.rank.install import make_recorder
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 

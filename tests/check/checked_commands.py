@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining

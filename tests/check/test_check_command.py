@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.check.command.command import START_FOLDER
+from plumbline.check.command.checked_command import START_FOLDER
 from plumbline.cli.main import main
 
 LOOP = """

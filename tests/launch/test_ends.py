@@ -10,7 +10,7 @@ import pytest
 
 from plumbline.core.outcome import Outcome
 from plumbline.launch.settings import Settings
-from plumbline.worker.forked_rank import KEPT
+from plumbline.worker.rank_handle import KEPT
 
 LONG = 600.0
 """The time limit of ``launched``, in seconds."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from plumbline.core.errors import WorkloadError
+from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.launchers import find_launcher
 from plumbline.own_workloads.content import content_of
 from plumbline.own_workloads.load import use_workloads
-from plumbline.pytest_plugin.subject_pools import SubjectPools
 from plumbline.workloads import WORKLOADS
 
 

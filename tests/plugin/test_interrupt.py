@@ -21,7 +21,7 @@ RunWriter.write = interrupting
 """
 WHILE_PLANNING = """
 import os, signal
-from plumbline.pytest_plugin.subject_pools import SubjectPools
+from plumbline.engine.subject_pools import SubjectPools
 load = SubjectPools.__init__
 def interrupted(self, *arguments):
     load(self, *arguments)

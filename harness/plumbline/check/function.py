@@ -11,7 +11,7 @@ from typing import Any
 
 from plumbline.check.evidence.options import RecordingOptions, write_options
 from plumbline.check.judge.judge import CheckedTraining, judged_trainings
-from plumbline.check.rank.activation import make_recorder
+from plumbline.check.rank.install import make_recorder
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.ranks.rank_main import RankEnd

@@ -105,7 +105,7 @@ def check(options: argparse.Namespace) -> int:
     _import(options.modules)
     if options.dry_run:
         return _dry_run(command, options)
-    from plumbline.check.command.command import check as run_check
+    from plumbline.check.command.checked_command import run_and_judge
     from plumbline.check.report.files import write_files
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of
@@ -117,7 +117,7 @@ def check(options: argparse.Namespace) -> int:
         truth=options.truth,
         sample_parameters=options.sample_parameters,
     )
-    checked = run_check(command, recording, options.time_limit)
+    checked = run_and_judge(command, recording, options.time_limit)
     verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form()))
     if options.github:
@@ -141,7 +141,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _dry_run(command: list[str], options: argparse.Namespace) -> int:
-    from plumbline.check.command.command import check as run_check
+    from plumbline.check.command.checked_command import run_and_judge
     from plumbline.check.evidence.options import RecordingOptions
     from plumbline.check.judge.estimate import PLAIN_STEPS
     from plumbline.check.report.files import write_whole
@@ -149,7 +149,7 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     from plumbline.check.verdict.obstacles import why_no_estimate
 
     recording = RecordingOptions(1, options.after + PLAIN_STEPS, stop=True, dry_run=True)
-    checked = run_check(command, recording, options.time_limit)
+    checked = run_and_judge(command, recording, options.time_limit)
     _print(dry_run_screen(checked, options.steps, **_form()))
     why = why_no_estimate(checked)
     code = 0 if why is None else TROUBLE

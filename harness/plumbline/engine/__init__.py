@@ -1,1 +1,1 @@
-"""One cell from launch to findings, and stored traces judged again: joins launching, judging and results."""
+"""One cell from launch to findings, cells side by side, and stored traces judged again."""

@@ -13,8 +13,7 @@ from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.launch import LaunchCase
 from plumbline.judge.causes.registry import explain
-from plumbline.judge.check_runner import run_check, run_checks
-from plumbline.judge.checks import CHECKS
+from plumbline.judge.checks import CHECKS, run_check, run_checks
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
 from plumbline.judge.consequences import mark_consequences
 from plumbline.judge.trace_analysis import TraceAnalysis

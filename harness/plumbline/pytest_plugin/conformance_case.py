@@ -69,7 +69,7 @@ class ConformanceCase:
     def _train_and_judge(self) -> Examined:
         cell = self._session.cells_in_flight.launch(self._planned)
         self._evidence = str(cell.folder)
-        return self._session.cells_in_flight.examine(cell, self._session.upcoming_cells())
+        return self._session.cells_in_flight.wait_for_verdict(cell, self._session.upcoming_cells())
 
     def _try_again(self, first: LaunchError) -> Examined:
         if self._evidence:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plumbline.core.outcome import Outcome
+from plumbline.engine.cells_in_flight import AHEAD
 from plumbline.planning.plan import Planned
-from plumbline.pytest_plugin.cells_in_flight import AHEAD
 from plumbline.pytest_plugin.session import Session
 from plumbline.pytest_plugin.terminal_summary import write_summary
 from plumbline.pytest_plugin.xdist_transport import outcome_of

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlanError
+from plumbline.engine.cells_in_flight import CellsInFlight
 from plumbline.engine.judge_process import number_of_judges
 from plumbline.engine.subject_code import subject_code
+from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.timeouts import Timeouts
 from plumbline.machine.lease import shared_lease
 from plumbline.planning.expectation_files import read_expectations
@@ -21,9 +23,7 @@ from plumbline.planning.expectations import known_of_subject
 from plumbline.planning.options import Options
 from plumbline.planning.plan import Planned, plan
 from plumbline.planning.reproduction import Reproduction
-from plumbline.pytest_plugin.cells_in_flight import CellsInFlight
 from plumbline.pytest_plugin.run_recording import RunRecording
-from plumbline.pytest_plugin.subject_pools import SubjectPools
 from plumbline.results.records import SourceLine
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
 from plumbline.workloads import PERFORMANCE

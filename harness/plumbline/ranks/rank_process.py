@@ -12,8 +12,8 @@ from typing import IO
 
 from plumbline.launch.stacks import PendingCall, calls_of
 from plumbline.ranks.rank_main import How, RankReport, Streams
-from plumbline.worker.forked_rank import Log
 from plumbline.worker.processes import signal_session
+from plumbline.worker.rank_handle import Log
 
 
 class _Output:

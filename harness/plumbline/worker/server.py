@@ -23,7 +23,6 @@ from typing import Any
 from plumbline.core.errors import PlumblineError
 from plumbline.worker.child_registry import Child, Registry
 from plumbline.worker.connectivity import ConnectivityProbe
-from plumbline.worker.forked_rank import ForkedRank
 from plumbline.worker.launcher_link import LauncherLink, PipeLink
 from plumbline.worker.preload import preload
 from plumbline.worker.processes import (
@@ -38,6 +37,7 @@ from plumbline.worker.processes import (
     signal_session,
     wakeup_pipe,
 )
+from plumbline.worker.rank_handle import ForkedRank
 from plumbline.worker.recording.late_evidence import REQUEST
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
+from plumbline.judge.mistakes.case import GradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, scaled
-from plumbline.judge.mistakes.gradient_case import GradientCase
 
 SKETCH_MARGIN = 2.0
 """By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""

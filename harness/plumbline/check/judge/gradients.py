@@ -28,8 +28,8 @@ from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.findings import with_hint
 from plumbline.judge.hypothesis import Evidence, Match
+from plumbline.judge.mistakes.case import GradientMistake
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
-from plumbline.judge.mistakes.gradient_case import GradientMistake
 
 CHECK = "gradients"
 

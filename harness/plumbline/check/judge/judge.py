@@ -27,8 +27,7 @@ from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.unused_losses import judge_unused_losses
 from plumbline.check.judge.update import judge_update
 from plumbline.core.finding import Finding, in_reading_order
-from plumbline.judge.check_runner import run_checks
-from plumbline.judge.checks import CHECKS
+from plumbline.judge.checks import CHECKS, run_checks
 from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
 
 CHECKS[RecordedTraining] |= {

@@ -84,7 +84,7 @@ def _install(torch: "Any") -> None:
             import plumbline  # noqa: F401
         finally:
             del sys.path[0]
-        from plumbline.check.rank.activation import activate
+        from plumbline.check.rank.install import activate
 
         activate(_FOLDER, _note)
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.estimate import CostEstimate
 from plumbline.check.report.json_file import Script
 from plumbline.results.document_schema import document_schema

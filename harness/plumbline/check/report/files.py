@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.verdict.verdict import Verdict
 from plumbline.core.errors import PlanError
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.judge.coverage import Coverage
 from plumbline.check.judge.judge import CheckedTraining

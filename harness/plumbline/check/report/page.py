@@ -9,7 +9,7 @@ from typing import Final
 
 from jinja2 import Environment
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.coverage import Coverage
 from plumbline.check.report.lines import coverage_lines, durations, lines_of, script_end, training_line
 from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on

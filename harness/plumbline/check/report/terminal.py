@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Final
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.estimate import estimate_lines
 from plumbline.check.judge.judge import CheckedTraining
 from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from plumbline.check.command.command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.judge import CheckedTraining

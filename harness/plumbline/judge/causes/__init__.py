@@ -10,8 +10,8 @@ from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.causes.registry import HYPOTHESES, explain, register
 from plumbline.judge.hypothesis import Evidence, Hypothesis, Match
+from plumbline.judge.mistakes.case import GradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
-from plumbline.judge.mistakes.gradient_case import GradientCase
 
 __all__ = [
     "HYPOTHESES",

@@ -20,8 +20,8 @@ from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
 from plumbline.judge.findings import times
 from plumbline.judge.hypothesis import OCCASIONAL, Evidence, Match
+from plumbline.judge.mistakes.case import GradientMistake
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
-from plumbline.judge.mistakes.gradient_case import GradientMistake
 from plumbline.judge.oracle.noise import distance, length, norm
 from plumbline.judge.trace_analysis import TraceAnalysis, same
 

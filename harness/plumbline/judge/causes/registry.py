@@ -32,16 +32,16 @@ from plumbline.judge.causes.gradient_hypotheses import (
     data,
     meshes,
     micro_batches,
+    misplaced_tensors,
     normalisation,
     optimizers,
     stages,
-    sync,
     unused,
 )
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.hypothesis import Evidence, Hypothesis, explained
-from plumbline.judge.mistakes.catalogue import MISTAKES
-from plumbline.judge.mistakes.gradient_case import GradientCase
+from plumbline.judge.mistakes import accumulation, averaging, loss_scale, synchronisation, zeros
+from plumbline.judge.mistakes.case import GradientCase
 
 _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     launch.LaunchCase: [launch.HYPOTHESES],
@@ -57,7 +57,13 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     rng.KeptShareCase: [rng.KEPT_SHARE],
     rng.StreamCase: [rng.STREAMS],
     rng.AlikeMasksCase: [rng.ALIKE_MASKS],
-    GradientCase: [MISTAKES],
+    GradientCase: [
+        accumulation.MISTAKES,
+        averaging.MISTAKES,
+        loss_scale.MISTAKES,
+        synchronisation.MISTAKES,
+        zeros.MISTAKES,
+    ],
     OracleGradientCase: [
         amp.HYPOTHESES,
         clipping.HYPOTHESES,
@@ -65,10 +71,10 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
         data.HYPOTHESES,
         meshes.HYPOTHESES,
         micro_batches.HYPOTHESES,
+        misplaced_tensors.HYPOTHESES,
         normalisation.HYPOTHESES,
         optimizers.HYPOTHESES,
         stages.HYPOTHESES,
-        sync.HYPOTHESES,
         unused.HYPOTHESES,
     ],
     learning_rate.LearningRateCase: [learning_rate.HYPOTHESES],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, scaled
-from plumbline.judge.mistakes.gradient_case import GradientCase, GradientMistake, Predictions
 
 
 def _summed(case: GradientCase) -> Predictions:

@@ -8,7 +8,7 @@ from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
-from plumbline.judge.mistakes.gradient_case import GradientMistake
+from plumbline.judge.mistakes.case import GradientMistake
 from plumbline.judge.mistakes.synchronisation import LATE
 from plumbline.judge.oracle.noise import length
 from plumbline.judge.oracle.oracle import clipped

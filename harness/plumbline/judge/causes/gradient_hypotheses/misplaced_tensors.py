@@ -1,4 +1,4 @@
-"""Gradients that were not exchanged between ranks, or too late."""
+"""Gradients that are right, but stand at another parameter or in another order."""
 
 from __future__ import annotations
 

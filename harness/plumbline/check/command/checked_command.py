@@ -52,7 +52,7 @@ class CheckedCommand:
     has_lost_folder: bool = False
 
 
-def check(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
+def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
     """Run a command, record the first optimizer steps of every process below it, and judge them.
 
     Its output goes where this process's goes. After ``time_limit`` seconds it is ended, and what was recorded until

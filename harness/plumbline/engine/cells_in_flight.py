@@ -14,15 +14,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from plumbline.core.errors import LaunchError, TraceError
-from plumbline.engine.examine import Examined, unreadable, verdict
+from plumbline.engine.examine import Examined, Training, unreadable, verdict
 from plumbline.engine.judge_process import JudgeProcess
-from plumbline.engine.training import Training
+from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.cell_launch import behavior_of, start
 from plumbline.launch.settings import Settings
 from plumbline.launch.this_machine import devices_of
 from plumbline.machine.lease import Lease, shared_lease, try_shared_lease
 from plumbline.planning.plan import Planned
-from plumbline.pytest_plugin.subject_pools import SubjectPools
 
 AHEAD = 16
 """How many cells may be trained and judged before their tests begin. Each may have a trace on disk."""
@@ -97,7 +96,7 @@ class CellsInFlight:
         lease = shared_lease(self._devices_of(planned), share_devices=share_devices, notify=self._notify)
         return self._start(planned, lease)
 
-    def examine(self, cell: CellInFlight, upcoming: Iterable[Planned]) -> Examined:
+    def wait_for_verdict(self, cell: CellInFlight, upcoming: Iterable[Planned]) -> Examined:
         """Wait for the verdict on a cell. Train and judge the ``upcoming`` ones meanwhile.
 
         Raises:
