@@ -153,7 +153,7 @@ def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, mon
 def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_first(check):
     code, _, err, written = check(LOOP.format(steps=2, after="raise SystemExit(5)"))
     assert "NOT JUDGED: the command failed: exit code 5; until then 100 % of gradients and updates" in said(err)
-    assert "! 2 of 4 steps were taken before the script ended" in said(err)
+    assert "! the script ended after 2 of 4 recorded steps" in said(err)
     assert (code, written["script"]["exit_code"]) == (2, 5)
 
 
@@ -306,8 +306,8 @@ BEFORE = "model = torch.nn"
     [
         (
             "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))",
-            "NOT JUDGED: recording failed: evidence cannot be written (File too large): make room, or name another "
-            "folder with TMPDIR",
+            "NOT JUDGED: recording failed: evidence cannot be written (File too large): free some space, or set "
+            "TMPDIR to another folder",
         ),
         (
             "import os, shutil; shutil.rmtree(os.environ['PLUMBLINE_CHECK'])",
@@ -326,7 +326,7 @@ def test_evidence_that_cannot_be_kept_leaves_the_script_alone(check, does, sente
 def test_a_folder_for_evidence_that_cannot_be_made_is_said_with_the_way_out(folder, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     assert main(["check", "--", sys.executable, "-c", "print(1)"]) == 2
-    assert "with the variable TMPDIR" in capsys.readouterr().err
+    assert "set TMPDIR to a folder that is writable" in capsys.readouterr().err
 
 
 CHECKPOINTED = """

@@ -101,7 +101,9 @@ def test_what_torch_does_is_right_for_every_limit(limit):
 def test_clipping_that_changes_no_gradient_is_not_called_right():
     (finding,) = findings(trained(lambda model: NORM(model.parameters(), 1e3)))
     assert finding.outcome is Outcome.SKIPPED
-    assert finding.message == "not judged: no gradient was above the limit (norm 1000), so 2 calls changed nothing"
+    assert (
+        finding.message == "not judged: no gradient exceeded the limit (norm 1000), so clipping had no effect (2 calls)"
+    )
 
 
 def test_the_factor_of_a_script_is_told():

@@ -25,8 +25,8 @@ ONE = CostEstimate(
 
 def test_time_memory_and_evidence_are_those_of_all_recorded_steps():
     text = " ".join(estimate_lines(ONE, 4))
-    assert "4 recorded steps will take about 6.40 s, in place of 2.00 s" in text
-    assert "about 1.00 MiB more on each rank, beside 4.00 KiB of parameters" in text
+    assert "4 recorded steps will take about 6.40 s, instead of 2.00 s" in text
+    assert "about 1.00 MiB more on each rank, in addition to 4.00 KiB of parameters" in text
     assert "10.0 B a rank and step, 80.0 B in the temporary folder" in text
 
 

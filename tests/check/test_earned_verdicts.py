@@ -335,7 +335,8 @@ def test_an_optimizer_that_begins_after_the_recorded_steps_is_left_out_of_the_sh
 
 
 @pytest.mark.parametrize(
-    ("classes", "rate", "sentence"), [(1, 0.1, "every gradient was zero"), (4, 0.0, "is the learning rate 0?")]
+    ("classes", "rate", "sentence"),
+    [(1, 0.1, "every gradient was zero"), (4, 0.0, "check whether the learning rate is 0")],
 )
 def test_where_nothing_could_have_differed_nothing_is_right(judged, classes, rate, sentence):
     def train():

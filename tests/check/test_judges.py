@@ -351,7 +351,7 @@ def test_a_mean_of_means_is_told_with_its_distance() -> None:
 def test_the_distance_of_a_mean_of_means_is_not_known_where_something_else_is_added() -> None:
     calls = [call(10, 0.5), call(30, 0.5)]
     (finding,) = judge_objective(of_calls(calls, calls, received=(1.0, 2.0), alone=False))
-    assert "How far its gradient is from that of the mean over all 80 terms is not known." in finding.message
+    assert "The distance of its gradient from that of the mean over all 80 terms is not known." in finding.message
 
 
 def test_a_sum_over_micro_batches_of_unknown_origin_is_a_note() -> None:

@@ -207,7 +207,7 @@ def stages_of_a_pipeline():
 @pytest.mark.parametrize("train", [trainings_of_their_own, stages_of_a_pipeline])
 def test_ranks_that_do_not_train_one_model_are_not_accused(plumbline, train):
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    with pytest.raises(AssertionError, match="not judged: each rank holds weights of its own"):
+    with pytest.raises(AssertionError, match="not judged: each rank holds its own weights"):
         checked.assert_right()
 
 
@@ -250,7 +250,7 @@ def wrapped_by_fsdp1():
     ("train", "why"),
     [
         (gradients_set_to_zero, "the script sets the gradients of some parameters to zero"),
-        (gradients_from_elsewhere, "come from torch.autograd.grad or torch.func"),
+        (gradients_from_elsewhere, "computes them with torch.autograd.grad or torch.func"),
         (wrapped_by_fsdp1, "FSDP1"),
     ],
 )

@@ -243,7 +243,7 @@ def test_a_class_that_torch_does_not_have_is_judged_where_a_copy_repeats_its_ste
     ("make", "why"),
     [
         (lambda p: PlainSign(p, noisy=True), "does not repeat its step"),
-        (KeepsFirst, "holds what cannot be copied"),
+        (KeepsFirst, "cannot be copied for a replay"),
         (Slow, "uses tensors other than its parameter's own"),
     ],
 )
@@ -294,7 +294,7 @@ def test_weight_clipping_between_steps_is_information():
 
     findings = list(judge_update(recorded(script)))
     assert {finding.outcome for finding in findings} == {Outcome.PASSED}
-    assert any("changed between two steps" in finding.message for finding in findings)
+    assert any("changed between two optimizer steps" in finding.message for finding in findings)
 
 
 def _sam() -> None:
@@ -447,7 +447,7 @@ def test_a_learning_rate_of_zero_is_no_evidence():
 
     (finding,) = judge_update(recorded(script))
     assert finding.outcome is Outcome.SKIPPED
-    assert "learning rate 0" in finding.message
+    assert "learning rate is 0" in finding.message
 
 
 def test_two_steps_with_one_gradient_are_found():

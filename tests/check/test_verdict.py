@@ -66,7 +66,7 @@ def test_what_is_right_in_part_fails_only_where_all_of_it_is_required():
 def test_a_training_in_which_nothing_was_due_to_move_is_not_judged():
     verdict = verdict_of(checked(training(RIGHT, moved=())))
     assert (verdict.answer, verdict.exit_code) == (Answer.NOT_JUDGED, 2)
-    assert "is the learning rate 0?" in verdict.sentence
+    assert "check whether the learning rate is 0" in verdict.sentence
 
 
 def test_gradients_without_an_answer_are_no_part_of_the_share_that_was_judged():
@@ -128,7 +128,7 @@ def test_a_script_that_failed_is_said_first():
             "signal SIGKILL (on rank 3: process 7 was killed)",
         ),
         ([process(torch="2.13.0")], {"by": EndedBy.TIME_LIMIT, "time_limit": 5.0}, "at the time limit of 5 s"),
-        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no room left in /t: make room, or name another"),
+        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no space left in /t: free some, or set TMPDIR"),
     ],
 )
 def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sentence):
@@ -140,7 +140,7 @@ def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sente
 @pytest.mark.parametrize(
     ("one", "more", "incident"),
     [
-        (training(RIGHT, steps=2), {}, "2 of 4 steps were taken before the script ended"),
+        (training(RIGHT, steps=2), {}, "the script ended after 2 of 4 recorded steps"),
         (training(RIGHT, error="MemoryError: out"), {}, "rank 0: MemoryError: out"),
         (training(RIGHT), {"out_of_memory": 1}, "out of memory"),
         (training(RIGHT), {"by": EndedBy.TIME_LIMIT, "time_limit": 9.0}, "ended at the time limit of 9 s"),
@@ -165,4 +165,4 @@ def test_ranks_with_different_numbers_of_steps_are_named():
 def test_ranks_that_left_nothing_are_named():
     one = training(RIGHT)
     alone = type(one)(type(one.training)(one.training.ranks[:1]), one.findings, one.coverage)
-    assert "rank 1 of 2 left no step" in verdict_of(checked(alone)).incidents[0]
+    assert "rank 1 of 2 recorded no step" in verdict_of(checked(alone)).incidents[0]

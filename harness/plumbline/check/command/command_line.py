@@ -43,13 +43,13 @@ def _refuse_what_cannot_start(command: Sequence[str]) -> None:
     if shutil.which(program) is not None:
         return
     if not Path(program).exists():
-        hint = "is it installed in this environment?" if os.sep not in program else "is the path right?"
-        raise PlanError(f"there is no command {program}: {hint}")
+        hint = "install it in this environment" if os.sep not in program else "check the path"
+        raise PlanError(f"command {program} not found: {hint}")
     if Path(program).is_dir():
         raise PlanError(f"{program} is a folder, not a command")
     if program.endswith(".py"):
         raise PlanError(f"{program} is not a command: write python {program}")
-    raise PlanError(f"{program} cannot be executed: chmod +x {program}, or write the interpreter before it")
+    raise PlanError(f"{program} is not executable: run chmod +x {program}, or write the interpreter before it")
 
 
 def _refuse_what_cannot_be_followed(command: Sequence[str]) -> None:
@@ -58,9 +58,7 @@ def _refuse_what_cannot_be_followed(command: Sequence[str]) -> None:
     flags, script = _flags(command[1:])
     for flag in flags:
         if flag in _IGNORES_ENVIRONMENT:
-            raise PlanError(
-                f"{_IGNORES_ENVIRONMENT[flag]}, through which recording starts: leave out -{flag} for the check"
-            )
+            raise PlanError(f"{_IGNORES_ENVIRONMENT[flag]}, so recording cannot start: leave out -{flag} for the check")
     if script is not None and not Path(script).exists():
         raise PlanError(f"there is no file {script} in {Path.cwd()}")
 

@@ -45,7 +45,7 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
                 return failed_with_hint(
                     CHECK,
                     f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
-                    "they stay NaN, and so does evaluation; look for an input or an activation that overflows",
+                    "check for an input or an activation that overflows: statistics, and every evaluation, stay NaN",
                     family="buffers",
                     step=place,
                     rank=rank.rank,
@@ -65,12 +65,12 @@ def _not_broadcast(
     name = differing[0]
     first = forwards[0]["buffers"][name]
     rank = next(i for i, forward in enumerate(forwards) if forward["buffers"].get(name, first)[0] != first[0])
-    norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} there"
+    norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} on rank {training.ranks[rank].rank}"
     return failed_with_hint(
         CHECK,
         f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
         f"({norms}), although DistributedDataParallel broadcasts them before it",
-        "look for code that sets them in a forward hook, or while the wrapper is called",
+        "check for code that sets buffers in a forward hook, or while the wrapper is called",
         cause="buffers-not-broadcast",
         family="buffers",
         rank=training.ranks[rank].rank,
@@ -85,10 +85,10 @@ def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: in
         return information(
             CHECK,
             f"all ranks begin the {broadcast} forwards that follow a broadcast with the same buffers; in {differ} of "
-            f"{compared} forwards each rank has its own",
+            f"{compared} forwards, each rank uses its own buffers",
         )
     return information(
         CHECK,
-        f"each rank has buffers of its own in {differ} of {compared} forwards, since nothing broadcasts them: running "
-        "statistics are those of the rank's own samples, and a checkpoint has those of the rank that writes it",
+        f"each rank uses its own buffers in {differ} of {compared} forwards, because nothing broadcasts them: running "
+        "statistics come from the rank's own samples, and a checkpoint contains those of the rank that saves it",
     )

@@ -146,8 +146,8 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
             first = next(iter(ranks.values()))
             return failed_with_hint(
                 "clipping",
-                f"each rank clipped by a norm of its own ({listed(f'{norm:.6g}' for norm in norms)}), although all of "
-                "them step with the same gradient, first",
+                f"each rank clipped by its own norm ({listed(f'{norm:.6g}' for norm in norms)}), although all ranks "
+                "step with the same gradient, first",
                 "clip after the all-reduce",
                 cause="clipped-before-averaging",
                 family="clipping",
@@ -164,8 +164,7 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
             first = next(iter(ranks.values()))
             return failed_with_hint(
                 "clipping",
-                f"each rank's shards were scaled by a factor of their own ({listed(f'{one:.6g}' for one in factors)}), "
-                "first",
+                f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)}), first",
                 "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors",
                 cause="clipped-shard-by-shard",
                 family="clipping",
@@ -183,7 +182,7 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
         if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
             return failed_with_hint(
                 "clipping",
-                "the script multiplied each rank's shards by another factor "
+                "the script multiplied each rank's shards by a different factor "
                 f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient, first",
                 "compute one factor, from the norm over all shards",
                 cause="clipped-shard-by-shard",
@@ -206,7 +205,7 @@ def _other_length(training: RecordedTraining) -> Finding | None:
                 return one.failed(
                     "clipping",
                     f"clipping to {call['limit']:g} multiplied gradients of norm {norm:.6g} by {call['factor']:.6g} "
-                    f"where {due:.6g} was due",
+                    f"instead of {due:.6g}",
                     "call torch.nn.utils.clip_grad_norm_, or give clip_grads_with_norm_ the norm of all gradients",
                     cause="clipped-to-another-length",
                     family="clipping",
@@ -258,11 +257,11 @@ def _done(training: RecordedTraining, clipped: list[ObserverFacts]) -> Iterator[
     if shorter:
         yield passed(
             "clipping",
-            f"gradients were clipped to {limits} between the last backward pass and the step; {shorter} of {made} made "
-            "them shorter",
+            f"gradients were clipped to {limits} between the last backward pass and the step; {shorter} of {made} "
+            "scaled them down",
         )
     else:
-        yield not_judged("clipping", f"no gradient was above the limit ({limits}), so {made} changed nothing")
+        yield not_judged("clipping", f"no gradient exceeded the limit ({limits}), so clipping had no effect ({made})")
 
 
 def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
@@ -272,7 +271,8 @@ def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
         if covered < one.facts["of"]:
             yield information(
                 "clipping",
-                f"a call clipped {covered} of the {one.facts['of']} gradients of an optimizer, first at {one.name}",
+                f"a call clipped only {covered} of the {one.facts['of']} gradients of an optimizer, first at "
+                f"{one.name}",
             )
             return
 

@@ -22,8 +22,8 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 
 NO_REPLAY = "its backward passes were not computed again"
-IN_PARTS = "each rank holds another part of it"
-LATE = "its optimizer began after the recorded steps, which --after N moves"
+IN_PARTS = "each rank holds a different part of it"
+LATE = "its optimizer began after the recorded steps; use --after N to record later ones"
 NO_STEP = "its optimizer took none of the recorded steps; record more of them"
 NO_GRADIENT = "it received no gradient in the recorded steps"
 ZERO_GRADIENT = "its gradient was zero in the recorded steps"
@@ -31,8 +31,10 @@ NOT_FOLLOWED = "its gradient did not come from a backward pass that can be follo
 NOT_SHARED = "it is not in every rank's optimizer"
 REMOVED = "the script sets its gradient to None before the step"
 NO_REPLAYED_STEP = "its optimizer's step was not computed again"
-RECOMPUTED = "other values may have been recomputed for it than in the forward, and it could not be computed again"
-NO_ANSWER = "the line about gradients has the reason"
+RECOMPUTED = (
+    "an activation checkpoint may have recomputed other values for it, and its gradient could not be computed again"
+)
+NO_ANSWER = "see the line about gradients for the reason"
 
 _REASONS = {
     ALIKE_PARTS: "all ranks compute the same gradient for it",
@@ -40,7 +42,7 @@ _REASONS = {
     REDUCED_IN_STEP: "its optimizer's step communicates",
 }
 
-NOT_SAMPLED = "it is not in the part of the parameters that --sample-parameters asks for"
+NOT_SAMPLED = "it is not in the sample that --sample-parameters selects"
 
 
 @dataclass(frozen=True)

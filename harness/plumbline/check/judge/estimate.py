@@ -66,7 +66,7 @@ def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
 def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
     """Yield what so many steps will cost, in sentences."""
     yield (
-        f"{counted(steps, 'recorded step')} will take about {in_words(one.checked_s(steps), 's')}, in place of "
+        f"{counted(steps, 'recorded step')} will take about {in_words(one.checked_s(steps), 's')}, instead of "
         f"{in_words(one.unchecked_s(steps), 's')} without a check"
     )
     yield (
@@ -74,7 +74,7 @@ def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
         f"computing its gradients again in float64 takes about {in_words(one.replay_s, 's')}"
     )
     yield (
-        f"memory: about {in_words(one.extra_bytes, 'bytes')} more on each rank, beside "
+        f"memory: about {in_words(one.extra_bytes, 'bytes')} more on each rank, in addition to "
         f"{in_words(one.parameter_bytes, 'bytes')} of parameters"
     )
     yield (

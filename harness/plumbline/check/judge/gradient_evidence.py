@@ -15,25 +15,22 @@ from plumbline.judge.mistakes.synchronisation import only
 
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
-    "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
-    "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
+    "no backward pass reached the optimizer's parameters; gradients cannot be followed if the script copies them from "
+    "other tensors, such as those of master weights, or computes them with torch.autograd.grad or torch.func"
 )
-DISTRIBUTED = (
-    "the parameters and their gradients are DTensors, parts of tensors on a device mesh, which are judged only where "
-    "fully_shard made them"
-)
+DISTRIBUTED = "the parameters and their gradients are DTensors; only DTensors that fully_shard made are judged"
 IN_PARTS = (
-    "each rank holds another part of the model, as with experts or tensor parallelism; how gradients of such parts "
-    "belong together is not judged yet"
+    "each rank holds a different part of the model, as in expert or tensor parallelism; gradients of such parts are "
+    "not judged yet"
 )
 ALIKE_PARTS = (
     "the forward communicates, and all ranks compute the same gradients: they may hold equal parts of one model, as "
-    "with tensor parallelism, and how gradients of such parts belong together is not judged yet"
+    "in tensor parallelism, and gradients of such parts are not judged yet"
 )
-ZERO = "every gradient was zero in the recorded steps, so that nothing could have differed"
+ZERO = "every gradient was zero in the recorded steps, so no difference could show"
 REDUCED_IN_STEP = (
     "the optimizer's step communicates, and all ranks hold the same weights after it although each steps with its own "
-    "gradients: whether it averages them is not known"
+    "gradients: it is not known whether the step averages them"
 )
 
 

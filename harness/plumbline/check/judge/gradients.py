@@ -123,7 +123,7 @@ def _finding(
     return Finding(
         CHECK,
         Outcome.FAILED,
-        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × their length, "
+        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × its length, "
         f"cosine {cosine:.4f}",
         error_x_noise=None if noise is None else noise.error,
         step=case.index,
@@ -158,7 +158,7 @@ def _removed(judged: Iterable[ReceivedGradient]) -> str:
     names = {one.name for case in judged for one, gone in zip(case.parameters, case.removed, strict=True) if gone}
     if not names:
         return ""
-    return f"; the script sets those of {listed(sorted(names))} to None before a step, which leaves them as they are"
+    return f"; the script sets those of {listed(sorted(names))} to None, so the step does not update these parameters"
 
 
 def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
@@ -175,7 +175,7 @@ def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
     )
     names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
     if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
-        return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"
+        return "FullyShardedDataParallel (FSDP1) cannot be followed; use fully_shard (FSDP2)"
     return why
 
 

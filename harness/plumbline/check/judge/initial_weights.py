@@ -61,12 +61,12 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
     message = f"{what} between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
-        finding = failed_with_hint(CHECK, message, f"look for what changes weights before step {number}", family="sync")
+        finding = failed_with_hint(CHECK, message, f"check what changes weights before step {number}", family="sync")
     else:
         finding = failed_with_hint(
             CHECK,
             message,
-            "broadcast all of them from one rank before training, and change none on one rank afterwards",
+            "broadcast all weights from one rank before training, and do not change them on a single rank afterwards",
             cause="not-broadcast",
             family="sync",
             parameter=worst.parameter.name,
@@ -87,8 +87,8 @@ def _frozen(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 CHECK,
                 f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
-                "forward, although DistributedDataParallel broadcast them when it was made",
-                "load and initialise weights before DistributedDataParallel is made",
+                "forward, although DistributedDataParallel broadcast them when it was created",
+                "load and initialise weights before creating DistributedDataParallel",
                 cause="not-broadcast",
                 family="sync",
                 parameter=differing[0],

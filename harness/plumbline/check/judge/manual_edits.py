@@ -39,14 +39,14 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
         return not_judged(
             check,
-            "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
-            "local SGD does; whether they are averaged is not known",
+            "each rank steps with its own gradients, and the script makes the ranks' weights equal between steps, as "
+            "local SGD does; it is not known whether it averages them",
             step,
         )
     if finding.cause == "not-synchronised" and ranks_begin_apart(training):
         return not_judged(
             check,
-            "each rank holds weights of its own and steps with its own gradients: these are several trainings, or "
+            "each rank holds its own weights and steps with its own gradients: these are several trainings, or "
             "parts of one model. To train one model on all ranks, wrap it in DistributedDataParallel",
             step,
         )
@@ -54,12 +54,12 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(
             check,
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
-            "does: which passes are meant to count is not known",
+            "does: it is not known which passes are meant to count",
             step,
         )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
     if hooks and is_unexplained(finding):
-        why = f"the communication hook {listed(hooks)} changes gradients, which can be judged only without it"
+        why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
     if not any(map(_is_changed, wrong)):
         return finding
@@ -70,7 +70,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         )
         return not_judged(check, why, step)
     if finding.cause == "some-zero":
-        why = "the script sets the gradients of some parameters to zero with its own code, which may be meant"
+        why = "the script sets the gradients of some parameters to zero with its own code, possibly on purpose"
         return not_judged(check, why, step)
     if finding.cause not in MULTIPLES:
         return finding
@@ -82,8 +82,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return finding  # the losses had the weight 1 in total before
     return not_judged(
         check,
-        f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); whether its loss "
-        "requires that is not known",
+        f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); it is not known "
+        "whether its loss requires that",
         step,
     )
 

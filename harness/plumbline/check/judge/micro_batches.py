@@ -51,8 +51,8 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     if count > 2 and all(equals(share.weight, 1 / count**2) and share.is_alone for share in shares):
         return failed_with_hint(
             CHECK,
-            f"the loss of each of {count} micro-batches has the weight 1/{count**2}, where 1/{count} makes a mean",
-            f"divide the loss by {count} only once, in the script or in its trainer",
+            f"the loss of each of {count} micro-batches has the weight 1/{count**2} instead of 1/{count}",
+            f"divide the loss by {count} only once, either in the script or in its trainer",
             cause="divided-twice",
             family="accumulation",
         )

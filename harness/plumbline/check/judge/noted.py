@@ -83,7 +83,7 @@ def failed_observers(training: RecordedTraining, observer: str, check: str) -> I
     """Yield a finding where an observer came to an early end."""
     for rank in training.ranks:
         if error := (rank.facts.get(observer) or {}).get("error"):
-            yield not_judged(check, f"it could not be recorded on rank {rank.rank}: {error}")
+            yield not_judged(check, f"recording failed on rank {rank.rank}: {error}")
             return
 
 

@@ -41,7 +41,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     elif (several := _several_losses(ranks)) is not None:
         yield information(CHECK, several)
     elif summed is None:
-        why = "the loss is not known: no backward pass began at one function of torch.nn.functional"
+        why = "the loss is not known: no backward pass started from a single loss of torch.nn.functional"
         yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
 
 
@@ -86,7 +86,7 @@ def _optimised(objectives: Sequence[StepObjective]) -> str:
         return f"The loss is the sum over all {terms} terms of {function}."
     if worst.is_even:
         return f"The loss is {_times(worst.total)}the mean over all {terms} terms of {function}."
-    gap = "How far its gradient is from that of" if worst.gap is None else "Its gradient differs from that of"
+    gap = "The distance of its gradient from that of" if worst.gap is None else "Its gradient differs from that of"
     apart = "is not known" if worst.gap is None else f"by {in_words(worst.gap, 'share')}"
     return (
         f"The loss is {_times(worst.total)}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "

@@ -33,7 +33,7 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
                 CHECK,
                 f"{counted(len(names), 'parameter')} require{'s' if one else ''} a gradient and "
                 f"{'is' if one else 'are'} in no optimizer, so {'it never moves' if one else 'they never move'}: "
-                f"{listed(names)}. Is that intended?",
+                f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is meant",
             )
     return None
 
@@ -55,7 +55,7 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
                 f"{name} holds {counted(len(stale), 'parameter')} that no module uses and that received no gradient, "
                 f"while {counted(len(own), 'parameter')} of the model that received one {are} in no optimizer and "
                 f"never {move} ({listed(own)})",
-                "make the optimizer after everything that replaces parameters, such as fully_shard, a change of layers "
+                "create the optimizer after all code that replaces parameters, such as fully_shard, a change of layers "
                 "or a copy of the model",
                 cause="optimizer-holds-other-parameters",
                 family="optimizer",
@@ -114,7 +114,7 @@ def _lacking(
     are = "is" if len(names) == 1 else "are"
     return failed_with_hint(
         CHECK,
-        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks and in none on rank "
+        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks, but not on rank "
         f"{listed(lacking)}, so the ranks drift apart: {listed(sorted(names))}",
         "give the optimizer of every rank the same parameters",
         cause="missing-on-some-ranks",

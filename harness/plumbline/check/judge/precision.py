@@ -75,6 +75,6 @@ def _in_words(training: RecordedTraining, steps: list[ObserverFacts]) -> Iterato
     process = training.ranks[0].facts.get(OBSERVER) or {}
     flags = process.get("flags") or {}
     if flags.get("matmul", "highest") not in ("highest", "ieee", "none", None):
-        yield f"float32 matrix products have the precision “{flags['matmul']}”"
+        yield f"float32 matrix products use the precision “{flags['matmul']}”"
     if hooks := process.get("hooks"):
         yield f"gradients pass through the communication hook {listed(hooks)}"

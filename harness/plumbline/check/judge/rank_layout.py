@@ -61,9 +61,9 @@ def _other_parallelism(world: int, facts: Iterable[Facts], modules: Iterable[Fac
         layouts = set(module["layouts"])
         hybrid = hybrid or "2: Replicate Shard" in layouts
         if layouts and not (module["sharded_as_data"] and layouts <= _SHARDED_LAYOUTS):
-            return f"{module['class']} has parameters that are distributed for more than data parallelism"
+            return f"{module['class']} distributes its parameters for more than data parallelism"
         if (module["wrapper"] or {}).get("ranks", world) != world:
-            return f"DistributedDataParallel is over {module['wrapper']['ranks']} of {world} ranks"
+            return f"DistributedDataParallel covers only {module['wrapper']['ranks']} of {world} ranks"
     for one in facts:
         for mesh in one.get("meshes", ()):
             if not hybrid and not _is_of_data(mesh):

@@ -55,7 +55,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         yield passed(CHECK, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}")
     elif layout.is_data_parallel:
         yield passed(
-            CHECK, f"weights that ranks share agree, but for rounding, after each of {counted(compared, 'step')}"
+            CHECK, f"weights that ranks share agree, up to rounding, after each of {counted(compared, 'step')}"
         )
     else:
         yield information(
@@ -78,7 +78,7 @@ def _failure(
         return failed_with_hint(
             CHECK,
             f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it",
-            "does each rank look for overflows in its own gradients only?",
+            "check for overflows after the all-reduce, so that all ranks decide alike",
             cause="overflow-decided-alone",
             family="amp",
             step=place,
@@ -90,11 +90,13 @@ def _failure(
     where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
     if any(one.differ("before") for one in accused):
         if first:
-            return failed(CHECK, f"{message}: they did so before", cause="not-broadcast", family="sync", **where)
+            return failed(
+                CHECK, f"{message}: they differed already before it", cause="not-broadcast", family="sync", **where
+            )
         return failed_with_hint(
             CHECK,
-            f"{message}, and before it, although they agreed after the one before",
-            "what writes to the parameters besides the optimizer?",
+            f"{message}, and before it, although they agreed after the previous step",
+            "check what writes to the parameters besides the optimizer",
             cause="changed-between-steps",
             family="sync",
             **where,
@@ -104,8 +106,8 @@ def _failure(
         return failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
     return failed_with_hint(
         CHECK,
-        f"{message}, although the weights before it and the gradients are the same",
-        "do all ranks have the same learning rate, and the same state in the optimizer?",
+        f"{message}, although the gradients and the weights before the step are the same",
+        "check that all ranks have the same learning rate and the same optimizer state",
         cause="updates-differ",
         family="optimizer",
         **where,

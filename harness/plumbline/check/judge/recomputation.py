@@ -58,8 +58,8 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         yield _finding(wrong, found)
     elif judged:
         worst = max(judged, key=lambda one: one.x_noise)
-        message = f"{found} gave other values than the forward, but gradients are those of the forward, up to rounding"
-        message = message if different else f"gradients are those of the forward, although {found} drew random numbers"
+        message = f"{found} gave other values than the forward, but gradients match the forward up to rounding"
+        message = message if different else f"gradients match the forward, although {found} drew random numbers"
         yield replace(passed(CHECK, message), error_x_noise=worst.x_noise, limit_x_noise=LIMIT)
     else:
         what = "gave other values than the forward" if different else "drew random numbers"
@@ -153,7 +153,7 @@ def _explained(facts: Facts) -> _Explanation:
             _REDRAWN,
             "rng",
             "drew other random numbers than the forward, such as other dropout masks",
-            "set the generators in backward() to the states that they had in forward(), as torch.utils.checkpoint does",
+            "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does",
         )
     if {"torch", "cuda"} & set(generators):
         return _Explanation(
@@ -177,13 +177,13 @@ def _explained(facts: Facts) -> _Explanation:
         return _Explanation(
             "recomputed-in-another-mode",
             "rng",
-            "ran in another mode than the forward, training or evaluation",
+            "ran in another mode (training or evaluation) than the forward",
             "call train() and eval() before the forward or after the backward pass, not in between",
         )
     return _Explanation(
         "recomputed-differently",
         "buffers",
         "gave other values than the forward",
-        "make the checkpointed function depend on its arguments and the parameters alone, not on a generator of its "
-        "own, a buffer or an attribute that changes after the forward",
+        "make the checkpointed function depend only on its arguments and the parameters, not on its own generator, or "
+        "on a buffer or an attribute that changes after the forward",
     )

@@ -39,7 +39,7 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
         for passes in _in_one_order(rank):
             observed = (
-                f"{len(passes)} epochs have the same order although the sampler shuffles (its epoch is "
+                f"{len(passes)} epochs have the same order although the sampler shuffles (sampler.epoch is "
                 f"{passes[0]['epoch']} in each of them)"
             )
             if not any(one["complete"] for one in passes):
@@ -82,7 +82,7 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 CHECK,
                 f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: their "
-                "shards come from different orders, so an epoch has some samples twice and others not at all",
+                "shards come from different orders, so an epoch repeats some samples and misses others",
                 "give the samplers of all ranks the same seed",
                 cause="shards-overlap",
                 family="data",

@@ -85,14 +85,14 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
         return failed_with_hint(
             CHECK,
             f"{observed}, so they do the same work {_times(len(ranks))}",
-            "give each rank its own rows with a DistributedSampler, or a seed of its own",
+            "give each rank its own rows with a DistributedSampler, or its own seed",
             cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
             family="data",
         )
     settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
     return failed_with_hint(
         CHECK,
-        f"{observed}, and their samplers are made for {settings}",
+        f"{observed}, and all their samplers are created for {settings}",
         "pass the rank to the sampler, not the local rank",
         cause="ranks-alike",
         family="data",
@@ -107,13 +107,13 @@ def _innocent(
     training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
 ) -> str | None:
     if not layout.is_data_parallel:
-        return f"whether that is meant is not known: {layout.reason}"
+        return f"it is not known whether that is meant: {layout.reason}"
     own = _of_first_module(forwards)
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:
-        return "the same batches come again and again, as in a benchmark"
+        return "the script repeats the same batches, as a benchmark does"
     if _chance(_different_rows(own)) > CHANCE:
-        return "too few rows differ to tell whether the data themselves repeat"
+        return "too few rows differ to tell whether the data set itself repeats rows"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
@@ -175,8 +175,8 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
         return None
     return failed_with_hint(
         CHECK,
-        f"each rank goes through the whole data set in an order of its own: {counted(shared, 'row')} came on several "
-        "ranks in one epoch",
+        f"each rank goes through the whole data set in its own order: several ranks used {counted(shared, 'row')} in "
+        "the same epoch",
         "use a DistributedSampler",
         cause="no-sampler",
         family="data",
@@ -230,13 +230,13 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
     copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
     common = sum(times > 1 for epoch in copies for times in epoch.values())
     if common:
-        parts.append(f"{counted(common, 'row')} came on several ranks")
+        parts.append(f"several ranks used {counted(common, 'row')} in the same epoch")
     if any(_repeats_an_epoch(own) for own in forwards):
         parts.append("an epoch has the same order as the one before")
     total = f"({sum(rows):,} rows in the recorded steps)"
     if parts:
         return information(CHECK, f"{'; '.join(parts)} {total}")
-    return passed(CHECK, f"no row came on two ranks in one epoch {total}")
+    return passed(CHECK, f"no two ranks used the same row in an epoch {total}")
 
 
 def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:

@@ -36,7 +36,7 @@ def _on_some_ranks(training: RecordedTraining) -> Finding | None:
             return _failed(
                 f"the GradScaler skipped a step on rank {listed(skipped)} but not on "
                 f"{listed(rank for rank in ranks if rank not in skipped)}, so their weights differ from then on",
-                "average scaled gradients over ranks before they are unscaled, so that all ranks see an infinity",
+                "average scaled gradients over ranks before unscaling them, so that all ranks detect the overflow",
                 ranks[skipped[0]],
                 "skipped-on-some-ranks",
             )
@@ -47,10 +47,10 @@ def _moved(training: RecordedTraining) -> Finding | None:
     for one in noted(training, OBSERVER):
         moved = one.facts.get("moved") or {}
         if one.step.skipped and any(moved.values()):
-            what = f"{moved['weights']} parameters" if moved["weights"] else "the optimizer's state"
+            what = counted(moved["weights"], "parameter") if moved["weights"] else "the optimizer's state"
             return _failed(
                 f"the GradScaler skipped a step, but {what} changed",
-                "change nothing in a step that is skipped",
+                "leave weights and optimizer state unchanged when a step is skipped",
                 one,
                 "moved-when-skipped",
             )
@@ -125,7 +125,7 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
             hint = (
                 "call scaler.step(optimizer), not optimizer.step()"
                 if any(each.scale != 1.0 for each in one.step.passes)
-                else "look for the first operation that is not finite (torch.autograd.detect_anomaly)"
+                else "use torch.autograd.detect_anomaly to find the first operation that is not finite"
             )
             return _failed(
                 f"gradients with which the optimizer stepped ({one.facts['bad']}) and parameters after the step "

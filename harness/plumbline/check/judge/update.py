@@ -20,7 +20,7 @@ from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
 
 OBSERVER = "update"
-NOT_MOVED = "it was not due to move in the recorded steps"
+NOT_MOVED = "the right updates of the recorded steps do not move it"
 
 Key = tuple[int, str]
 """The number of an optimizer and the name of one of its parameters."""
@@ -118,9 +118,9 @@ def _why_inconclusive(one: ObserverFacts) -> str:
     if not one.facts["of_torch"]:
         return f"{name} is not a class of torch.optim, and a copy of it does not repeat its step"
     if one.facts["hooks"]:
-        return f"hooks of the script run within the step of {name}, and the weights are not those of the step alone"
+        return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
     if one.facts["shared"]:
-        return "the parameters lie in memory that other processes share, and may change during the step"
+        return "the parameters are in memory that other processes share, so they may change during the step"
     return ""
 
 
@@ -133,7 +133,9 @@ def _repeats(one: ObserverFacts) -> bool:
 
 def _compared(steps: ReplayedUpdates) -> Finding:
     if not any(row[3] or row[4] for _, one in steps.errors for row in one.facts["parameters"]):
-        return not_judged("update", "no weight was due to move in the recorded steps (is the learning rate 0?)")
+        return not_judged(
+            "update", "no weight should have moved in the recorded steps: check whether the learning rate is 0"
+        )
     errors = [deviation for deviation, _ in steps.errors]
     worst = largest(errors)
     expected = "those that the optimizer makes of the recorded gradients in float64"
@@ -205,23 +207,22 @@ def _scaled(case: ReplayedUpdateCase) -> Iterator[Match]:
 HYPOTHESES = (
     UpdateHypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
         "weights are infinite or NaN after the step, although the right update is finite",
-        "does eps or the square of a gradient become 0 in the 16 bits of the optimizer's state? Keep weights and state "
-        "in float32", 190),
+        "keep weights and state in float32: eps, or the square of a gradient, may round to 0 in a 16-bit state", 190),
     UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.made == 0),
         "the weights did not move",
-        "was the step undone?", 180),
+        "check whether something undoes the step", 180),
     UpdateHypothesis("stored-in-lower-precision", "amp", holds(lambda case: bool(case.one.facts["rounded"])),
         "every weight is a bfloat16 number, although the parameters have another dtype",
-        "is the model cast and cast back?", 170),
+        "check whether the model is cast to bfloat16 and back", 170),
     UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
-        "the rank moved {own} of {all} parameters and other ranks the others",
-        "does each rank broadcast its part of the weights after the step?", 160),
+        "the rank updated {own} of {all} parameters, and other ranks updated the rest",
+        "broadcast each rank's part of the weights after the step", 160),
     UpdateHypothesis("scaled-update", "optimizer", _scaled,
         "the update is {factor} × the right one",
-        "is it applied several times, or with another learning rate than that of the parameter group?", 110),
+        "check the learning rate, and whether the update is applied several times", 110),
     UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: True),
-        "the update is no multiple of the right one",
-        "does other code, or another process, change weights during the step?", 105),
+        "the update is not a multiple of the right one",
+        "check whether other code, or another process, changes weights during the step", 105),
 )  # fmt: skip
 
 
@@ -245,8 +246,8 @@ def _shared_memory(training: RecordedTraining) -> Finding | None:
             return first.failed(
                 "update",
                 f"ranks {listed(together)} have {counted(count, 'parameter')} in the same memory, so every update is "
-                "applied once for each rank",
-                "give each rank a model of its own; torch.multiprocessing.spawn shares a model that is passed to it",
+                "applied once per rank",
+                "create the model on each rank: torch.multiprocessing.spawn shares a model that is passed to it",
                 cause="applied-once-a-rank",
                 family="averaging",
             )
@@ -269,7 +270,7 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                     "steps",
                     "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
                     "between, first",
-                    "call optimizer.step() once, and not besides scaler.step()",
+                    "call either optimizer.step() or scaler.step(optimizer), once a step",
                     cause="stepped-without-a-batch",
                     family="optimizer",
                     step=step.number,
@@ -285,6 +286,7 @@ def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
         names = [first.parameter(number) for number in first.facts["outside"]]
         yield information(
             "update",
-            f"{len(names)} parameters changed between two steps of their optimizer, first before {first.name} on rank "
-            f"{first.rank}: {listed(names)} (weight clipping, averaging, another optimizer or a checkpoint?)",
+            f"{counted(len(names), 'parameter')} changed between two optimizer steps, first before {first.name} on "
+            f"rank {first.rank}: {listed(names)}. Possible reasons: weight clipping, averaging, another optimizer, a "
+            "checkpoint",
         )

@@ -93,7 +93,7 @@ def _sentence(
     free: int,
 ) -> str:
     now = needed_bytes(every, parameters, sample, options)
-    said = f"replays need about {now / _GB:.3g} GB of memory beside the training, and {free / _GB:.3g} GB are free"
+    said = f"replays need about {now / _GB:.3g} GB of memory beside the training, but only {free / _GB:.3g} GB are free"
     small = ParameterSample(_SHARE)
     small.add(parameters)
     ways = [

@@ -439,7 +439,9 @@ def _leave_out_hooked(found: ExactPass) -> None:
 def _in_words(error: Exception) -> str:
     """Return what an error of the recorder is, for the verdict."""
     if isinstance(error, OSError):
-        return f"evidence cannot be written ({error.strerror or error}): make room, or name another folder with TMPDIR"
+        return (
+            f"evidence cannot be written ({error.strerror or error}): free some space, or set TMPDIR to another folder"
+        )
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 

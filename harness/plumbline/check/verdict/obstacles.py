@@ -11,7 +11,7 @@ from plumbline.check.judge.judge import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.report.text import counted, in_words, shortened
 
-MEMORY = "the kernel killed a process meanwhile because the machine, or its control group, was out of memory"
+MEMORY = "the kernel killed a process because the machine, or its control group, ran out of memory"
 
 KEPT_OUT = "a container, a cleared environment or Python's -I, -E and -S keep it out"
 ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
@@ -19,9 +19,11 @@ ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that tr
 
 def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if checked.has_lost_folder:
-        return "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not clear"
+        return (
+            "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not remove"
+        )
     if checked.full_folder is not None:
-        return f"there is no room left in {checked.full_folder}: make room, or name another folder with TMPDIR"
+        return f"there is no space left in {checked.full_folder}: free some, or set TMPDIR to another folder"
     if not checked.processes and checked.end.has_failed:
         return (
             f"the command failed before a Python process loaded the recorder: {checked.end.in_words}; if it did start "
@@ -36,7 +38,7 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if obstacle := next((one.obstacle for one in trained if one.obstacle), ""):
         return obstacle
     if checked.end.by is not EndedBy.ITSELF:
-        return f"no optimizer step was complete when the command was ended {_by(checked)}"
+        return f"the command was ended {_by(checked)} before an optimizer step was complete"
     if checked.end.has_failed:
         when = "in" if any(one.begun for one in trained) else "before"
         return f"the script failed {when} its first optimizer step: {checked.end.in_words}{_reason(early)}"
@@ -61,7 +63,7 @@ def incidents(checked: CheckedCommand) -> Iterator[str]:
     for one in checked.trainings:
         yield from _of_training(checked, one)
     if checked.trainings and checked.full_folder is not None:
-        yield f"there is no room left in {checked.full_folder}: evidence may be missing"
+        yield f"there is no space left in {checked.full_folder}: evidence may be missing"
 
 
 def early_end(checked: CheckedCommand) -> str:
@@ -76,7 +78,7 @@ def early_end(checked: CheckedCommand) -> str:
 
 def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> str:
     if checked.end.by is not EndedBy.ITSELF:
-        return f"no process had imported torch when the command was ended {_by(checked)}"
+        return f"the command was ended {_by(checked)} before a process imported torch"
     if checked.end.has_failed:
         return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
     return f"no process of the command imports torch: put the command that starts the training after --, {ELSEWHERE}"
@@ -88,12 +90,15 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
     if most and checked.options.dry_run:
         return f"the script takes only {counted(most, 'optimizer step')}: a dry run needs {after + 1}"
     if most:
-        return f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none: take a smaller N"
+        return (
+            f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none to record: "
+            "use a smaller N"
+        )
     if not any(one.optimizers for one in trained):
-        return "the script makes no optimizer of torch.optim: only what an optimizer receives and does can be judged"
+        return "the script creates no optimizer of torch.optim: only what an optimizer receives and does can be judged"
     if not any(one.passes for one in trained):
         return (
-            "the script makes an optimizer, but runs no backward pass: give it the arguments with which it trains, "
+            "the script creates an optimizer, but runs no backward pass: run it with arguments that make it train, "
             f"{ELSEWHERE}"
         )
     if any(one.begun for one in trained):
@@ -106,8 +111,9 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
     counts = {rank.rank: len(rank.steps) for rank in training.ranks}
     if len(training.ranks) < training.world_size:
         missing = sorted(set(range(training.world_size)) - set(counts))
+        who = "rank" if len(missing) == 1 else "ranks"
         yield (
-            f"rank {_listed(missing)} of {training.world_size} left no step; if these ranks are on other machines, "
+            f"{who} {_listed(missing)} of {training.world_size} recorded no step; if ranks run on several machines, "
             "set TMPDIR to a folder that all machines share"
         )
     if len(set(counts.values())) > 1:
@@ -117,7 +123,7 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
             f"{counts[most]}; only the steps that all ranks took are judged"
         )
     elif (steps := describe(training).steps) < options.steps:
-        yield f"{steps} of {options.steps} steps were taken before the script ended"
+        yield f"the script ended after {steps} of {options.steps} recorded steps"
     for rank in training.ranks:
         if rank.error:
             yield f"rank {rank.rank}: {shortened(rank.error, 300)}"

@@ -110,7 +110,7 @@ def sentence_on(one: CheckedTraining) -> str:
     if passed is None:
         return gradients[0].message.removeprefix("not judged: ")
     if one.coverage.nothing_moved:
-        return "no weight was due to move in the recorded steps: is the learning rate 0?"
+        return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
     return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}"
 
 

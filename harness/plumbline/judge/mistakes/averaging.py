@@ -52,7 +52,7 @@ MISTAKES = (
         "divide once: DistributedDataParallel averages already", 620),
     GradientMistake("divided-by-another-count", "averaging", _other_count,
         "{factor} × the right ones at every step",
-        "divide the sum over ranks by the world size, not by the number of nodes or of GPUs of a node", 360),
+        "divide the sum over ranks by the world size, not by the number of nodes or of GPUs per node", 360),
     GradientMistake("some-tensors-summed", "averaging", _some_summed,
         "averaged for some parameters and summed over {world} ranks for others",
         "divide the gradients of all parameters by the world size", 355),
@@ -60,6 +60,6 @@ MISTAKES = (
         "divided by the world size of {world} twice for some parameters",
         "average the gradients of these parameters once", 350),
     GradientMistake("own-part-counted-again", "averaging", _own_share_counted_again,
-        "the average with rank {rank}'s own part counted once more or left out",
+        "the average, but with rank {rank}'s own part counted twice or left out",
         "add each rank's gradient to the all-reduced sum exactly once", 340),
 )  # fmt: skip

@@ -82,7 +82,7 @@ def _some_parameters_one_step_late(case: GradientCase) -> Predictions:
 
 LATE = (
     GradientMistake("one-step-late", "sync", _one_step_late,
-        "those that were right one step before",
+        "the right ones of the step before",
         "wait for the all-reduce before the optimizer steps", 615),
     GradientMistake("others-one-step-late", "sync", _others_one_step_late,
         "made of rank {rank}'s own part and the other ranks' parts of the step before",
@@ -109,6 +109,6 @@ MISTAKES = (
         "averages to which one of the ranks adds its part of the step before",
         "give each rank's gradient of this step to the all-reduce, and wait for it", 324),
     GradientMistake("some-parameters-one-step-late", "sync", _some_parameters_one_step_late,
-        "right for some parameters, and for others those that were right one step before",
+        "right for some parameters, and for others the right ones of the step before",
         "wait for every bucket's all-reduce before the optimizer steps", 323),
 )  # fmt: skip

@@ -26,7 +26,7 @@ MISTAKES = (
         "call zero_grad() after the optimizer's step, not before it, and do not detach the loss", 935),
     GradientMistake("some-zero", "optimizer", _some_zero,
         "right for some parameters and zero for others",
-        "look for what detaches, freezes or zeroes these parameters between the loss and the step", 930),
+        "check what detaches, freezes or zeroes these parameters between the loss and the step", 930),
     GradientMistake("sign-flipped", "optimizer", _flipped,
         "the right ones with the opposite sign",
         "do not negate the loss or the gradients, and create the optimizer without maximize=True", 925),

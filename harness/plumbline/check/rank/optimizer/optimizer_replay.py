@@ -93,7 +93,7 @@ def require_replayable(optimizer: Optimizer) -> None:
     if not is_of_torch(optimizer):
         for key, value in vars(optimizer).items():
             if key not in _OF_THE_BASE_CLASS and not _is_plain(value):
-                raise NotReplayable(f"{name}.{key} holds what cannot be copied for a replay")
+                raise NotReplayable(f"{name}.{key} cannot be copied for a replay")
 
 
 def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> ReplayedStep:
@@ -105,7 +105,7 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
     assert parameter.grad is not None
     name = type(optimizer).__name__
     if local(parameter) is not parameter and not (is_of_torch(optimizer) and name in ENTRY_BY_ENTRY):
-        raise NotReplayable(f"{name} combines entries of a parameter of which the rank has only its shard")
+        raise NotReplayable(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
     try:
         with torch.no_grad(), guard.around(optimizer):
             native = _stepped(optimizer, group, parameter)
