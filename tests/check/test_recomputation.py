@@ -255,7 +255,7 @@ def test_random_numbers_of_which_the_right_ones_are_unknown_are_not_judged(plumb
     checked, finding = found(plumbline, partial(train, lambda: Net(run=run)))
     assert finding.outcome is Outcome.SKIPPED
     (left_out,) = checked.trainings[0].coverage.replays.left_out
-    assert "draws random numbers of its own" in left_out.why
+    assert "draws its own random numbers" in left_out.why
     assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
 
 

@@ -216,7 +216,7 @@ def _marked(finding: Finding, origins: dict[str, str], hint: str | None, rules: 
     missing = next((one.origin for one in rules if one.needed and one.applies_to(finding)), None)
     if missing is None or not finding.outcome.is_bad:
         return finding
-    message = f"{finding.message}; this is not counted as wrong, because nothing is wrong in {missing}"
+    message = f"{finding.message}; this does not count as wrong, because the check {missing} found nothing wrong"
     changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None}
     return Information(**vars(finding) | changed)
 

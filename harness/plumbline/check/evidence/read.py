@@ -43,7 +43,9 @@ def _read_rank(folder: Path) -> RecordedRank | None:
         max(values["world_size"] for values, _ in recorded),
         tuple(_step(values, tensors) for values, tensors in recorded),
         {**end.get("facts", {}), **later.get("facts", {})},
-        end.get("error", "" if end else "the process ended without writing its last evidence: was it killed?"),
+        end.get(
+            "error", "" if end else "the process ended without writing its last evidence; check whether it was killed"
+        ),
     )
 
 

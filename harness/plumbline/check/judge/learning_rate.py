@@ -50,7 +50,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
                     "learning-rate",
                     f"ranks step with different learning rates: {listed(mine)} on rank {first.rank} and "
                     f"{listed(theirs)} on rank {other.rank}",
-                    "let the schedule depend on nothing that differs between ranks, such as a validation loss",
+                    "do not let the schedule depend on values that differ between ranks, such as a validation loss",
                     cause="rates-differ",
                     family="optimizer",
                 )
@@ -74,8 +74,8 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
         if len(window) > 1 and len(between) == len(window) - 1:
             return one.failed(
                 "learning-rate",
-                f"the schedule moved on after each of the {len(window)} backward passes of a step",
-                "call scheduler.step() after each optimizer step",
+                f"the scheduler stepped after each of the {len(window)} backward passes of a step",
+                "call scheduler.step() only after the optimizer's step",
                 cause="schedule-stepped-every-micro-batch",
                 family="optimizer",
             )
@@ -94,7 +94,7 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
     if moved and all(_before_the_step(one) for one in steps):
         yield information(
             "learning-rate",
-            "the scheduler steps before the optimizer does, so the first rate of the schedule is not used",
+            "the scheduler steps before the optimizer, so the first rate of the schedule is not used",
         )
     several = next((one for one in moved if len(one.facts["schedule"]) > one.facts["schedulers"]), None)
     if several is not None:
@@ -106,7 +106,7 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
     if skipped is not None:
         yield information(
             "learning-rate",
-            f"the schedule moved on although the GradScaler skipped the step before {skipped.name} on rank "
+            f"the scheduler stepped although the GradScaler skipped the step before {skipped.name} on rank "
             f"{skipped.rank}",
         )
 

@@ -20,13 +20,14 @@ def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:
     for first, second in dict.fromkeys(lost):
         yield headline_note(
             CHECK,
-            f"{first} and {second} were one parameter when the model was built, and are two now: each is trained by "
-            "itself. Tie them again before the optimizer is made; to_empty() and load_state_dict(assign=True) untie.",
+            f"{first} and {second} were one parameter when the model was built, but are two now, and each is "
+            "trained separately. Tie them again before you create the optimizer: to_empty() and "
+            "load_state_dict(assign=True) untie parameters.",
         )
     for first, second in dict.fromkeys(map(tuple, facts.get("declared", ()))):
         if {first, second} not in map(set, lost):
             yield headline_note(
                 CHECK,
-                f"The model's configuration has tie_word_embeddings, but {first} and {second} are two parameters: each "
-                "is trained by itself. Call model.tie_weights() before the optimizer is made.",
+                f"The model's configuration has tie_word_embeddings, but {first} and {second} are two parameters, and "
+                "each is trained separately. Call model.tie_weights() before you create the optimizer.",
             )

@@ -128,8 +128,8 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
                 else "use torch.autograd.detect_anomaly to find the first operation that is not finite"
             )
             return _failed(
-                f"gradients with which the optimizer stepped ({one.facts['bad']}) and parameters after the step "
-                f"({broken}) are not finite",
+                f"the step made {counted(broken, 'parameter')} infinite or NaN (gradients that were not finite: "
+                f"{one.facts['bad']})",
                 hint,
                 one,
                 "not-finite",

@@ -101,7 +101,7 @@ class UpdateReplay(Observer):
         """Replay the step that is to come."""
         self._close(optimizer)  # of a step that raised
         for outer in self._open:
-            outer.why = "its step is that of another optimizer, which is judged by itself"
+            outer.why = "another optimizer takes its step, and is judged separately"
             outer.due.clear()
         pending = _Pending(optimizer)
         self._open.append(pending)

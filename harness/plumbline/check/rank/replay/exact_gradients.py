@@ -33,8 +33,8 @@ K = TypeVar("K")
 NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
 
 COMPILED_DRAWS = (
-    "it is compiled, and compiled code draws other random numbers, as for dropout, than the same code run again as it "
-    "is written; with torch._inductor.config.fallback_random = True it draws the same"
+    "it is compiled, and compiled code draws other random numbers, for dropout for example, than the same code without "
+    "the compiler; set torch._inductor.config.fallback_random = True to make it draw the same"
 )
 
 OUTSIDE = "it is used outside of any recorded call"

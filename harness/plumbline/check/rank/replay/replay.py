@@ -88,7 +88,7 @@ def replay(
         # All ranks could replay together, if they knew from each other that they recorded the same calls.
         raise CannotReplayError(f"{call.name}: {COMMUNICATES}") from error
     except DrawsInBackwardError as error:
-        raise CannotReplayError(f"{call.name}: its backward pass draws random numbers of its own") from error
+        raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
     except torch.cuda.OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
