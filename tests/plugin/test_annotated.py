@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-import pytest
-
 from plumbline.cli.main import main
 
 
-@pytest.mark.usefixtures("kept_pools")
 def test_a_wrong_cell_is_shown_at_the_trainer_s_line(project, capsys):
     project.trainer("doubled.py", factor="2")
     cell = "doubled-mlp-none-1x1-32"
