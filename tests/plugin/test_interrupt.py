@@ -11,7 +11,7 @@ CELLS = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32")
 INTERRUPTED = """
 import os, signal
 from plumbline.results.run_writer import RunWriter
-write, left = RunWriter.write, [2]
+write, left = RunWriter.write, [3]  # the header and two cells
 def interrupting(self, *records):
     write(self, *records)
     left[0] -= 1

@@ -12,7 +12,7 @@ CELLS = ("--gpus", "2", "--workloads", "mlp,linear-exact", "--precisions", "32")
 KILLED_AFTER = """
 import os, signal
 from plumbline.results.run_writer import RunWriter
-write, left = RunWriter.write, [{cells}]
+write, left = RunWriter.write, [{cells} + 1]  # the header is written first
 def killing(self, *records):
     write(self, *records)
     left[0] -= 1

@@ -21,7 +21,7 @@ def outcomes_of(result):
 def test_a_right_trainer_is_green_and_leaves_its_tables(project):
     result = project.pytest(*SMALL, fresh=True)
     assert result.ret == 0
-    assert outcomes_of(result) == {"passed": 5}
+    assert outcomes_of(result) == {"passed": 6}
     result.stdout.fnmatch_lines(["*support*", "*passed*", "*simulated*"])
     latest = project.root / "reports" / "latest"
     assert latest.is_symlink()
