@@ -31,11 +31,11 @@ from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
 from plumbline.check.rank.optimizer.update_replay import UpdateReplay
-from plumbline.check.rank.sharding import local
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer
 from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import local
 
 LOSS_SCALE = LossScale()
 OBSERVERS: tuple[Observer, ...] = (

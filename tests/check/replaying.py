@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from plumbline.check.rank.replay.exact_gradients import ExactGradients, ExactPass
-from plumbline.check.rank.replay.tracked_calls import TrackedCalls
+from plumbline.replay.exact_gradients import ExactGradients, ExactPass
+from plumbline.replay.tracked_calls import TrackedCalls
 
 
 class Recording:

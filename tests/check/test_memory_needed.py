@@ -15,9 +15,9 @@ from plumbline.check.evidence.training import segment
 from plumbline.check.rank import memory_needed
 from plumbline.check.rank.memory_needed import NotEnoughMemoryError, free_bytes, needed_bytes, require_memory
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.replay.exact_gradients import ExactGradients
-from plumbline.check.rank.replay.precision import ReplayPrecision
 from plumbline.cli.main import main
+from plumbline.replay.exact_gradients import ExactGradients
+from plumbline.replay.precision import ReplayPrecision
 
 sys.path.insert(0, str(Path(__file__).parent))
 from replaying import Recording

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.recomputation import judge_recomputation
-from plumbline.check.rank.replay.checkpointing import without_checkpoints
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.core.outcome import Outcome
+from plumbline.replay.checkpointing import without_checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,10 +12,10 @@ from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
 from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
-from plumbline.check.rank.replay.parameter_copies import ParameterCopies
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.replay.replay import replay
-from plumbline.check.rank.replay.tracked_calls import differentiable
+from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.replay import replay
+from plumbline.replay.tracked_calls import differentiable
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 

@@ -20,9 +20,6 @@ from plumbline.recording.observer import Facts as Facts
 SEGMENT = 64
 """Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
 
-COMMUNICATES = "its forward communicates with other ranks"
-"""Why a call is not computed again, where collectives run inside of it."""
-
 
 def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
     """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from plumbline.check.evidence.training import COMMUNICATES, RecordedTraining
+from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.recorded_weights import common_steps, weights_at
+from plumbline.replay.reasons import COMMUNICATES
 
 
 def forward_communicates(training: RecordedTraining) -> bool:

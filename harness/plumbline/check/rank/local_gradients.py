@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, segment
-from plumbline.check.rank.sharding import is_flat
 from plumbline.recording.backward_passes import BackwardPasses
+from plumbline.recording.sharding import is_flat
 
 
 @dataclass(eq=False)

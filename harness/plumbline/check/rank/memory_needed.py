@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.sharding import local
+from plumbline.recording.sharding import local
+from plumbline.replay.precision import ReplayPrecision
 
 _STATES = 6
 """Copies of one parameter in float64 that a replay of its update holds: weights, gradient, state and what is new."""

@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import BackwardPass, as_real, length, segment
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.sharding import whole
 from plumbline.recording.grad_scaler import scale_left
+from plumbline.recording.sharding import whole
 
 _EMPTY = torch.zeros(0, dtype=torch.float64)
 
@@ -20,6 +20,15 @@ _EMPTY = torch.zeros(0, dtype=torch.float64)
 def kept(gradient: Tensor) -> Tensor:
     """Return the segment of a gradient, of the whole one if it is sharded."""
     return segment(_dense(gradient))
+
+
+def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the segment of an exact gradient of a parameter of ``dtype``, to which local ones are compared.
+
+    It is compared with gradients that are rounded to the parameter's dtype, beside which the projection's rounding is
+    nothing, except where that is float64 as well. No tolerance follows from exact gradients.
+    """
+    return segment(gradient, split=dtype in (torch.float64, torch.complex128))
 
 
 def received(optimizer: Optimizer, parameter: Tensor, *, sampled: bool = True) -> tuple[Tensor, float]:

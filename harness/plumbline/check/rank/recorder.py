@@ -28,6 +28,7 @@ from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer_gradients import (
+    exact_segment,
     has_gradient_hooks,
     has_own_hooks,
     kept,
@@ -38,11 +39,6 @@ from plumbline.check.rank.optimizer_gradients import (
 from plumbline.check.rank.parameter_names import ParameterNames
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
-from plumbline.check.rank.replay.exact_gradients import ExactGradients, ExactPass, exact_segment
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.replay.tracked_calls import TrackedCalls
-from plumbline.check.rank.replay.unwrapping import unwrapped
-from plumbline.check.rank.sharding import arrival_leaves, reduction_dtypes
 from plumbline.evidence.dtypes import dtype_name
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer
@@ -50,6 +46,11 @@ from plumbline.recording.observers import Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import paused
+from plumbline.recording.sharding import arrival_leaves, reduction_dtypes
+from plumbline.replay.exact_gradients import ExactGradients, ExactPass
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.tracked_calls import TrackedCalls
+from plumbline.replay.unwrapping import unwrapped
 
 MOST_LATE = 8
 """Optimizers after the recorded steps that are named: some scripts make one for every task."""

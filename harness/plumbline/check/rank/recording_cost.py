@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.replay.nested import tensors_in
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import is_paused, paused
+from plumbline.replay.nested import tensors_in
 
 _SIZE = 512
 """Rows of the square matrices whose product is timed."""

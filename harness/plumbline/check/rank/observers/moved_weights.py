@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.sharding import local
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import local
 
 _DTYPES = (torch.bfloat16, torch.float16)
 

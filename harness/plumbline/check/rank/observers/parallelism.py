@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.sharding import is_data_parallel_shard
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
+from plumbline.recording.sharding import is_data_parallel_shard
 
 _REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",

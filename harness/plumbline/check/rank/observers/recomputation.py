@@ -18,12 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.generators import generator_states
-from plumbline.check.rank.replay import agreement
-from plumbline.check.rank.replay.call import SAMPLE
-from plumbline.check.rank.replay.nested import tensors_in
-from plumbline.check.rank.sharding import local
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.sharding import local
+from plumbline.replay import agreement
+from plumbline.replay.call import SAMPLE
+from plumbline.replay.nested import tensors_in
 
 NAME = "recomputation"
 

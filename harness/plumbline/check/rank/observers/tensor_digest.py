@@ -7,9 +7,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.sharding import is_shard, local
 from plumbline.evidence.projection import ROWS, fingerprint, row_weights, sketch
 from plumbline.evidence.rank_file import tensor_bytes
+from plumbline.recording.sharding import is_shard, local
 
 SMALL = 1024
 """Entries up to which bytes are hashed as they are: many small tensors would cost more calls than memory."""

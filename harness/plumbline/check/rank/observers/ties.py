@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.replay.unwrapping import unwrapped
-from plumbline.check.rank.sharding import local
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.sharding import local
+from plumbline.replay.unwrapping import unwrapped
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.replay.alias import CallOutputs
-from plumbline.check.rank.replay.unwrapping import unwrapped
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
+from plumbline.replay.alias import CallOutputs
+from plumbline.replay.unwrapping import unwrapped
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")

@@ -17,9 +17,9 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.clipping_call import ClippingCall, Norm, facts_of, lengths_of, number, total
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.check.rank.sharding import is_shard
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap
+from plumbline.recording.sharding import is_shard
 
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""

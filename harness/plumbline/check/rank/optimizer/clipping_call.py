@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.sharding import local
+from plumbline.recording.sharding import local
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.update_replay import weights_print
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.check.rank.sharding import local
 from plumbline.recording.grad_scaler import follow_scaled_steps, skips_in_its_kernel
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap_overrides
+from plumbline.recording.sharding import local
 
 
 class LossScale(WrappingObserver):

@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plumbline.check.rank.sharding import local
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import local
 
 ENTRY_BY_ENTRY = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD",

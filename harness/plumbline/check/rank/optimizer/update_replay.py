@@ -25,10 +25,10 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
 )
 from plumbline.check.rank.optimizer.shared_memory import shared_places
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.sharding import local
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import local
 
 
 @dataclass(eq=False)

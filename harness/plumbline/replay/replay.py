@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from plumbline.check.evidence.training import COMMUNICATES
-from plumbline.check.rank.replay.autocast_state import autocast
-from plumbline.check.rank.replay.call import TrackedCall, sample
-from plumbline.check.rank.replay.draws import Draws, UnknownDrawError
-from plumbline.check.rank.replay.forward_draws import ForwardDraws
-from plumbline.check.rank.replay.module_state import ModuleState
-from plumbline.check.rank.replay.nested import map_tensors
-from plumbline.check.rank.replay.parameter_copies import ParameterCopies
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.replay.random_state import drawn_from
-from plumbline.check.rank.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, WideMode
-from plumbline.check.rank.replay.tracked_calls import differentiable
-from plumbline.check.rank.replay.unsharding import replace_hooks
-from plumbline.check.rank.replay.uses import Graph
+from plumbline.replay.autocast_state import autocast
+from plumbline.replay.call import TrackedCall, sample
+from plumbline.replay.draws import Draws, UnknownDrawError
+from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.module_state import ModuleState
+from plumbline.replay.nested import map_tensors
+from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.random_state import drawn_from
+from plumbline.replay.reasons import COMMUNICATES
+from plumbline.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, WideMode
+from plumbline.replay.tracked_calls import differentiable
+from plumbline.replay.unsharding import replace_hooks
+from plumbline.replay.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
 """Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""

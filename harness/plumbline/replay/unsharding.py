@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.check.rank.replay.nested import map_tensors
-from plumbline.check.rank.sharding import arrival_leaves
+from plumbline.recording.sharding import arrival_leaves
+from plumbline.replay.nested import map_tensors
 
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 

@@ -11,42 +11,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from plumbline.check.evidence.training import segment
-from plumbline.check.rank.replay import agreement
-from plumbline.check.rank.replay.call import TrackedCall
-from plumbline.check.rank.replay.checkpointing import without_checkpoints
-from plumbline.check.rank.replay.draws import UnknownDrawError
-from plumbline.check.rank.replay.parameter_copies import ParameterCopies
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.replay.replay import CannotReplayError, Replayed, replay
-from plumbline.check.rank.replay.tracked_calls import TrackedCalls
-from plumbline.check.rank.replay.unsharding import is_distributed
+from plumbline.replay import agreement
+from plumbline.replay.call import TrackedCall
+from plumbline.replay.checkpointing import without_checkpoints
+from plumbline.replay.draws import UnknownDrawError
+from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.reasons import COMPILED_DRAWS, NOT_REPEATABLE, OUTSIDE
+from plumbline.replay.replay import CannotReplayError, Replayed, replay
+from plumbline.replay.tracked_calls import TrackedCalls
+from plumbline.replay.unsharding import is_distributed
 
 Reduce = Callable[[Tensor, torch.dtype], Tensor]
-"""A linear map of a gradient to what is kept of it, such as ``exact_segment``; it is given the parameter's dtype."""
+"""A linear map of a gradient to what is kept of it, such as a projection; it is given the parameter's dtype."""
 
 Keeps = Callable[[Tensor], bool]
 """Says whether the gradient of a parameter is asked for."""
 
 K = TypeVar("K")
-
-NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
-
-COMPILED_DRAWS = (
-    "it is compiled, and compiled code draws other random numbers, for dropout for example, than the same code without "
-    "the compiler; set torch._inductor.config.fallback_random = True to make it draw the same"
-)
-
-OUTSIDE = "it is used outside of any recorded call"
-
-
-def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the segment of an exact gradient of a parameter of ``dtype``, to which local ones are compared.
-
-    It is compared with gradients that are rounded to the parameter's dtype, beside which the projection's rounding is
-    nothing, except where that is float64 as well. No tolerance follows from exact gradients.
-    """
-    return segment(gradient, split=dtype in (torch.float64, torch.complex128))
 
 
 @dataclass

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from plumbline.check.rank.replay.call import TrackedCall
-from plumbline.check.rank.replay.module_state import ModuleState
-from plumbline.check.rank.replay.precision import ReplayPrecision
-from plumbline.check.rank.replay.unsharding import computing_dtypes, is_distributed, shards
-from plumbline.check.rank.sharding import whole
+from plumbline.recording.sharding import whole
+from plumbline.replay.call import TrackedCall
+from plumbline.replay.module_state import ModuleState
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.unsharding import computing_dtypes, is_distributed, shards
 
 
 class ParameterCopies:

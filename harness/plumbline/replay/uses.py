@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from plumbline.check.rank.replay.alias import CallOutputs
+from plumbline.replay.alias import CallOutputs
 
 _CALL: Any = CallOutputs._backward_cls
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.check.rank.replay.autocast_state import AutocastState
-from plumbline.check.rank.replay.random_state import RandomState
-from plumbline.check.rank.sharding import local
+from plumbline.recording.sharding import local
+from plumbline.replay.autocast_state import AutocastState
+from plumbline.replay.random_state import RandomState
 
 SAMPLE = 1024
 """Entries of an output that are kept at most, to compare a replay with."""

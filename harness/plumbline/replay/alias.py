@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.replay.call import TrackedCall
+from plumbline.replay.call import TrackedCall
 
 Receive = Callable[[TrackedCall, "tuple[Tensor | None, ...]"], None]
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from plumbline.check.rank.replay.nested import tensors_in
-from plumbline.check.rank.replay.random_state import RandomState
 from plumbline.recording.backward_passes import in_backward
+from plumbline.replay.nested import tensors_in
+from plumbline.replay.random_state import RandomState
 
 
 class ForwardDraws:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plumbline.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
-from plumbline.check.rank.replay.forward_draws import ForwardDraws
-from plumbline.check.rank.replay.precision import ReplayPrecision
 from plumbline.recording.backward_passes import in_backward
+from plumbline.replay.draws import DRAWING, Draws, is_drawn, leading, widened
+from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.precision import ReplayPrecision
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 

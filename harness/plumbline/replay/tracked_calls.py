@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from plumbline.check.rank.replay import unwrapping
-from plumbline.check.rank.replay.alias import alias
-from plumbline.check.rank.replay.autocast_state import AutocastState
-from plumbline.check.rank.replay.call import TrackedCall, UsedParameter, sample
-from plumbline.check.rank.replay.nested import map_tensors, tensors_in
-from plumbline.check.rank.replay.random_state import RandomState
-from plumbline.check.rank.replay.unsharding import is_distributed, shards
-from plumbline.check.rank.replay.unwrapping import Role
-from plumbline.check.rank.replay.uses import used_outside
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.module_calls import ModuleCalls
+from plumbline.replay import unwrapping
+from plumbline.replay.alias import alias
+from plumbline.replay.autocast_state import AutocastState
+from plumbline.replay.call import TrackedCall, UsedParameter, sample
+from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.random_state import RandomState
+from plumbline.replay.unsharding import is_distributed, shards
+from plumbline.replay.unwrapping import Role
+from plumbline.replay.uses import used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None where there is none that counts."""

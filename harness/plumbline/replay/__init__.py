@@ -1,4 +1,4 @@
 """The calls of a training's modules, recorded and computed again in float64, which gives the exact local gradients.
 
-What an optimizer does with gradients does not belong here.
+It runs on a rank. What an optimizer does with gradients, and what of them is kept, does not belong here.
 """

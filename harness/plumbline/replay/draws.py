@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.replay.precision import ReplayPrecision
+from plumbline.replay.precision import ReplayPrecision
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _LIKE = frozenset({"rand_like", "randn_like"})

@@ -1,0 +1,14 @@
+"""Why a call cannot be replayed, or a parameter's exact gradient is not known, in words for the user."""
+
+from __future__ import annotations
+
+COMMUNICATES = "its forward communicates with other ranks"
+
+NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
+
+COMPILED_DRAWS = (
+    "it is compiled, and compiled code draws other random numbers, for dropout for example, than the same code without "
+    "the compiler; set torch._inductor.config.fallback_random = True to make it draw the same"
+)
+
+OUTSIDE = "it is used outside of any recorded call"
