@@ -36,7 +36,6 @@ from plumbline.check.rank.optimizer_gradients import (
     unclipped_vector,
     vector,
 )
-from plumbline.check.rank.parameter_names import ParameterNames
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
 from plumbline.evidence.dtypes import dtype_name
@@ -44,6 +43,7 @@ from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer
 from plumbline.recording.observers import Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import paused
 from plumbline.recording.sharding import arrival_leaves, reduction_dtypes
@@ -198,7 +198,7 @@ class TrainingRecorder:
         found: dict[str, dict[str, int]] = {}
         for place, optimizer in enumerate(self._optimizers):
             parameters = parameters_of(optimizer)
-            named = zip(self._names.of(optimizer, parameters), parameters, strict=True)
+            named = zip(self._names.of(optimizer), parameters, strict=True)
             own = {name: p.numel() for name, p in named if p.requires_grad and id(p) not in seen}
             seen.update(map(id, parameters))
             if own:
@@ -212,7 +212,7 @@ class TrainingRecorder:
         self._seen_late.add(optimizer)
         if len(self._late) < MOST_LATE:
             parameters = parameters_of(optimizer)
-            named = zip(self._names.of(optimizer, parameters), parameters, strict=True)
+            named = zip(self._names.of(optimizer), parameters, strict=True)
             self._late[str(len(self._late))] = {name: one.numel() for name, one in named if one.requires_grad}
             self._write_later()
 
@@ -332,7 +332,7 @@ class TrainingRecorder:
         if not self._has_memory and not self._options.dry_run:
             require_memory(self._names.roots, parameters, self._sample, self._options)
             self._has_memory = True
-        names = self._names.of(optimizer, parameters)
+        names = self._names.of(optimizer)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
         reduced = reduction_dtypes(self._names.roots)

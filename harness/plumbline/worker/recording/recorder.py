@@ -24,6 +24,7 @@ from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.grad_scaler import scale_left, skips_in_its_kernel
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import is_paused, paused
 from plumbline.worker.recording.flat_shards import FlatShard, FlatShards
@@ -48,7 +49,7 @@ class Recorder(StepHooks):
         self._model: nn.Module | None = None
         self._watched: list[nn.Module] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
+        self._names = ParameterNames()
         self._passes = Passes()
         self._evaluating = Lock()
         self._before: Tensors = {}
@@ -282,14 +283,10 @@ class Recorder(StepHooks):
     def _names_of(self, optimizer: Optimizer) -> list[str | None]:
         """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
         parameters = parameters_of(optimizer)
-        if any(id(parameter) not in self._named for parameter in parameters) and self._model is not None:
+        if self._model is not None and not all(map(self._names.knows, parameters)):
             # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
-            self._named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
-        names = [self._named[id(p)][0] if id(p) in self._named else None for p in parameters]
-        own = list(self._named.values())
-        if not any(names) and [p.shape for p in parameters] == [p.shape for _, p in own]:
-            return [name for name, _ in own]  # master weights: other tensors, handed over in the model's own order
-        return names
+            self._names = ParameterNames(self._model)
+        return self._names.known(parameters)
 
     def _received(self, optimizer: Optimizer) -> Tensors:
         """Return the gradients that the optimizer has received, by the names of their parameters."""

@@ -1,0 +1,62 @@
+"""Names of parameters, from the modules that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from plumbline.recording.parameters import parameters_of
+
+
+class ParameterNames:
+    """Knows a parameter's name by the first module that holds it; further modules' classes are put in front.
+
+    ``roots`` are these modules, as they were when they were added.
+    """
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self.roots: list[nn.Module] = []
+        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
+        for root in roots:
+            self.add(root)
+
+    def add(self, root: nn.Module) -> None:
+        """Learn the names of a module's parameters."""
+        if any(known is root for known in self.roots):
+            return
+        self.roots.append(root)
+        prefix = "" if len(self.roots) == 1 else f"{type(root).__name__}."
+        for name, parameter in root.named_parameters():
+            self._named.setdefault(id(parameter), (prefix + name, parameter))
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Return whether one of the modules holds a parameter."""
+        return id(parameter) in self._named
+
+    def known(self, parameters: Sequence[Tensor]) -> list[str | None]:
+        """Return the names of parameters, None for one that no module holds.
+
+        Where no module holds any of them, they may be master weights: other tensors with the shapes of all parameters
+        of the modules, in their order. They have the names of these.
+        """
+        own = list(self._named.values())
+        if not any(map(self.knows, parameters)) and [p.shape for p in parameters] == [p.shape for _, p in own]:
+            return [name for name, _ in own]
+        return [self._name(parameter) for parameter in parameters]
+
+    def of(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of an optimizer's parameters; one that no module holds is called by its place."""
+        made: list[str] = []
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            name = self._name(parameter) or f"{type(optimizer).__name__} parameter {place}"
+            made.append(name if name not in made else f"{name} ({place})")
+        return made
+
+    def of_one(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, its shape where no module holds it."""
+        return self._name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+
+    def _name(self, parameter: Tensor) -> str | None:
+        return self._named[id(parameter)][0] if self.knows(parameter) else None
