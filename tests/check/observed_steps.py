@@ -34,7 +34,7 @@ from plumbline.check.rank.optimizer.update_replay import UpdateReplay
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer
 from plumbline.recording.optimizer_steps import OptimizerSteps
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import follow_added_parameters, parameters_of
 from plumbline.recording.sharding import local
 
 LOSS_SCALE = LossScale()
@@ -47,6 +47,7 @@ OBSERVERS: tuple[Observer, ...] = (
 )
 for observer in OBSERVERS:
     observer.install()
+follow_added_parameters(lambda optimizer: [one.optimizer_made(optimizer) for one in OBSERVERS])
 
 
 class Watch:

@@ -34,6 +34,9 @@ class Observer:
     def install(self) -> None:
         """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """The script has made an optimizer, or steps with one whose making was not seen, recorded or not."""
+
     def first_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to take its first step of all, recorded or not."""
 

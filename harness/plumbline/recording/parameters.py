@@ -1,11 +1,26 @@
-"""The parameters of an optimizer, in the order that numbers them."""
+"""The parameters of an optimizer: their order, which numbers them, and when an optimizer is given some."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+from plumbline.recording.patching import wrap
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters in the order of its groups, which numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def follow_added_parameters(added: Callable[[Optimizer], None]) -> None:
+    """Call ``added`` with each optimizer that is made, and again with one that is given further groups, for good."""
+
+    def around(add: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        add(optimizer, *args, **kwargs)
+        added(optimizer)
+
+    wrap(Optimizer, "add_param_group", around)

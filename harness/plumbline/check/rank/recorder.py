@@ -44,7 +44,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.observers import Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import follow_added_parameters, parameters_of
 from plumbline.recording.pause import paused
 from plumbline.recording.sharding import arrival_leaves, reduction_dtypes
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
@@ -113,15 +113,7 @@ class TrainingRecorder:
         """Follow every optimizer that the script makes."""
         self._gradients.passes.install()
         self._optimizer_steps.install(outside_graphs=True)
-        optimizer_class: Any = Optimizer
-        add = optimizer_class.add_param_group
-
-        def followed(optimizer: Any, group: Any) -> Any:
-            result = add(optimizer, group)
-            self._guarded(lambda: self._note(optimizer))
-            return result
-
-        optimizer_class.add_param_group = followed
+        follow_added_parameters(lambda optimizer: self._guarded(lambda: self._note(optimizer)))
         self._guarded(lambda: self._observers.tell(lambda one: one.install()))
 
     def forget(self) -> None:
@@ -221,6 +213,7 @@ class TrainingRecorder:
             return
         if not any(known is optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
+            self._observers.tell(lambda one: one.optimizer_made(optimizer))
             if not self._options.after:
                 self._start()
 

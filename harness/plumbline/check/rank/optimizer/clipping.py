@@ -74,12 +74,15 @@ class ClippingObserver(WrappingObserver):
 
     def install(self) -> None:
         """Wrap the functions before a script imports them by name."""
-        wrap(Optimizer, "__init__", self._around_init)
         for module in (torch.nn.utils.clip_grad, torch.nn.utils):
             for name, kind in _FUNCTIONS.items():
                 wrap(module, name, self._around(kind))
             for name in _NORMS:
                 wrap(module, name, self._around_norm)
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Note whose gradients may be clipped."""
+        self._optimizers.add(optimizer)
 
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""
@@ -107,7 +110,6 @@ class ClippingObserver(WrappingObserver):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Find out by which factor the script multiplied gradients itself."""
-        self._optimizers.add(optimizer)
         self._by_hand[id(optimizer)] = self._changes_by_hand(optimizer)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -128,10 +130,6 @@ class ClippingObserver(WrappingObserver):
         self._calls.clear()
         self._lengths.clear()
         self._measured = None
-
-    def _around_init(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        self._optimizers.add(optimizer)
 
     def _around(self, kind: str) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
