@@ -102,6 +102,25 @@ if __name__ == "__main__":
 """
 
 
+FORKED = """
+import multiprocessing
+import torch
+
+def train():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(torch.randn(3, 4)), torch.zeros(3, 2)).backward()
+        optimizer.step()
+
+rank = multiprocessing.get_context("fork").Process(target=train)
+rank.start()
+rank.join()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a script's folder, apart from the one for temporary files."""
@@ -155,6 +174,13 @@ def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_f
     assert "NOT JUDGED: the command failed: exit code 5; until then 100 % of gradients and updates" in said(err)
     assert "! the script ended after 2 of 4 recorded steps" in said(err)
     assert (code, written["script"]["exit_code"]) == (2, 5)
+
+
+def test_a_forked_rank_that_takes_fewer_steps_leaves_its_last_evidence(check):
+    _, _, err, _ = check(FORKED)
+    assert said(err).startswith("RIGHT: 100 % of gradients and updates judged in 2 steps")
+    assert "! the script ended after 2 of 4 recorded steps" in said(err)
+    assert "killed" not in err
 
 
 def test_ranks_end_together_with_stop_and_the_mistake_is_in_the_first_line(check, free_port):

@@ -17,11 +17,11 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from multiprocessing import util
 from threading import Lock
 from typing import Any
 
 from plumbline.evidence import rank_file as evidence
+from plumbline.recording.process import follow_processes
 from plumbline.worker.arithmetic import compute_as_named
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address, connect
@@ -33,9 +33,6 @@ from plumbline.worker.recording.process_groups import keep_process_groups
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
 """The variable for children, as JSON: the node's assignment, its first process, and the registry's address."""
-
-_FIRST_PRIORITY = 1000
-"""The priority of a finalizer of multiprocessing that runs before all others."""
 
 _NUMBERED = re.compile(r"Process-(\d+)$")
 
@@ -107,9 +104,7 @@ class NodeMember:
         return member
 
     def watch_forks(self) -> None:
-        os.register_at_fork(after_in_child=self._forked)
-        util.register_after_fork(self, NodeMember._join)
-        atexit.register(self.finish)
+        follow_processes(self.finish, self._forked, self._join)
 
     def claim_rank(self) -> None:
         """Note that this process asked for the job, and so is a rank."""
@@ -217,8 +212,7 @@ class NodeMember:
             os._exit(self._code)
 
     def _join(self) -> None:
-        """Join in a process of multiprocessing, which runs no atexit functions at its end, or in a script."""
-        util.Finalize(None, self.finish, exitpriority=_FIRST_PRIORITY)
+        """Join in a process of multiprocessing, or in a script."""
         process = multiprocessing.current_process()
         self._direct = os.getppid() == self._first
         # While a spawned process unpickles its target, only its name contains its number.

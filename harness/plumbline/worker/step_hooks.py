@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-import torch.distributed
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -20,6 +18,7 @@ from plumbline.core.mesh import FlatPart
 from plumbline.evidence.trace import RankTrace
 from plumbline.recording.grad_scaler import follow_scaled_steps
 from plumbline.recording.optimizer_steps import OptimizerSteps
+from plumbline.recording.process import rank_and_world
 
 
 class StepCounter(Protocol):
@@ -91,8 +90,8 @@ class StepHooks(ABC):
 
     def _note_world(self) -> None:
         """Note the world size now: the process group may be gone when the subject returns."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.world_size = torch.distributed.get_world_size()
+        if (place := rank_and_world()) is not None:
+            self.world_size = place[1]
 
     def _count(self, steps: int) -> None:
         self._done[:8] = steps.to_bytes(8, "little")

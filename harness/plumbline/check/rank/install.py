@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from plumbline.check.rank.optimizer.update_replay import UpdateReplay
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.recording_cost import RecordingCost
+from plumbline.recording.process import follow_processes
 
 
 def activate(folder: str, note: Callable[..., None]) -> None:
@@ -35,10 +35,11 @@ def activate(folder: str, note: Callable[..., None]) -> None:
         if os.getpid() == pid:
             recorder.finish()
             note(**recorder.progress)
+        elif recorder.has_steps:
+            recorder.finish()
 
-    atexit.register(end)
     # A forked process is another one: it takes steps of its own, or none.
-    os.register_at_fork(after_in_child=recorder.forget)
+    follow_processes(end, recorder.forget)
 
 
 def make_recorder(folder: str) -> TrainingRecorder:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -46,6 +45,7 @@ from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import follow_added_parameters, parameters_of
 from plumbline.recording.pause import paused
+from plumbline.recording.process import rank_and_world
 from plumbline.recording.sharding import arrival_leaves, reduction_dtypes
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
@@ -123,6 +123,11 @@ class TrainingRecorder:
             self._finished = True
         else:
             self._pid = os.getpid()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether this process has written a step."""
+        return self._writer.has_steps
 
     @property
     def progress(self) -> dict[str, object]:
@@ -442,6 +447,4 @@ def _in_words(error: Exception) -> str:
 
 def _world() -> tuple[int, int]:
     """Return the rank of this process and the world's size; without a group, what the launcher says of the rank."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), 1
+    return rank_and_world() or (int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), 1)

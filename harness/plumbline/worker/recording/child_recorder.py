@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.distributed
 from torch import nn
 
 from plumbline.evidence.tensor_store import TensorStore
+from plumbline.recording.process import rank_and_world
 from plumbline.worker.recording.recorder import Recorder
 
 
@@ -52,11 +51,10 @@ class ChildRecorder(Recorder):
 
     def _note_world(self) -> None:
         super()._note_world()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank = torch.distributed.get_rank()
-            if rank != self.rank:
-                self.rank = rank
-                self._report(rank=rank)
+        place = rank_and_world()
+        if place is not None and place[0] != self.rank:
+            self.rank = place[0]
+            self._report(rank=self.rank)
 
 
 class _Counter:

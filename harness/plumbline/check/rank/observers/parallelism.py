@@ -16,6 +16,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
+from plumbline.recording.process import rank_and_world
 from plumbline.recording.sharding import is_data_parallel_shard
 
 _REDUCTIONS = (
@@ -32,8 +33,8 @@ SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
 
 def world_size() -> int:
     """Return the number of ranks of torch.distributed, 1 where there is no group."""
-    group = torch.distributed
-    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+    place = rank_and_world()
+    return 1 if place is None else place[1]
 
 
 def active_wrapper() -> Any:
