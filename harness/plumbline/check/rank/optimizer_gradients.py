@@ -56,15 +56,6 @@ def has_own_hooks(parameter: Tensor) -> bool:
     return has_gradient_hooks(parameter) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def unclipped_vector(
-    before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]
-) -> Tensor | None:
-    """Return the vector of gradients before they were clipped, None where none of them was."""
-    if not any(id(parameter) in before for parameter in parameters):
-        return None
-    return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
-
-
 def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
     """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
     zeros = {id(p): torch.zeros(length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}

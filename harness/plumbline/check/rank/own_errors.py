@@ -1,0 +1,43 @@
+"""Keeps the recorder's own errors from the user's script."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from plumbline.check.rank.memory_needed import NotEnoughMemoryError
+
+T = TypeVar("T")
+
+
+class OwnErrors:
+    """Runs what is the recorder's. ``first`` is the first error in it, in words for the verdict, "" if none was.
+
+    ``after_error`` is called after each.
+    """
+
+    def __init__(self, after_error: Callable[[], None]) -> None:
+        self.first = ""
+        self._after_error = after_error
+
+    def keep(self, do: Callable[[], T]) -> T | None:
+        """Do something of the recorder's; return None where that fails: the script goes on."""
+        try:
+            return do()
+        except Exception as error:
+            self.first = self.first or _in_words(error)
+            self._after_error()
+            return None
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, NotEnoughMemoryError):
+        return str(error)
+    if isinstance(error, OSError):
+        return (
+            f"evidence cannot be written ({error.strerror or error}): free some space, or set TMPDIR to another folder"
+        )
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"

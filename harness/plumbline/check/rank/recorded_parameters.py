@@ -1,0 +1,32 @@
+"""What is recorded of each parameter of an optimizer beside its gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Parameter, as_real
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.evidence.dtypes import dtype_name
+from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import reduction_dtypes
+
+
+def recorded_parameters(optimizer: Optimizer, names: ParameterNames, sample: ParameterSample) -> tuple[Parameter, ...]:
+    """Return an optimizer's parameters as they are recorded."""
+    reduced = reduction_dtypes(names.roots)
+
+    def recorded(name: str, parameter: Tensor) -> Parameter:
+        values = as_real(parameter)
+        return Parameter(
+            name,
+            tuple(values.shape),
+            dtype_name(values.dtype),
+            dtype_name(reduced.get(id(parameter))),
+            sample.has(parameter),
+            names.knows(parameter),
+            parameter.requires_grad,
+        )
+
+    return tuple(map(recorded, names.of(optimizer), parameters_of(optimizer)))

@@ -1,0 +1,158 @@
+"""The forwards and backward passes of a script: what arrives in them, and the same computed again in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.rank.known_optimizers import KnownOptimizers
+from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
+from plumbline.check.rank.observers.recomputation import recomputed_otherwise
+from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer_gradients import exact_segment, has_gradient_hooks
+from plumbline.check.rank.own_errors import OwnErrors
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.pass_windows import PassWindows
+from plumbline.recording.observers import Observers
+from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import arrival_leaves
+from plumbline.replay.exact_gradients import ExactGradients, ExactPass
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.tracked_calls import TrackedCalls
+from plumbline.replay.unwrapping import unwrapped
+
+HOOKED = "the script has hooks on it, and activation checkpoints recomputed other values than the forward"
+
+
+class TrainingPasses:
+    """Follows passes between ``start`` and ``stop``, tells observers of them, and gives them to the optimizers' steps.
+
+    ``uncovered`` has the names of parameters whose gradients cannot be computed again, each with the reason.
+    """
+
+    def __init__(
+        self,
+        options: RecordingOptions,
+        sample: ParameterSample,
+        optimizers: KnownOptimizers,
+        names: ParameterNames,
+        observers: Observers,
+        loss_scale: LossScale,
+        errors: OwnErrors,
+    ) -> None:
+        self._replays = not options.dry_run
+        self._sample = sample
+        self._optimizers = optimizers
+        self._names = names
+        self._observers = observers
+        self._loss_scale = loss_scale
+        self._errors = errors
+        self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
+        self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
+        self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), sample.has)
+        self._windows = PassWindows()
+        self._following = False
+        self.uncovered: dict[str, str] = {}
+
+    @property
+    def count(self) -> int:
+        """How many backward passes there were."""
+        return self._gradients.passes.count
+
+    def install(self) -> None:
+        """Number the backward passes from now on."""
+        self._gradients.passes.install()
+
+    def start(self) -> None:
+        """Follow the passes from now on."""
+        self._following = True
+        self._calls.start()
+
+    def stop(self) -> None:
+        """Follow no more passes."""
+        self._following = False
+        self._gradients.stop()
+        self._calls.stop()
+
+    def take(self, optimizer: int) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
+        """Return the passes that belong to the step that an optimizer takes now, and others that left it gradients.
+
+        What arrived in them is computed again, unless the optimizer steps inside of a pass, from a hook.
+        """
+        running = self._gradients.current
+        own, others = self._windows.take(optimizer, running)
+        if running is None:
+            self._replay([*own, *others])
+        return own, others
+
+    def stepped(self, optimizer: int) -> None:
+        """Note that an optimizer has taken its step."""
+        self._windows.stepped(optimizer, self._gradients.current)
+
+    def _current_pass(self) -> int | None:
+        return None if self._gradients.current is None else self._gradients.current.number
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names.add(unwrapped(module))
+        self._observers.tell(lambda one: one.forward_begins(module, args, kwargs))
+
+    def _forward_ends(self) -> None:
+        self._observers.tell(lambda one: one.forward_ends())
+
+    def _runs_again(self, module: nn.Module) -> None:
+        self._observers.tell(lambda one: one.runs_again(module))
+
+    def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
+        if self._following:
+            self._errors.keep(lambda: self._begin(one, roots))
+
+    def _begin(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
+        for optimizer in self._optimizers:
+            self._sample.add(parameters_of(optimizer))
+        self._calls.pass_begins(one.number, roots)
+        leaves = {id(one): (one, one) for one in self._optimizers.parameters()}
+        leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
+        self._gradients.follow(leaves.values(), self._sample.has)
+        one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
+        self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
+
+    def _pass_ends(self, one: ArrivedGradients) -> None:
+        if self._following:
+            self._errors.keep(lambda: self._end(one))
+
+    def _end(self, one: ArrivedGradients) -> None:
+        if self._gradients.error is not None:
+            raise self._gradients.error
+        one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
+        one.scale = self._loss_scale.scale
+        if one.local or one.distributed:
+            one.facts["distributed"] = one.distributed
+            self._windows.add(one)
+
+    def _replay(self, passes: Sequence[ArrivedGradients]) -> None:
+        """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
+        if not self._replays:
+            self._calls.forget()
+            return
+        otherwise = any(recomputed_otherwise(one.facts) for one in passes)
+        exact = self._exact.compute(recomputed_otherwise=otherwise)
+        for one in passes:
+            found = exact.get(one.number)
+            if found is not None:
+                if otherwise:
+                    _leave_out_hooked(found)
+                one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
+                one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
+                for parameter, reason in found.uncovered.items():
+                    self.uncovered.setdefault(self._names.of_one(parameter), reason)
+
+
+def _leave_out_hooked(found: ExactPass) -> None:
+    """Leave out parameters whose gradients hooks of the script may change: they differ from a replay in any case."""
+    for parameter in [one for one in found.native if has_gradient_hooks(one)]:
+        del found.gradients[parameter], found.native[parameter]
+        found.uncovered[parameter] = HOOKED

@@ -1,0 +1,59 @@
+"""Gradients as they were before a function clipped them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.known_optimizers import KnownOptimizers
+from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer_gradients import kept
+from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pause import paused
+
+
+class UnclippedGradients(Observer):
+    """Keeps the first segment of each gradient that is clipped after a backward pass, until the next pass or step."""
+
+    name = "unclipped"
+    essential = True
+
+    def __init__(self, optimizers: KnownOptimizers, sample: ParameterSample, loss_scale: LossScale) -> None:
+        self._optimizers = optimizers
+        self._sample = sample
+        self._loss_scale = loss_scale
+        self._kept: dict[int, Tensor] = {}
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """Take down gradients before they are clipped."""
+        if not self.recording:
+            return
+        scales = {
+            id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)
+        }
+        with torch.no_grad(), paused():
+            for one in parameters:
+                if one.grad is not None and id(one) not in self._kept and self._sample.has(one):
+                    self._kept[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
+
+    def vector(self, parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:
+        """Return the vector of gradients before they were clipped, None where none of them was."""
+        if not any(id(parameter) in self._kept for parameter in parameters):
+            return None
+        return torch.cat([self._kept.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
+
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Forget what the pass changes."""
+        self._kept.clear()
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Forget the gradients of a step that was taken."""
+        for one in parameters_of(optimizer):
+            self._kept.pop(id(one), None)
+        return None
