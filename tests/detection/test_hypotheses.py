@@ -38,12 +38,18 @@ def test_a_hypothesis_has_a_name_a_known_family_and_two_texts(kind, hypothesis):
     assert hypothesis.hint
     if kind is GradientCase:
         shown = (
-            "world", "micro_batches", "scale", "rank", "factor", "odd_factor", "batch_parts", "norm_rank", "tied",
-            "tied_holder", "tied_factor", "stages", "wrong_ranks", "held", "stage_factors",
+            "world", "micro_batches", "accumulate", "scale", "rank", "factor", "odd_factor", "batch_parts", "norm_rank",
+            "tied", "tied_holder", "tied_factor", "stages", "wrong_ranks", "held", "stage_factors",
         )  # fmt: skip
         figures = dict.fromkeys(shown, 2)
         assert hypothesis.description.format(**figures)
         assert hypothesis.hint.format(**figures)
+
+
+def test_a_short_window_of_one_micro_batch_is_described_in_the_singular():
+    (short,) = [one for one in HYPOTHESES[GradientCase] if one.name == "short-window-divided-by-full-length"]
+    described = short.description.format(micro_batches=1, accumulate=3)
+    assert described == "divided by the 3 micro-batches of a full window, although this one has only 1"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=of_kind)

@@ -143,6 +143,7 @@ def _figures(case: ReceivedGradient) -> Mapping[str, object]:
     return {
         "world": case.world,
         "micro_batches": case.micro_batches,
+        "accumulate": case.accumulate,
         "rank": case.rank,
         "scale": case.scale,
         "factor": f"{case.factor:.4g}",

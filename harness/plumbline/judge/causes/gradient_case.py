@@ -236,6 +236,7 @@ class OracleGradientCase(GradientCase):
         return {
             "world": self.world,
             "micro_batches": self.micro_batches,
+            "accumulate": self.accumulate,
             "scale": self.step.scale,
             "rank": self.rank,
             "factor": f"{self.pattern.factor:.4g}",

@@ -109,7 +109,7 @@ MISTAKES = (
         "the sum over {micro_batches} micro-batches, not their mean",
         "divide the loss, or the gradients, by the number of micro-batches", 675),
     GradientMistake("short-window-divided-by-full-length", "accumulation", _short_window_divided_by_full_length,
-        "divided by the length of a full window, although this one has only {micro_batches} micro-batches",
+        "divided by the {accumulate} micro-batches of a full window, although this one has only {micro_batches}",
         "divide the last window of an epoch by its own length", 670),
     GradientMistake("only-last-micro-batch", "accumulation", _only_last,
         "those of the last of {micro_batches} micro-batches",
