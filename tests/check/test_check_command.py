@@ -337,7 +337,8 @@ BEFORE = "model = torch.nn"
         ),
         (
             "import os, shutil; shutil.rmtree(os.environ['PLUMBLINE_CHECK'])",
-            "NOT JUDGED: the folder for evidence was removed while the command ran",
+            "NOT JUDGED: the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does "
+            "not remove",
         ),
     ],
     ids=["full", "removed"],

@@ -137,5 +137,8 @@ def _everything(rank: int) -> None:
     _gathering(rank)
 
 
-def test_wrappers_that_communicate(tmp_path: Path) -> None:
+def test_wrappers_that_communicate(
+    tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(pytestconfig.rootpath)  # spawned ranks import this module by its name
     torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"), _everything), RANKS)
