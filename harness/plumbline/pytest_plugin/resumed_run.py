@@ -76,15 +76,15 @@ def check_unchanged(
     for name, software in subjects.items():
         if (before := run.header.subjects.get(name, software)) != software:
             raise NothingToResume(f"--resume: {run.path} tested {name} with {before}, and {software} is installed now")
-    for name, present in code.items():
-        if run.header.code.get(name, present).sha256 != present.sha256:
-            raise NothingToResume(
-                f"--resume: the source of {name} has changed since {run.path} was begun: begin a new run"
-            )
     declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
     for planned in run.header.planned:
         if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
             raise NothingToResume(
                 f"--resume: {planned.subject} declared {planned.conduct or 'nothing'} in {run.path}, "
                 f"and declares {now or 'nothing'} now: begin a new run"
+            )
+    for name, present in code.items():
+        if run.header.code.get(name, present).sha256 != present.sha256:
+            raise NothingToResume(
+                f"--resume: the source of {name} has changed since {run.path} was begun: begin a new run"
             )
