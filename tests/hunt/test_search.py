@@ -159,6 +159,14 @@ def test_what_is_known_is_passed_over(search):
         assert search.round(0) is None
 
 
+def test_the_consequences_of_an_expected_failure_are_known_too(tmp_path):
+    """A problem of one short window has no other finding about a trainer that never steps it."""
+    ignite = Software("pytorch-ignite", "0.5.5")
+    declared = Declaration("ignite", "ignite", ("none",), {"cpu": ["32"], "cuda": []}, frozenset(), ignite)
+    (search,) = searches(None, [declared], 1, tmp_path)
+    assert "initial-weights: never-stepped" in search.known
+
+
 def test_counts_of_several_searches_add_up(tmp_path):
     corpus = Corpus(tmp_path)
     corpus.went_on({"drawn": 3, "rounds": 1})

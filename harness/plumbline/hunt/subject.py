@@ -45,7 +45,10 @@ def searches(
 
 
 def _causes(known: Iterable[Expectation]) -> set[str]:
-    return {f"{check}: {cause}" for one in known for check in one.entry.check for cause in one.entry.cause or ()}
+    entries = [one.entry for one in known]
+    return {
+        f"{check}: {cause}" for one in entries for check in (*one.check, *one.consequences) for cause in one.cause or ()
+    }
 
 
 def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
