@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from plumbline.core.outcome import Outcome
+from plumbline.evidence.recording import StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +123,37 @@ class Step:
     held_back: Tensors = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class TraceStep(StepRecord):
+    """A step of a subject as any check may read it."""
+
+    step: Step = field(kw_only=True)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.step.before)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(value.shape) for value in self.step.before.values())
+
+    @property
+    def gradient_norm(self) -> float:
+        return math.hypot(*(float(value.double().norm()) for value in self.step.gradients.values()))
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        return self.step.learning_rates
+
+    @property
+    def skipped(self) -> bool:
+        return self.step.skipped
+
+    @property
+    def passes(self) -> int:
+        return len(self.step.micro_batches)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Forwards without gradients, with no training between them: an evaluation, or a rank's share of one.
@@ -177,6 +209,11 @@ class RankTrace:
     torch: str = ""
     blocks: dict[str, Block] = field(default_factory=dict)
     holds_nothing: bool = False
+
+    @property
+    def step_records(self) -> list[TraceStep]:
+        """The steps, as any check may read them."""
+        return [TraceStep(self.rank, number, step=step) for number, step in enumerate(self.steps)]
 
     @property
     def has_lost_connection(self) -> bool:

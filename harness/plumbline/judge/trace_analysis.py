@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plumbline.core.cell import Cell
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.evidence.recording import OptimizerStep, Recording
+from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.epochs import Epochs
@@ -119,11 +119,9 @@ class TraceAnalysis(Recording):
         return mask_shapes(workload, self.cell.topology.devices)
 
     @property
-    def optimizer_steps(self) -> Iterator[OptimizerStep]:
+    def optimizer_steps(self) -> Iterator[StepRecord]:
         for trace in self.whole_trace.ranks:
-            for number, step in enumerate(trace.steps):
-                size = math.hypot(*map(norm, step.gradients.values()))
-                yield OptimizerStep(trace.rank, number, tuple(step.before), size, step.learning_rates, step.skipped)
+            yield from trace.step_records
 
     @cached_property
     def full_training(self) -> FullTraining:

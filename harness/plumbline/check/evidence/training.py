@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.projection import project
-from plumbline.evidence.recording import OptimizerStep, Recording
+from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.recording.observer import Facts as Facts
 
 SEGMENT = 64
@@ -146,6 +146,43 @@ class RecordedStep:
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
 
+@dataclass(frozen=True, eq=False)
+class ScriptStep(StepRecord):
+    """A step of a script as any check may read it."""
+
+    step: RecordedStep = field(kw_only=True)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.step.parameters)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(one.shape for one in self.step.parameters)
+
+    @property
+    def gradient_norm(self) -> float:
+        return self.step.norm
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(self.step.facts.get("learning-rate", {}).get("rates", ()))
+
+    @property
+    def skipped(self) -> bool:
+        return self.step.skipped
+
+    @property
+    def passes(self) -> int:
+        return len(self.step.passes)
+
+    @property
+    def schedule_moves(self) -> tuple[int, ...]:
+        calls = self.step.facts.get("learning-rate", {}).get("schedule", ())
+        moved = {number for number, before_step in calls if before_step}
+        return tuple(place for place, each in enumerate(self.step.passes) if each.number in moved)
+
+
 @dataclass(frozen=True)
 class RecordedRank:
     """One process of the training. ``world_size`` is that of torch.distributed, 1 where there was no group.
@@ -172,12 +209,10 @@ class RecordedTraining(Recording):
         return self.ranks[0].world_size
 
     @property
-    def optimizer_steps(self) -> Iterator[OptimizerStep]:
+    def optimizer_steps(self) -> Iterator[StepRecord]:
         for rank in self.ranks:
             for step in rank.steps:
-                names = tuple(one.name for one in step.parameters)
-                rates = step.facts.get("learning-rate", {}).get("rates", ())
-                yield OptimizerStep(rank.rank, step.number, names, step.norm, tuple(rates), step.skipped)
+                yield ScriptStep(rank.rank, step.number, step.optimizer, step=step)
 
     def at(self, place: int) -> Mapping[int, RecordedStep]:
         """Return the ``place``-th step of each rank that took as many, by rank."""

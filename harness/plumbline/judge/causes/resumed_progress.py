@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from plumbline.evidence.trace import Trace
-from plumbline.judge.causes.learning_rate import LearningRateCase, Prediction, at_positions, without_schedule
+from plumbline.judge.causes.learning_rate import Prediction, ScheduleCase, at_positions, without_schedule
 from plumbline.judge.causes.resumed_state import InterruptedCase
 from plumbline.judge.hypothesis import Hypothesis, Match, holds
 from plumbline.judge.interrupted_training import Draws, Interruption
@@ -49,7 +49,7 @@ class ProgressCase(InterruptedCase):
 
 
 @dataclass(frozen=True, eq=False)
-class ResumedRatesCase(LearningRateCase):
+class ResumedRatesCase(ScheduleCase):
     """A resumed training with other learning rates than the uninterrupted one, which is ``analysis``."""
 
     interruption: Interruption
@@ -63,7 +63,7 @@ class ResumedRatesCase(LearningRateCase):
         return sum(not step.skipped for step in self.interruption.origin(self.rank).steps)
 
     @property
-    def steps(self) -> range:
+    def places(self) -> range:
         return range(len(self.used))
 
 
@@ -198,25 +198,25 @@ PROGRESS = (
 
 
 def _from_the_start(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield list(case.steps)
-    yield [case.taken, *case.steps[1:]]  # the optimizer has kept its rate until the schedule sets it
+    yield list(case.places)
+    yield [case.taken, *case.places[1:]]  # the optimizer has kept its rate until the schedule sets it
 
 
 def _a_step_behind(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [case.taken + step - 1 for step in case.steps]
-    yield [case.taken, *(case.taken + step - 1 for step in case.steps[1:])]
+    yield [case.taken + step - 1 for step in case.places]
+    yield [case.taken, *(case.taken + step - 1 for step in case.places[1:])]
 
 
 def _skipped_counted(case: ResumedRatesCase) -> Iterator[list[int]]:
     attempts = case.interruption.place
     if attempts != case.taken:
-        yield [attempts + step for step in case.steps]
-        yield [case.taken, *(attempts + step for step in case.steps[1:])]
+        yield [attempts + step for step in case.places]
+        yield [case.taken, *(attempts + step for step in case.places[1:])]
 
 
 def _standing_still(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [case.taken] * len(case.steps)
-    yield [0] * len(case.steps)
+    yield [case.taken] * len(case.places)
+    yield [0] * len(case.places)
 
 
 RATES = (
@@ -224,11 +224,11 @@ RATES = (
         "the schedule starts again",
         "save and load the scheduler's state_dict", 190),
     RatesHypothesis("rate-not-restored", "checkpoint",
-        at_positions(lambda case: [[0, *(case.taken + step for step in case.steps[1:])]]),
+        at_positions(lambda case: [[0, *(case.taken + step for step in case.places[1:])]]),
         "the first resumed step uses the schedule's first rate",
         "load the optimizer's state_dict", 180),
     RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint",
-        at_positions(lambda case: [[case.taken + step + 1 for step in case.steps]]),
+        at_positions(lambda case: [[case.taken + step + 1 for step in case.places]]),
         "the schedule is one step ahead",
         "check whether the scheduler steps once more when it is created or loaded", 170),
     RatesHypothesis("scheduler-a-step-behind", "checkpoint", at_positions(_a_step_behind),

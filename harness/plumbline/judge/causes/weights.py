@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from plumbline.evidence.trace import Step, Tensors
+from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase
@@ -174,9 +175,8 @@ DIVERGED_RANKS = (
     WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
         "a rank's weights changed outside of the optimizer's steps",
         "check what writes to the parameters besides the optimizer", 120),
-    WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
-        "ranks use different learning rates",
-        "check whether the schedule depends on something that differs between ranks", 118),
+    WeightHypothesis(RATES_DIFFER.name, RATES_DIFFER.family, _differs_first_in("learning rates"),
+        RATES_DIFFER.description, RATES_DIFFER.hint, 118),
     WeightHypothesis("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
         "one rank steps with the gradients of another rounded to 16 bits",
         "cast or compress gradients in the same way on every rank", 117),

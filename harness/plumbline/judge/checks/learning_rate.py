@@ -1,17 +1,21 @@
-"""Does every step use the learning rate that the workload's schedule has for it?"""
+"""Does every step use the learning rate that is due: the workload's in a subject, in a script the other ranks'?"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.learning_rate import LearningRateCase
+from plumbline.evidence.recording import Recording, StepRecord
+from plumbline.judge.causes.learning_rate import EVERY_MICRO_BATCH, LearningRateCase, ScheduleCase
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.findings import failed, passed
+from plumbline.judge.hypothesis import Match, with_cause
 from plumbline.judge.trace_analysis import TraceAnalysis
+
+CHECK = "learning-rate"
 
 PRECISION = 1e-12
 """Rates are float64 numbers that went through a few operations: this is thousands of roundings."""
@@ -19,42 +23,102 @@ PRECISION = 1e-12
 ROUNDING = sys.float_info.epsilon / 2
 """One relative rounding of a float64 number: the noise of a rate in every precision."""
 
+Rates = Sequence[float]
+DueRates = Callable[[Mapping[int, StepRecord]], Mapping[int, Rates]]
+"""Returns the rates that each rank should use in one step; ranks of which that is not known are left out."""
+
 
 def learning_rate(analysis: TraceAnalysis) -> Finding:
-    """The rates of all parameter groups at each step taken; a schedule advances after each of them.
+    """The rates of all parameter groups at each step taken are the workload's; a schedule advances after each of them.
 
     The trainer sets rates in float64 in every precision, so an error is a multiple of the rounding of float64.
     """
+    wrong = wrong_rates(
+        analysis, _workload_rates(analysis), "the workload's", lambda rank: ScheduleCase(analysis, rank)
+    )
+    return wrong or passed(CHECK, "every step used the workload's learning rate")
+
+
+def wrong_rates(
+    recording: Recording,
+    due: DueRates,
+    whose: str,
+    case_of: Callable[[int], LearningRateCase],
+    precision: float = PRECISION,
+) -> Finding | None:
+    """Return the failure of the first step whose rates are not those that are ``due``, which are ``whose``.
+
+    ``precision``: the relative difference up to which two rates are the same number.
+    """
+    for ranks in recording.steps_side_by_side:
+        for rank, expected in due(ranks).items():
+            one = ranks[rank]
+            if (error := _error(one.learning_rates, expected)) > precision:
+                message = f"the learning rate is {listed(one.learning_rates)} instead of {whose} {listed(expected)}"
+                finding = replace(
+                    failed(CHECK, message, family="optimizer", step=one.number, rank=rank),
+                    error_x_noise=error / ROUNDING,
+                    limit_x_noise=precision / ROUNDING,
+                )
+                return explain(finding, case_of(rank))
+    return None
+
+
+def moved_with_every_pass(recording: Recording) -> Finding | None:
+    """Return the failure of a schedule that moves on between all backward passes of a step.
+
+    Schedules that move on several times in one place, as Accelerate's do, mean to do so.
+    """
+    for one in recording.optimizer_steps:
+        if one.passes > 1 and {*range(one.passes - 1)} <= {*one.schedule_moves}:
+            message = f"the scheduler stepped between the {one.passes} backward passes"
+            finding = failed(CHECK, message, step=one.number, rank=one.rank)
+            return with_cause(finding, EVERY_MICRO_BATCH, Match(), LearningRateCase(recording, one.rank))
+    return None
+
+
+def _workload_rates(analysis: TraceAnalysis) -> DueRates:
+    """Return the workload's rates at each step taken.
+
+    A stage may have some of the optimizers, or none. If it has nothing of one, it is not known which one that is, so
+    rates are compared in ascending order.
+    """
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
-    # Where a stage has nothing of an optimizer, it is not known which one that is.
-    in_order = sorted if analysis.is_staged else list
+    by_step: dict[int, list[float]] = {}
+    analysis.oracle.set_gradients({})
     for global_step in analysis.steps_taken:
-        expected = [float(group["lr"]) for group in optimizer.param_groups]
-        for rank, step in enumerate(analysis.recorded_steps[global_step.index].ranks):
-            used = list(step.learning_rates)
-            if analysis.is_staged and (not step.before or (used and len(used) != len(expected))):
-                continue  # a stage may have some of the optimizers, or none
-            if rates_differ(in_order(used), in_order(expected)):
-                message = f"the learning rate is {listed(used)} instead of the workload's {listed(expected)}"
-                finding = replace(
-                    failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank),
-                    error_x_noise=_error(in_order(used), in_order(expected)) / ROUNDING,
-                    limit_x_noise=PRECISION / ROUNDING,
-                )
-                return explain(finding, LearningRateCase(analysis, rank))
-        analysis.oracle.set_gradients({})
+        by_step[global_step.index] = [float(group["lr"]) for group in optimizer.param_groups]
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule(analysis.standing_schedules(global_step))
-    return passed("learning-rate", "every step used the workload's learning rate")
+
+    def due(ranks: Mapping[int, StepRecord]) -> Mapping[int, Rates]:
+        expected = by_step.get(next(iter(ranks.values())).number)
+        if expected is None:
+            return {}
+        if not analysis.is_staged:
+            return dict.fromkeys(ranks, expected)
+        return {
+            rank: _in_order_of(one.learning_rates, expected)
+            for rank, one in ranks.items()
+            if one.parameters and len(one.learning_rates) in (0, len(expected))
+        }
+
+    return due
 
 
-def rates_differ(used: Sequence[float], expected: Sequence[float]) -> bool:
+def _in_order_of(used: Rates, expected: Rates) -> Rates:
+    """Return the expected rates in the order in which the used ones ascend."""
+    places = sorted(range(len(used)), key=used.__getitem__)
+    return [rate for _, rate in sorted(zip(places, sorted(expected), strict=True))] if used else expected
+
+
+def rates_differ(used: Rates, expected: Rates) -> bool:
     """Return whether the rates of the parameter groups differ by more than rounding."""
     return _error(used, expected) > PRECISION
 
 
-def _error(used: Sequence[float], expected: Sequence[float]) -> float:
+def _error(used: Rates, expected: Rates) -> float:
     """Return the largest relative error of a rate; infinite if a rate is missing, or not zero but should be."""
     if len(used) != len(expected):
         return math.inf
@@ -68,5 +132,5 @@ def _relative(used: float, expected: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def listed(rates: Sequence[float]) -> str:
+def listed(rates: Rates) -> str:
     return ", ".join(f"{rate:.13g}" for rate in rates) or "none"
