@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,24 @@ class StepRecord(ABC):
         return (self.parameters, self.shapes) == (other.parameters, other.shapes)
 
 
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that a GradScaler skipped on one rank, of all its optimizers or of one of several.
+
+    ``moved`` says what changed nevertheless, "" where nothing did: ``3 of 4 parameters``; ``parameter`` is the first of
+    them. ``overflowed``: whether a gradient was not finite, None where that was not recorded. ``scale`` was the loss
+    scale, and ``next_scale`` that of the rank's next step, None where it is not known or not the trainer's to lower.
+    """
+
+    rank: int
+    number: int
+    moved: str
+    overflowed: bool | None
+    parameter: str | None = None
+    scale: float | None = None
+    next_scale: float | None = None
+
+
 class Recording(ABC):
     """The evidence of one training, of a subject or of a script."""
 
@@ -67,9 +86,17 @@ class Recording(ABC):
         """The steps of every rank, rank after rank."""
 
     @property
-    def steps_side_by_side(self) -> Iterator[Mapping[int, StepRecord]]:
+    def steps_side_by_side(self) -> Iterable[Mapping[int, StepRecord]]:
         """The same step of each rank that took it, by rank: the same optimizer's with the same number."""
-        places: dict[tuple[int, int], dict[int, StepRecord]] = {}
-        for one in self.optimizer_steps:
-            places.setdefault((one.optimizer, one.number), {})[one.rank] = one
-        yield from places.values()
+        return side_by_side(self.optimizer_steps)
+
+
+AnyStep = TypeVar("AnyStep", bound=StepRecord)
+
+
+def side_by_side(steps: Iterable[AnyStep]) -> Iterable[Mapping[int, AnyStep]]:
+    """Return the same step of each rank that took it, by rank."""
+    places: dict[tuple[int, int], dict[int, AnyStep]] = {}
+    for one in steps:
+        places.setdefault((one.optimizer, one.number), {})[one.rank] = one
+    return places.values()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.recording import StepRecord
+from plumbline.evidence.recording import SkippedStep, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,6 +178,15 @@ class Logged:
     micro_batches: int = 0
 
 
+def same(left: Tensors, right: Tensors) -> bool:
+    """Return whether two sets of tensors have the same names and the same bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        left[name].equal(right[name])
+        or (bool(left[name].isnan().any()) and left[name].nan_to_num().equal(right[name].nan_to_num()))
+        for name in left
+    )
+
+
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
 )  # fmt: skip
@@ -214,6 +223,24 @@ class RankTrace:
     def step_records(self) -> list[TraceStep]:
         """The steps, as any check may read them."""
         return [TraceStep(self.rank, number, step=step) for number, step in enumerate(self.steps)]
+
+    @property
+    def skipped_steps(self) -> Iterator[SkippedStep]:
+        """The steps that a loss scaler skipped, and those of optimizers that it held back."""
+        for number, step in enumerate(self.steps):
+            if not step.skipped and not step.held_back:
+                continue
+            gradients, still = (step.held_back, step.held_back) if step.held_back else (step.gradients, step.after)
+            moved = [name for name in still if not same({name: step.before[name]}, {name: step.after[name]})]
+            yield SkippedStep(
+                self.rank,
+                number,
+                f"{len(moved)} of {len(still)} parameters" if moved else "",
+                any(not value.isfinite().all() for value in gradients.values()) if gradients else None,
+                next(iter(moved), None),
+                step.scale,
+                self.steps[number + 1].scale if number + 1 < len(self.steps) else None,
+            )
 
     @property
     def has_lost_connection(self) -> bool:

@@ -16,6 +16,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Step, Tensors, Trace
+from plumbline.evidence.trace import same as same
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.epochs import Epochs
 from plumbline.judge.oracle.full_training import FullTraining
@@ -419,15 +420,6 @@ def differing(steps: Iterable[GlobalStep], pick: str) -> Iterator[tuple[GlobalSt
 def _side_by_side(trace: Trace) -> tuple[GlobalStep, ...]:
     columns = zip(*(rank.steps for rank in trace.ranks), strict=False)
     return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    """Return whether two sets of tensors have the same names and the same bits (NaN equals NaN)."""
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name])
-        or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
-        for name in left
-    )
 
 
 def _is_finite(tensors: Tensors) -> bool:

@@ -209,7 +209,7 @@ class RecordedTraining(Recording):
         return self.ranks[0].world_size
 
     @property
-    def optimizer_steps(self) -> Iterator[StepRecord]:
+    def optimizer_steps(self) -> Iterator[ScriptStep]:
         for rank in self.ranks:
             for step in rank.steps:
                 yield ScriptStep(rank.rank, step.number, step.optimizer, step=step)

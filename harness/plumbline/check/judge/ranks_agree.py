@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.recorded_weights import (
@@ -17,6 +17,7 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
+from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import failed, failed_with_hint, passed
 from plumbline.report.text import counted
 
@@ -73,17 +74,9 @@ def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced
 def _failure(
     place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
 ) -> Finding:
-    skipped = [rank for rank, step in steps.items() if step.skipped]
-    if 0 < len(skipped) < len(steps):
-        return failed_with_hint(
-            CHECK,
-            f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it",
-            "check for overflows after the all-reduce, so that all ranks decide alike",
-            cause="overflow-decided-alone",
-            family="amp",
-            step=place,
-            rank=skipped[0],
-        )
+    records = {rank: ScriptStep(rank, place, step.optimizer, step=step) for rank, step in steps.items()}
+    if (alone := skipped_on_some_ranks(records, CHECK)) is not None:
+        return alone
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
     message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"

@@ -1,4 +1,4 @@
-"""Was a step skipped where gradients were not finite, on all ranks, and without a trace; and taken everywhere else?"""
+"""What a script shows of skipped steps: were gradients not finite, on all ranks, and were all other steps right?"""
 
 from __future__ import annotations
 
@@ -6,92 +6,85 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, failed_observers, listed, noted, same_parameters, side_by_side
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
+from plumbline.check.judge.noted import failed_observers, noted
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import passed
+from plumbline.evidence.recording import SkippedStep, side_by_side
+from plumbline.judge.checks.skipped_steps import (
+    CHECK,
+    moved_when_skipped,
+    passed_with,
+    skipped_for_nothing,
+    skipped_on_some_ranks,
+    skipped_without_overflow,
+)
 from plumbline.report.text import counted
 
 OBSERVER = "loss-scale"
-CHECK = "skipped-steps"
 
 
 def judge_skipped_steps(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with skipped steps and infinities, or how many were skipped; nothing without a scaler."""
     flaws = [_on_some_ranks, _moved, _for_nothing, _without_overflow, _not_finite]
-    found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
+    found = [finding for flaw in flaws if (finding := next(flaw(training), None)) is not None]
     yield from found
     yield from failed_observers(training, OBSERVER, CHECK)
     scaled = [one for one in noted(training, OBSERVER) if one.facts["scaled"]]
     if scaled and not found:
-        skipped = sum(one.step.skipped for one in scaled)
-        over = " over all ranks" if training.world_size > 1 else ""
-        yield passed(CHECK, f"the GradScaler skipped {skipped} of {counted(len(scaled), 'step')}{over}")
+        yield passed_with(sum(one.step.skipped for one in scaled), len(scaled), ranks=training.world_size)
 
 
-def _on_some_ranks(training: RecordedTraining) -> Finding | None:
-    for ranks in side_by_side(training, OBSERVER):
-        skipped = [rank for rank, one in ranks.items() if one.step.skipped]
-        if 0 < len(skipped) < len(ranks) and same_parameters(ranks.values()):
-            return _failed(
-                f"the GradScaler skipped a step on rank {listed(skipped)} but not on "
-                f"{listed(rank for rank in ranks if rank not in skipped)}, so their weights differ from then on",
-                "average scaled gradients over ranks before unscaling them, so that all ranks detect the overflow",
-                ranks[skipped[0]],
-                "skipped-on-some-ranks",
-            )
-    return None
+def _steps(training: RecordedTraining) -> Iterator[ScriptStep]:
+    return (one for one in training.optimizer_steps if OBSERVER in one.step.facts)
 
 
-def _moved(training: RecordedTraining) -> Finding | None:
-    for one in noted(training, OBSERVER):
-        moved = one.facts.get("moved") or {}
-        if one.step.skipped and any(moved.values()):
-            what = counted(moved["weights"], "parameter") if moved["weights"] else "the optimizer's state"
-            return _failed(
-                f"the GradScaler skipped a step, but {what} changed",
-                "leave weights and optimizer state unchanged when a step is skipped",
-                one,
-                "moved-when-skipped",
-            )
-    return None
+def _skipped(one: ScriptStep) -> SkippedStep:
+    facts = one.step.facts[OBSERVER]
+    moved = facts.get("moved") or {"weights": 0, "state": 0}
+    what = "the optimizer's state" if moved["state"] else ""
+    if moved["weights"]:
+        what = f"{moved['weights']} of {counted(len(one.parameters), 'parameter')}"
+    return SkippedStep(one.rank, one.number, what, facts.get("found", 0) + facts["bad"] > 0)
 
 
-def _for_nothing(training: RecordedTraining) -> Finding | None:
+def _on_some_ranks(training: RecordedTraining) -> Iterator[Finding]:
+    for ranks in side_by_side(_steps(training)):
+        if _step_copies(ranks) and (flaw := skipped_on_some_ranks(ranks, CHECK)) is not None:
+            yield flaw
+
+
+def _moved(training: RecordedTraining) -> Iterator[Finding]:
+    found = (moved_when_skipped(_skipped(one)) for one in _steps(training) if one.skipped)
+    return (finding for finding in found if finding is not None)
+
+
+def _for_nothing(training: RecordedTraining) -> Iterator[Finding]:
     """Find skipped steps with gradients that were finite on every rank: a scaler may ask the others."""
-    for ranks in _skipped_by_all(training):
-        if not sum(one.facts.get("found", 0) + one.facts["bad"] for one in ranks.values()):
-            return _failed(
-                "the GradScaler skipped a step although every gradient was finite",
-                "",
-                ranks[min(ranks)],
-                "skipped-for-nothing",
-            )
-    return None
+    found = (skipped_for_nothing([*map(_skipped, ranks.values())]) for ranks in _skipped_by_all(training))
+    return (finding for finding in found if finding is not None)
 
 
-def _without_overflow(training: RecordedTraining) -> Finding | None:
-    if len({one.step.optimizer for one in noted(training, OBSERVER)}) > 1:
-        return None  # where all gradients are clipped together, one's infinity is in the other's too
+def _without_overflow(training: RecordedTraining) -> Iterator[Finding]:
+    if len({one.optimizer for one in _steps(training)}) > 1:
+        return  # where all gradients are clipped together, one's infinity is in the other's too
     for ranks in _skipped_by_all(training):
-        if not same_parameters(ranks.values()) or not _far_from_overflow([one.step for one in ranks.values()]):
+        if not _step_copies(ranks) or not _far_from_overflow([one.step for one in ranks.values()]):
             continue
         for one in ranks.values():
             if (name := _infinite_where_passes_are_not(one.step)) is not None:
-                return _failed(
-                    f"the GradScaler skipped a step because the gradient of {name} is not finite, but its backward "
-                    "passes computed finite gradients on every rank",
-                    "call zero_grad() after a skipped step too",
-                    one,
-                    "skipped-without-overflow",
-                )
-    return None
+                evidence = "the backward passes computed finite ones on every rank"
+                yield skipped_without_overflow(one.number, one.rank, name, evidence)
 
 
-def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, ObserverFacts]]:
-    for ranks in side_by_side(training, OBSERVER):
-        if len(ranks) == training.world_size and all(one.step.skipped for one in ranks.values()):
+def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, ScriptStep]]:
+    for ranks in side_by_side(_steps(training)):
+        if len(ranks) == training.world_size and all(one.skipped for one in ranks.values()):
             yield ranks
+
+
+def _step_copies(ranks: Mapping[int, ScriptStep]) -> bool:
+    first, *others = ranks.values()
+    return all(one.steps_a_copy(first) for one in others)
 
 
 def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
@@ -118,7 +111,7 @@ def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
     return next((one.name for one, is_bad in zip(step.parameters, bad, strict=True) if is_bad), None)
 
 
-def _not_finite(training: RecordedTraining) -> Finding | None:
+def _not_finite(training: RecordedTraining) -> Iterator[Finding]:
     for one in noted(training, OBSERVER):
         broken = one.facts.get("broken", 0)
         if not one.step.skipped and broken:
@@ -127,15 +120,8 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
                 if any(each.scale != 1.0 for each in one.step.passes)
                 else "use torch.autograd.detect_anomaly to find the first operation that is not finite"
             )
-            return _failed(
+            observed = (
                 f"the step made {counted(broken, 'parameter')} infinite or NaN (gradients that were not finite: "
-                f"{one.facts['bad']})",
-                hint,
-                one,
-                "not-finite",
+                f"{one.facts['bad']})"
             )
-    return None
-
-
-def _failed(observed: str, hint: str, one: ObserverFacts, cause: str) -> Finding:
-    return one.failed(CHECK, observed, hint, cause=cause, family="amp")
+            yield one.failed(CHECK, observed, hint, cause="not-finite", family="amp")

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.evidence.trace import TraceStep
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import DivergedRanksCase
-from plumbline.judge.findings import error_at, failed, from_deviation
+from plumbline.judge.checks.skipped_steps import decided_alone, skipped_on_some_ranks
+from plumbline.judge.findings import error_at, from_deviation
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
 from plumbline.judge.trace_analysis import TraceAnalysis, differing
+
+CHECK = "ranks-agree"
 
 
 def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
@@ -21,32 +25,19 @@ def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
     if analysis.cell.processes == 1:
         return None
     for global_step in analysis.recorded_steps:
-        skipped = [rank for rank, step in enumerate(global_step.ranks) if step.skipped]
-        if 0 < len(skipped) < len(global_step.ranks):
-            return failed(
-                "ranks-agree",
-                f"{len(skipped)} of {len(global_step.ranks)} ranks skipped the step and the others took it",
-                cause="overflow-decided-alone",
-                family="amp",
-                step=global_step.index,
-                rank=skipped[0],
-            )
+        ranks = {rank: TraceStep(rank, global_step.index, step=step) for rank, step in enumerate(global_step.ranks)}
+        if (flaw := skipped_on_some_ranks(ranks, CHECK)) is not None:
+            return flaw
         alone = [rank for rank, step in enumerate(global_step.ranks) if step.held_back.keys() != global_step.held_back]
         if alone and not analysis.is_staged:
-            return failed(
-                "ranks-agree",
-                "an optimizer was held back on some ranks and took its step on others",
-                cause="overflow-decided-alone",
-                family="amp",
-                step=global_step.index,
-                rank=alone[0],
-            )
+            observed = "an optimizer was held back on some ranks and took its step on others"
+            return decided_alone(observed, global_step.index, alone[0], CHECK)
     worst = largest(_errors(analysis))
     if worst.x_noise <= limit():
         message = f"all ranks hold the same weights after every step: {error_at(worst, limit())}"
-        return from_deviation("ranks-agree", Outcome.PASSED, message, worst)
+        return from_deviation(CHECK, Outcome.PASSED, message, worst)
     message = f"weights after the step are not those of rank 0: {error_at(worst, limit())}"
-    return explain(from_deviation("ranks-agree", Outcome.FAILED, message, worst), DivergedRanksCase(analysis))
+    return explain(from_deviation(CHECK, Outcome.FAILED, message, worst), DivergedRanksCase(analysis))
 
 
 def _errors(analysis: TraceAnalysis) -> Iterator[Deviation]:

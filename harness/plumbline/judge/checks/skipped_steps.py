@@ -1,13 +1,17 @@
-"""Where a step was skipped, did the weights stay, and was there a reason to skip?"""
+"""Where a GradScaler skipped a step, did the weights stay, did all ranks skip it, and was there a reason to?"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 
 import torch
 
 from plumbline.core.finding import Finding
-from plumbline.evidence.trace import Step
-from plumbline.judge.findings import failed, passed
-from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
+from plumbline.evidence.recording import SkippedStep, StepRecord
+from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
+
+CHECK = "skipped-steps"
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
@@ -17,32 +21,112 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     chooses the factor, and when the scale grows again. If a trainer has its own scaler, the gradients of skipped steps
     are not recorded. None if no step was skipped.
     """
-    count = unseen = 0
-    for trace in analysis.trace.ranks:
-        for index, step in enumerate(trace.steps):
-            if not step.skipped and not step.held_back:
-                continue
-            count += 1
-            unseen += step.skipped and not step.gradients
-            following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
-            if (flaw := _flaw(step, following)) is not None:
-                cause, observed, parameter = flaw
-                return failed(
-                    "skipped-steps",
-                    f"the loss scaler skipped a step, but {observed}",
-                    cause=cause,
-                    family="amp",
-                    step=index,
-                    rank=trace.rank,
-                    parameter=parameter,
-                )
-    if count == 0:
+    skipped: list[SkippedStep] = []
+    for one in (one for trace in analysis.trace.ranks for one in trace.skipped_steps):
+        if (flaw := moved_when_skipped(one) or skipped_for_nothing([one]) or scale_not_lowered(one)) is not None:
+            return flaw
+        skipped.append(one)
+    if not skipped:
         return None
     for global_step in analysis.steps:
         if _overflowed(global_step) and not analysis.may_overflow(global_step):
             return _without_reason(global_step)
-    message = f"the weights did not change in {count} skipped step{'s' if count > 1 else ''}, counted over all ranks"
-    return passed("skipped-steps", f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
+    return passed_with(
+        len(skipped),
+        sum(len(trace.steps) for trace in analysis.trace.ranks),
+        ranks=len(analysis.trace.ranks),
+        unseen=sum(one.overflowed is None for one in skipped),
+    )
+
+
+def moved_when_skipped(one: SkippedStep) -> Finding | None:
+    if not one.moved:
+        return None
+    return _failed(
+        f"the loss scaler skipped a step, but {one.moved} changed",
+        "leave weights and optimizer state unchanged when a step is skipped",
+        "moved-when-skipped",
+        one.number,
+        one.rank,
+        one.parameter,
+    )
+
+
+def skipped_for_nothing(ranks: Collection[SkippedStep]) -> Finding | None:
+    """Return the failure if no gradient overflowed on any of these ranks, which decide together."""
+    if not all(one.overflowed is False for one in ranks):
+        return None
+    first = next(iter(ranks))
+    return _failed(
+        "the loss scaler skipped a step although every gradient was finite",
+        "check how overflows are detected",
+        "skipped-for-nothing",
+        first.number,
+        first.rank,
+    )
+
+
+def scale_not_lowered(one: SkippedStep) -> Finding | None:
+    if one.scale is None or one.next_scale is None or one.next_scale < one.scale:
+        return None
+    return _failed(
+        f"the loss scaler skipped a step, but its scale of {one.scale:.0f} was {one.next_scale:.0f} at the next step",
+        "call scaler.update() after skipped steps too",
+        "scale-not-lowered",
+        one.number,
+        one.rank,
+    )
+
+
+def skipped_without_overflow(number: int, rank: int, parameter: str, evidence: str) -> Finding:
+    """Return the failure of a step whose gradient is not finite, although ``evidence`` says that it should be."""
+    return _failed(
+        f"the loss scaler skipped a step because a gradient is not finite, although {evidence}",
+        "call zero_grad() after a skipped step too",
+        "skipped-without-overflow",
+        number,
+        rank,
+        parameter,
+    )
+
+
+def skipped_on_some_ranks(ranks: Mapping[int, StepRecord], check: str) -> Finding | None:
+    """Return the failure if some ranks skipped a step that others took."""
+    skipped = [one for one in ranks.values() if one.skipped]
+    if len(skipped) in (0, len(ranks)):
+        return None
+    return decided_alone(
+        f"{len(skipped)} of {len(ranks)} ranks skipped the step and the others took it",
+        skipped[0].number,
+        skipped[0].rank,
+        check,
+    )
+
+
+def decided_alone(observed: str, number: int, rank: int, check: str) -> Finding:
+    hint = "check for overflows after the all-reduce, so that all ranks decide alike"
+    return _failed(observed, hint, "overflow-decided-alone", number, rank, check=check)
+
+
+def passed_with(skipped: int, steps: int, *, ranks: int, unseen: int = 0) -> Finding:
+    """Return the finding that nothing is wrong with these skipped steps; gradients of ``unseen`` are not known."""
+    message = f"the loss scaler skipped {skipped} of {steps} step{'' if steps == 1 else 's'}"
+    message += " over all ranks" if ranks > 1 else ""
+    return passed(CHECK, f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
+
+
+def _failed(
+    observed: str,
+    hint: str,
+    cause: str,
+    number: int,
+    rank: int,
+    parameter: str | None = None,
+    check: str = CHECK,
+) -> Finding:
+    return failed_with_hint(
+        check, observed, hint, cause=cause, family="amp", step=number, rank=rank, parameter=parameter
+    )
 
 
 def _overflowed(global_step: GlobalStep) -> bool:
@@ -57,28 +141,5 @@ def _without_reason(global_step: GlobalStep) -> Finding:
         for name, gradient in step.gradients.items()
         if not torch.isfinite(gradient).all()
     )
-    return failed(
-        "skipped-steps",
-        "the loss scaler skipped a step whose gradient is not finite, although at its scale of "
-        f"{global_step.ranks[0].scale:.0f} one device's gradient is far from overflowing: zero the gradients after "
-        "skipped steps too",
-        cause="skipped-without-overflow",
-        family="amp",
-        step=global_step.index,
-        rank=rank,
-        parameter=parameter,
-    )
-
-
-def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
-    """Return the cause, the observation and the parameter if a skipped step is wrong."""
-    gradients, still = (step.held_back, step.held_back) if step.held_back else (step.gradients, step.after)
-    # A weight that was NaN before and is NaN now did not move.
-    moved = [name for name in still if not same({name: step.before[name]}, {name: step.after[name]})]
-    if moved:
-        return "moved-when-skipped", f"{len(moved)} of {len(still)} parameters changed", moved[0]
-    if gradients and all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values()):
-        return "skipped-for-nothing", "every gradient was finite", None
-    if following is not None and step.scale is not None and following >= step.scale:
-        return "scale-not-lowered", f"its scale of {step.scale:.0f} was {following:.0f} at the next step", None
-    return None
+    evidence = f"at its scale of {global_step.ranks[0].scale:.0f} one device's gradient is far from overflowing"
+    return skipped_without_overflow(global_step.index, rank, parameter, evidence)
