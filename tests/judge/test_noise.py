@@ -15,8 +15,6 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.buffer_replay import buffer_errors, buffers_after
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_evidence import _factor_before_clipping
-from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.oracle.noise import (
     FALSE_ALARM,
     NoiseScale,
@@ -30,6 +28,7 @@ from plumbline.judge.oracle.noise import (
     rounding_unit,
 )
 from plumbline.judge.oracle.oracle import Oracle, clipped
+from plumbline.judge.oracle_truth import _factor_before_clipping, compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.generated import Generated, Recipe

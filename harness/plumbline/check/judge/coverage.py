@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.gradient_evidence import (
+from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     NOT_FINITE,
     REDUCED_IN_STEP,
-    GradientEvidence,
-    gradient_evidence,
+    JudgedGradients,
+    judged_gradients,
 )
 from plumbline.check.judge.recomputation import recomputed_unjudged
 from plumbline.check.judge.update import NOT_MOVED, Key, replayed_updates
@@ -108,7 +108,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     never = dict.fromkeys(unstepped, NO_STEP) | dict.fromkeys(late, LATE)
     entries |= unstepped | late
     answered = [one for one in findings if one.check == "gradients"]
-    gradients = dict(_gradients_left_out(training, gradient_evidence(training)))
+    gradients = dict(_gradients_left_out(training, judged_gradients(training)))
     gradients = dict.fromkeys(recomputed_unjudged(training), RECOMPUTED) | gradients
     if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
         gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
@@ -143,7 +143,7 @@ def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
                 yield (-1 - int(optimizer), name), size
 
 
-def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) -> Iterator[tuple[Key, str]]:
+def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -> Iterator[tuple[Key, str]]:
     """Yield each parameter of a recorded step whose gradient was compared with nothing, and why."""
     compared: set[Key] = set()
     known: dict[Key, str] = {}

@@ -11,7 +11,6 @@ from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
-from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.lost_ties import judge_lost_ties
@@ -20,6 +19,7 @@ from plumbline.check.judge.optimized_parameters import judge_optimized_parameter
 from plumbline.check.judge.precision import judge_precision
 from plumbline.check.judge.ranks_agree import judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
+from plumbline.check.judge.replay_truth import judge_gradients
 from plumbline.check.judge.rng import judge_rng
 from plumbline.check.judge.rounded_updates import judge_rounded_updates
 from plumbline.check.judge.samples import judge_samples

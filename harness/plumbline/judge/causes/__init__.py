@@ -6,8 +6,8 @@ The most specific hypothesis that fits is the cause. If none fits, the finding i
 
 from __future__ import annotations
 
-from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.metric_case import MetricCase
+from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.causes.registry import HYPOTHESES, explain, register
 from plumbline.judge.hypothesis import Evidence, Hypothesis, Match
 from plumbline.judge.mistakes.case import GradientCase

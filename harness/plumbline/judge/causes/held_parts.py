@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.trace import Block, Step, Tensors, block_index
-from plumbline.judge.causes.gradient_case import OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.oracle.noise import distance
 
 

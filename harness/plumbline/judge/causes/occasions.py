@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plumbline.judge.causes.gradient_case import OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 
 

@@ -24,7 +24,6 @@ from plumbline.judge.causes import (
     validation,
     weights,
 )
-from plumbline.judge.causes.gradient_case import OracleGradientCase
 from plumbline.judge.causes.gradient_hypotheses import (
     amp,
     clipping,
@@ -39,6 +38,7 @@ from plumbline.judge.causes.gradient_hypotheses import (
     unused,
 )
 from plumbline.judge.causes.metric_case import MetricCase
+from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.hypothesis import Evidence, Hypothesis, explained
 from plumbline.judge.mistakes import accumulation, averaging, loss_scale, synchronisation, zeros
 from plumbline.judge.mistakes.case import GradientCase

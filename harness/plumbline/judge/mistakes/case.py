@@ -1,16 +1,20 @@
-"""The gradient that one rank's optimizer received at one step: what a mistake in gradients predicts from."""
+"""The gradient that one rank's optimizer received at one step: what mistakes predict from, and are compared with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from plumbline.judge.hypothesis import Hypothesis, Match
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
 
 
 class GradientCase(ABC):
-    """One rank at one step, whatever it is that knows the right gradient."""
+    """One rank at one step, whatever it is that knows the right gradient.
+
+    A misfit is the distance of what was received from a prediction, in multiples of what rounding explains.
+    """
 
     index: int
     """The step, counted from 0."""
@@ -56,6 +60,37 @@ class GradientCase(ABC):
     @abstractmethod
     def factor(self) -> float:
         """The number by which the right gradients come nearest to the wrong ones, at all steps."""
+
+    @property
+    @abstractmethod
+    def limit(self) -> float:
+        """The largest misfit that rounding explains."""
+
+    @property
+    @abstractmethod
+    def is_right(self) -> bool:
+        """Whether rounding explains the distance from the right gradient."""
+
+    @abstractmethod
+    def misfits(self, prediction: Any) -> Iterator[float]:
+        """Yield the misfit of each form that a prediction may have taken; nothing where it has no effect."""
+
+    @property
+    def location(self) -> str:
+        """Step and rank in words."""
+        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @property
+    def figures(self) -> Mapping[str, object]:
+        """The values for the placeholders in a mistake's texts."""
+        return {
+            "world": self.world,
+            "micro_batches": self.micro_batches,
+            "accumulate": self.accumulate,
+            "rank": self.rank,
+            "scale": self.scale,
+            "factor": f"{self.factor:.4g}",
+        }
 
     @property
     def scale(self) -> float | None:

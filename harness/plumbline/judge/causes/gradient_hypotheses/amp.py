@@ -9,7 +9,7 @@ import torch
 
 from plumbline.core.precision import PRECISIONS, Precision
 from plumbline.judge.causes.combinations import scaled, total_distance
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import distance, limit, norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from plumbline.judge.causes.combinations import factor_between, mean, scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.causes.held_parts import HeldParts
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 

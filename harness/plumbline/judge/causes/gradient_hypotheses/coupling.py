@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.layout import Layout
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient

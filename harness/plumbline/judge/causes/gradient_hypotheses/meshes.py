@@ -9,8 +9,8 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.causes.held_parts import HeldParts
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient

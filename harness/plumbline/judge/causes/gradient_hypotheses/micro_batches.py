@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.layout import Share
 from plumbline.judge.oracle.noise import norm

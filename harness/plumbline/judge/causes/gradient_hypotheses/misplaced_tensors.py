@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.oracle.noise import distance
 
 

@@ -8,7 +8,7 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import factor_between, fit, fit_weights, mean, scaled, weighted
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.oracle.layout import samples
 from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import clipped, mean_gradient

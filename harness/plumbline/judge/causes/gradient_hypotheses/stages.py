@@ -8,7 +8,7 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import distance, length
 from plumbline.judge.oracle.oracle import clipped

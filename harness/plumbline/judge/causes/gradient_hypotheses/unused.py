@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plumbline.judge.causes.combinations import mean
-from plumbline.judge.causes.gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.oracle.oracle import clipped, mean_gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -165,8 +166,47 @@ class OracleGradientCase(GradientCase):
         return len(self.expected.parts)
 
     @property
-    def location(self) -> str:
-        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
+    def limit(self) -> float:
+        return self.counterfactuals.analysis.limit
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is the contract's gradient, or one device's, within the limit; bit for bit where that is due."""
+        allowed = self.counterfactuals.analysis.allowed(self.limit)
+        return any(self.error(right) <= allowed for right in self.rights)
+
+    @property
+    def rights(self) -> Sequence[Tensors]:
+        """The right gradients: the contract's, and what one device may compute."""
+        return (self.expected.contract, *self.expected.one_device)
+
+    def misfits(self, prediction: Combination | SomeParameters | Tensors | Match) -> Iterator[float]:
+        """Yield the errors of a prediction in × noise: 0 by elimination, infinite if it repeats the evidence."""
+        if isinstance(prediction, Match):
+            yield 0.0
+            return
+        forms = self.predicted(prediction) if isinstance(prediction, Combination | SomeParameters) else [prediction]
+        for one in forms:
+            repeats = any(one.get(name) is value for name, value in self.observed.items())
+            yield math.inf if repeats else self.error(one)
+
+    def error(self, predicted: Tensors) -> float:
+        """Return the largest error of any tensor, in × noise."""
+        return max((self.error_of(name, predicted) for name in self.expected.units), default=0.0)
+
+    def error_of(self, name: str, predicted: Tensors) -> float:
+        """Return the error of one tensor, in × noise; a larger prediction has more noise."""
+        right = self.expected.contract[name]
+        expected = predicted.get(name, torch.zeros_like(right))
+        size = norm(right)
+        growth = max(1.0, norm(expected) / size) if size else 1.0
+        noise = self.counterfactuals.analysis.noise.at(name, self.expected.units[name]) * growth
+        error = distance(self.observed[name], expected)
+        return error / noise if noise else (math.inf if error else 0.0)
+
+    def least_error(self, name: str) -> float:
+        """Return the distance of a tensor from the nearest right one, in × noise."""
+        return min(self.error_of(name, right) for right in self.rights)
 
     @cached_property
     def observed(self) -> Tensors:
@@ -205,6 +245,19 @@ class OracleGradientCase(GradientCase):
         if any(distance(predicted.get(name, 0 * value), value) > 1e-9 * norm(value) for name, value in right.items()):
             yield predicted
 
+    @cached_property
+    def is_predictable(self) -> bool:
+        """Whether all ranks hold the same finite weights: else there is no common gradient."""
+        weights = self.ranks[0].before
+        return (
+            all(same(step.before, weights) for step in self.ranks[1:])
+            and all(
+                same(one.before, {name: self.step.before[name] for name in one.before})
+                for one in self.recorded.values()
+            )
+            and all(bool(value.isfinite().all()) for value in weights.values())
+        )
+
     @property
     def is_finite(self) -> bool:
         return all(bool(value.isfinite().all()) for value in self.observed.values())
@@ -232,14 +285,9 @@ class OracleGradientCase(GradientCase):
 
     @property
     def figures(self) -> dict[str, object]:
-        """The values for the placeholders in a hypothesis's texts."""
         return {
-            "world": self.world,
-            "micro_batches": self.micro_batches,
-            "accumulate": self.accumulate,
+            **super().figures,
             "scale": self.step.scale,
-            "rank": self.rank,
-            "factor": f"{self.pattern.factor:.4g}",
             "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,
             "norm_rank": self._norm_rank,

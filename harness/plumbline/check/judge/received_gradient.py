@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
+from plumbline.judge.hypothesis import Match
 from plumbline.judge.mistakes.case import GradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, scaled
 
@@ -109,11 +111,6 @@ class ReceivedGradient(GradientCase):
     @property
     def zeros(self) -> Sequence[bool]:
         return [not bool(norm) for norm in self.norms(self.received)]
-
-    @property
-    def location(self) -> str:
-        """Step and rank in words."""
-        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
 
     @cached_property
     def received(self) -> Tensor:
@@ -253,12 +250,27 @@ class ReceivedGradient(GradientCase):
         worst = int(ratios.argmax()) if len(ratios) else 0
         return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
 
-    def fits(self, prediction: Combination | SomeParameters) -> bool:
-        """Whether rounding explains how far each parameter is from a prediction."""
+    @property
+    def limit(self) -> float:
+        return SKETCH_MARGIN
+
+    @property
+    def is_right(self) -> bool:
+        return self.fit(RIGHT).holds
+
+    def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
+        """Yield how many rounding bounds the furthest parameter is from a prediction; infinite if that is not a number.
+
+        The step before may have overflowed.
+        """
+        if isinstance(prediction, Match):
+            yield 0.0
+            return
         if isinstance(prediction, Combination):
-            return self.fit(prediction).holds
-        ratios = self.errors(RIGHT)[0].minimum(self.errors(prediction.combination)[0])
-        return float(ratios.max()) <= SKETCH_MARGIN
+            misfit = self.fit(prediction).ratio
+        else:
+            misfit = float(self.errors(RIGHT)[0].minimum(self.errors(prediction.combination)[0]).max())
+        yield math.inf if math.isnan(misfit) else misfit
 
     def errors(self, combination: Combination) -> tuple[Tensor, float]:
         """Return each covered parameter's error over its bound, 0 for the others, and the common factor."""

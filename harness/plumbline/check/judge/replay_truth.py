@@ -1,14 +1,13 @@
-"""Whether each optimizer received the mean over ranks of what the backward passes of its step computed."""
+"""The gradients of a script, whose calls each rank computes again: right is the mean over ranks of what they give."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.gradient_case import RIGHT, Fit, ReceivedGradient
-from plumbline.check.judge.gradient_evidence import (
+from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     DISTRIBUTED,
     IN_PARTS,
@@ -16,20 +15,18 @@ from plumbline.check.judge.gradient_evidence import (
     NOT_FOLLOWED,
     REDUCED_IN_STEP,
     ZERO,
-    GradientEvidence,
-    gradient_evidence,
+    judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
+from plumbline.check.judge.received_gradient import RIGHT, ReceivedGradient
 from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.registry import explain
+from plumbline.judge.checks.gradients import judge_by
 from plumbline.judge.findings import with_hint
-from plumbline.judge.hypothesis import Evidence, Match
-from plumbline.judge.mistakes.case import GradientMistake
-from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.truth import GradientEvidence, Truth
 
 CHECK = "gradients"
 
@@ -45,57 +42,52 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
 
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield one finding: all gradients are right, or the worst one and its cause."""
-    evidence = gradient_evidence(training)
-    judged = evidence.judged
-    if not judged:
-        yield Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {_why_none(training, evidence)}")
-        return
-    if REDUCED_IN_STEP in evidence.unjudged:
-        yield not_judged(CHECK, _of_optimizers(evidence.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
-    fits = [(case, case.fit(RIGHT)) for case in judged]
-    wrong = [(case, fit) for case, fit in fits if not fit.holds]
-    if not wrong:
+    """Yield one finding: all gradients are right, or the worst one and its cause; and which were not judged."""
+    truth = ReplayTruth(training)
+    if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
+        yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
+    yield judge_by(truth)
+
+
+class ReplayTruth(Truth[ReceivedGradient]):
+    """What each optimizer received, against the mean over ranks of what the backward passes of its step computed."""
+
+    def __init__(self, training: RecordedTraining) -> None:
+        self.training = training
+        self.gradients = judged_gradients(training)
+
+    @property
+    def cases(self) -> Sequence[ReceivedGradient]:
+        return self.gradients.judged
+
+    def compare(self) -> Finding:
+        if not self.cases:
+            why = _why_none(self.training, self.gradients.unjudged)
+            return Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {why}")
+        fits = [(case, case.fit(RIGHT)) for case in self.cases]
+        wrong = [case for case, fit in fits if not fit.holds]
+        if wrong:
+            return _finding(wrong)
         noise = [case.in_noise(RIGHT, fit.factor) for case, fit in fits]
         largest = max((one for one in noise if one is not None), default=None)
-        yield Finding(
+        return Finding(
             CHECK,
             Outcome.PASSED,
-            f"every gradient that was judged is {_mean(judged[0])}{_removed(judged)}",
+            f"every gradient that was judged is {_mean(self.cases[0])}{_removed(self.cases)}",
             error_x_noise=None if largest is None else largest.error,
             limit_x_noise=None if largest is None else largest.limit,
         )
-        return
-    if any(case.parts for case, _ in wrong):
-        yield not_judged(CHECK, IN_PARTS, wrong[0][0].index)
-        return
-    cases = [case for case, _ in wrong]
-    finding = _advised(explain(_finding(*wrong[0], cases), _Wrong.of(cases)), training)
-    yield excuse_manual_edits(finding, cases, training)
 
+    def place(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
+        return not_judged(CHECK, IN_PARTS, wrong[0].index) if any(case.parts for case in wrong) else finding
 
-@dataclass(frozen=True, eq=False)
-class _Wrong(Evidence):
-    """Every wrong gradient: a mistake has to fit all of them."""
-
-    wrong: Sequence[ReceivedGradient]
-
-    @classmethod
-    def of(cls, wrong: Sequence[ReceivedGradient]) -> _Wrong:
+    def evidence(self, wrong: Sequence[ReceivedGradient]) -> GradientEvidence[ReceivedGradient]:
+        """Return the wrong gradients alone: at which steps a mistake has an effect is not known of a script."""
         factor = statistics.median(map(_factor, wrong))
-        return cls([replace(case, factor=factor) for case in wrong])
+        return GradientEvidence([replace(case, factor=factor) for case in wrong])
 
-    @property
-    def kind(self) -> type:
-        """Mistakes predict from one case at a time."""
-        return ReceivedGradient
-
-    def match(self, mistake: GradientMistake) -> Match | None:
-        """Return how a mistake fits, with the texts' figures of the first wrong gradient."""
-        if all(any(_fits(case, one) for one in mistake.predict(case)) for case in self.wrong):
-            first = self.wrong[0]
-            return Match(first.index, first.rank, _figures(first))
-        return None
+    def conclude(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
+        return excuse_manual_edits(_advised(finding, self.training), wrong, self.training)
 
 
 def _advised(finding: Finding, training: RecordedTraining) -> Finding:
@@ -104,15 +96,8 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     return finding if other is None or wrapped else with_hint(finding, other)
 
 
-def _fits(case: ReceivedGradient, prediction: Combination | SomeParameters | Match) -> bool:
-    return isinstance(prediction, Match) or case.fits(prediction)
-
-
-def _finding(
-    case: ReceivedGradient,
-    fit: Fit,
-    wrong: Sequence[ReceivedGradient],
-) -> Finding:
+def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
+    case, fit = wrong[0], wrong[0].fit(RIGHT)
     expected, received = case.value(RIGHT), case.received
     size, length = float(expected.norm()), float(received.norm())
     cosine = float(expected @ received) / (size * length) if size and length else 0.0
@@ -139,17 +124,6 @@ def _factor(case: ReceivedGradient) -> float:
     return float(case.received @ value) / square if square else 0.0
 
 
-def _figures(case: ReceivedGradient) -> Mapping[str, object]:
-    return {
-        "world": case.world,
-        "micro_batches": case.micro_batches,
-        "accumulate": case.accumulate,
-        "rank": case.rank,
-        "scale": case.scale,
-        "factor": f"{case.factor:.4g}",
-    }
-
-
 def _mean(case: ReceivedGradient) -> str:
     over = [f"the mean over {case.world} ranks of" if case.world > 1 else "", "what the backward passes computed"]
     return " ".join(filter(None, over))
@@ -162,19 +136,19 @@ def _removed(judged: Iterable[ReceivedGradient]) -> str:
     return f"; the script sets those of {listed(sorted(names))} to None, so the step does not update these parameters"
 
 
-def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
+def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[ReceivedGradient]]) -> str:
     if not any(rank.steps for rank in training.ranks):
         return "no optimizer stepped"
     if len(training.ranks) < training.world_size:
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
-    if not evidence.unjudged:
+    if not unjudged:
         return _why_no_case(training)
     why = next(
         why
         for why in (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
-        if why in evidence.unjudged
+        if why in unjudged
     )
-    names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
+    names = [one.name for case in unjudged[why] for one in case.parameters]
     if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
         return "FullyShardedDataParallel (FSDP1) cannot be followed; use fully_shard (FSDP2)"
     return why

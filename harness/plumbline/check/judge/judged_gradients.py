@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.gradient_case import RIGHT, ReceivedGradient
 from plumbline.check.judge.model_parts import forward_communicates, model_parts
+from plumbline.check.judge.received_gradient import RIGHT, ReceivedGradient
 from plumbline.check.judge.recorded_weights import weights_at
 from plumbline.check.judge.shared_parameters import shared_part
 from plumbline.judge.mistakes.combination import Combination
@@ -35,7 +35,7 @@ REDUCED_IN_STEP = (
 
 
 @dataclass(frozen=True, eq=False)
-class GradientEvidence:
+class JudgedGradients:
     """Received gradients that can be judged, and the others by the reason why they cannot."""
 
     judged: list[ReceivedGradient]
@@ -47,7 +47,7 @@ class GradientEvidence:
         return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
 
-def gradient_evidence(training: RecordedTraining) -> GradientEvidence:
+def judged_gradients(training: RecordedTraining) -> JudgedGradients:
     """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""
     judged: list[ReceivedGradient] = []
     unjudged: dict[str, list[ReceivedGradient]] = {}
@@ -61,7 +61,7 @@ def gradient_evidence(training: RecordedTraining) -> GradientEvidence:
             unjudged.setdefault(why, []).append(case)
         else:
             judged.append(case)
-    return GradientEvidence(judged, unjudged)
+    return JudgedGradients(judged, unjudged)
 
 
 def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:

@@ -1,0 +1,103 @@
+"""What a right gradient is: how the check of gradients asks, whoever knows the answer.
+
+``oracle``: the workload is known, so one device in float64 computes the gradient (``plumbline.judge.oracle_truth``).
+``replay``: a script's own calls, computed again on each rank (``plumbline.check.judge.replay_truth``).
+A truth need not hold a gradient. A case says how far it is from a prediction; the scalar products of both with the same
+directions are enough for that.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from plumbline.core.finding import Finding
+from plumbline.judge.hypothesis import OCCASIONAL, Evidence, Hypothesis, Match
+from plumbline.judge.mistakes.case import GradientCase
+
+Case = TypeVar("Case", bound=GradientCase)
+
+
+class Truth(ABC, Generic[Case]):
+    """Knows the right gradient of each step of a training."""
+
+    @property
+    @abstractmethod
+    def cases(self) -> Sequence[Case]:
+        """The gradients that can be judged, in the order of the steps."""
+
+    @abstractmethod
+    def compare(self) -> Finding:
+        """Return how all gradients compare with the right ones, without the cause of a failure if that takes a search.
+
+        Raises:
+            Vacuous: wrong gradients would have passed too.
+        """
+
+    def place(self, finding: Finding, wrong: Sequence[Case]) -> Finding:
+        """Return a failure with the place of the first wrong gradient, and with its cause if no search is needed."""
+        return finding
+
+    @abstractmethod
+    def evidence(self, wrong: Sequence[Case]) -> GradientEvidence[Case] | None:
+        """Return what mistakes are tried against, None where nothing can be predicted."""
+
+    def conclude(self, finding: Finding, wrong: Sequence[Case]) -> Finding:
+        """Return a failure whose cause was searched for, changed by what else is known."""
+        return finding
+
+
+@dataclass(frozen=True, eq=False)
+class GradientEvidence(Evidence, Generic[Case]):
+    """The wrong gradients of a training, and the ``right`` ones that a mistake must not change.
+
+    A mistake must predict every wrong gradient.
+    """
+
+    wrong: Sequence[Case]
+    right: Sequence[Case] = ()
+
+    @property
+    def kind(self) -> type:
+        """Mistakes predict from one case at a time."""
+        return type(self.wrong[0])
+
+    def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
+        """Return how a hypothesis fits all wrong gradients.
+
+        If the mistake has no effect at a step, its prediction is the right gradient. A mistake that happens only at
+        some steps needs an occasion: something else that only these steps or ranks have in common. A hypothesis that is
+        fitted to the wrong steps must also fit the right ones, because an occasion could be found for anything.
+        """
+        first = self.wrong[0]
+        misfit = _misfit(hypothesis, self.wrong)
+        if misfit > first.limit:
+            return None
+        refuting = [one for one in self.right if _misfit(hypothesis, [one], without=0.0) > one.limit]
+        when = self.occasion(refuting) if refuting else ""
+        if when is None or (when and hypothesis.specificity < OCCASIONAL):
+            return None
+        by_elimination = isinstance(next(iter(hypothesis.predict(first)), None), Match)
+        return Match(figures=first.figures, error=None if by_elimination else self.in_noise(misfit), when=when)
+
+    def occasion(self, refuting: Sequence[Case]) -> str | None:
+        """Return in words what the wrong gradients, and none that refutes a hypothesis, have in common."""
+        return None
+
+    def in_noise(self, misfit: float) -> float | None:
+        """Return a misfit in multiples of noise, None where it is known only in multiples of a bound."""
+        return None
+
+
+def _misfit(hypothesis: Hypothesis[Any, Any], cases: Sequence[GradientCase], without: float = math.inf) -> float:
+    """Return the largest misfit over cases, each with its nearest prediction; ``without`` where there is none."""
+    worst = 0.0
+    for case in cases:
+        misfits = (misfit for prediction in hypothesis.predict(case) for misfit in case.misfits(prediction))
+        worst = max(worst, min(misfits, default=without))
+        if worst > case.limit:
+            break
+    return worst
