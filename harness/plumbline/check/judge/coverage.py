@@ -109,7 +109,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     entries |= unstepped | late
     answered = [one for one in findings if one.check == "gradients"]
     gradients = dict(_gradients_left_out(training, judged_gradients(training)))
-    gradients = dict.fromkeys(recomputed_unjudged(training), RECOMPUTED) | gradients
+    gradients = dict.fromkeys(sorted(recomputed_unjudged(training)), RECOMPUTED) | gradients
     if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
         gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
     return Coverage(
@@ -206,7 +206,7 @@ def _replays_left_out(training: RecordedTraining) -> dict[Key, str]:
                     arrived.add(key)
                 if reason:
                     why.setdefault(key, reason)
-    return why | {key: NO_GRADIENT for key in every - arrived if key not in why}
+    return why | {key: NO_GRADIENT for key in sorted(every - arrived) if key not in why}
 
 
 def _replayed(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
