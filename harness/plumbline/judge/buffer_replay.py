@@ -10,7 +10,7 @@ import torch
 
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.oracle.layout import Share
-from plumbline.judge.oracle.noise import Deviation, nudged, replay_error, rounding_unit
+from plumbline.judge.oracle.noise import Deviation, distance, in_noise, nudged, rounding_unit
 from plumbline.judge.oracle.oracle import Oracle, turns_of
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
@@ -56,8 +56,12 @@ def _replays(analysis: TraceAnalysis, step: Step, shares: list[Share]) -> Iterat
 
 
 def buffer_error(value: torch.Tensor, exact: torch.Tensor, replayed: torch.Tensor, analysis: TraceAnalysis) -> float:
-    """Return how far a buffer is from ``exact``, in × noise; ``replayed`` is the same in the cell's precision."""
-    return replay_error(value, exact, replayed, rounding_unit([exact.double()], analysis.epsilon))
+    """Return how far a buffer is from ``exact``, in × noise.
+
+    Noise is the error of ``replayed``, the same in the cell's precision, and at least one rounding.
+    """
+    noise = max(rounding_unit([exact.double()], analysis.epsilon), distance(replayed, exact))
+    return in_noise(distance(value, exact), noise)
 
 
 def own_shares(step: Step) -> list[Share]:

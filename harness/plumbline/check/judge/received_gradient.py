@@ -14,16 +14,7 @@ from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedS
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.mistakes.case import GradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, scaled
-
-SKETCH_MARGIN = 2.0
-"""By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
-
-_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""The unit roundoff of each format: half the distance from 1 to the next larger number."""
-
-_UNDERFLOW = {"float16": 2.0**-25}
-"""Half the distance between the smallest numbers of a format, where gradients come near to it."""
-
+from plumbline.judge.oracle.noise import PROJECTION_MARGIN, UNDERFLOW, Deviation, coarsest_unit, sum_bound
 
 RIGHT = scaled(1.0)
 """The mean over ranks of the sum over backward passes."""
@@ -40,15 +31,7 @@ class Fit:
     @property
     def holds(self) -> bool:
         """Whether rounding explains the difference in every parameter."""
-        return self.ratio <= SKETCH_MARGIN
-
-
-@dataclass(frozen=True, order=True)
-class TimesNoise:
-    """An error, and the largest one of a right gradient, both in multiples of one noise."""
-
-    error: float
-    limit: float
+        return self.ratio <= PROJECTION_MARGIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,15 +177,9 @@ class ReceivedGradient(GradientCase):
         return total
 
     def bound(self, combination: Combination) -> Tensor:
-        """Return a bound on the rounding error of each parameter in a combination of local gradients.
-
-        Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the
-        sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format
-        has no smaller numbers, each rounds by a constant as well (2.4).
-        """
+        """Return a bound on the rounding error of each parameter in a combination of local gradients."""
         count = 3 + sum(1 + len(step.passes) for step in self.ranks.values())
-        # The last term is the rounding of the projections themselves, which are sums in float64.
-        return count * ((self.units + 2.0**-50) * self._sizes(combination) + self._underflow(combination.weight))
+        return sum_bound(count, self.units, self._sizes(combination), self._underflow(combination.weight))
 
     def _sizes(self, combination: Combination) -> Tensor:
         """Return the sum of the norms of what a combination adds, for each parameter."""
@@ -225,7 +202,7 @@ class ReceivedGradient(GradientCase):
     @cached_property
     def units(self) -> Tensor:
         """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
-        coarsest = [max(_UNIT.get(dtype, 2.0**-24) for dtype in self._formats(one)) for one in self.parameters]
+        coarsest = [coarsest_unit(self._formats(one)) for one in self.parameters]
         return torch.tensor(coarsest, dtype=torch.float64)
 
     def _formats(self, parameter: Parameter) -> list[str]:
@@ -236,7 +213,7 @@ class ReceivedGradient(GradientCase):
         largest = dict.fromkeys(self.ranks, 0.0)
         for rank, factor, _ in self._shares(weight):
             largest[rank] = max(largest[rank], abs(factor))
-        constants = [max(_UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
+        constants = [max(UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
         entries = [one.entries for one in self.parameters]
         return (
             sum(largest.values())
@@ -252,7 +229,7 @@ class ReceivedGradient(GradientCase):
 
     @property
     def limit(self) -> float:
-        return SKETCH_MARGIN
+        return PROJECTION_MARGIN
 
     @property
     def is_right(self) -> bool:
@@ -283,7 +260,7 @@ class ReceivedGradient(GradientCase):
         ratio = error / (factor * bound).clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(error > 0, ratio, self.zero), factor
 
-    def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> TimesNoise | None:
+    def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> Deviation | None:
         """Return the error of all covered parameters together, or of one; None without any noise.
 
         Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
@@ -300,12 +277,15 @@ class ReceivedGradient(GradientCase):
             roundings.append(self._underflow(combination.weight))
             roundings += [abs(w) * self.units * self.norms(one.local) for _, w, one in self._shares(combination.weight)]
         noise = factor * torch.stack(roundings).norm(dim=0)
-        bound = factor * (SKETCH_MARGIN * self.bound(combination) + self.norms(value - target))
+        bound = factor * (PROJECTION_MARGIN * self.bound(combination) + self.norms(value - target))
         counted = self.covered.double()
         if only is not None:
             counted = counted * (torch.arange(len(counted)) == only)
         together, largest, total = (float((each * counted).norm()) for each in (error, bound, noise))
-        return TimesNoise(together / total, largest / total) if total else None
+        if not total:
+            return None
+        name = None if only is None else self.parameters[only].name
+        return Deviation(together / total, self.index, name, self.rank, largest / total)
 
 
 def _all(step: RecordedStep) -> Sequence[BackwardPass]:

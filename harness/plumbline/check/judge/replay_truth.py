@@ -26,6 +26,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks.gradients import judge_by
 from plumbline.judge.findings import with_hint
+from plumbline.judge.oracle.noise import Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 
 CHECK = "gradients"
@@ -69,14 +70,10 @@ class ReplayTruth(Truth[ReceivedGradient]):
         if wrong:
             return _finding(wrong)
         noise = [case.in_noise(RIGHT, fit.factor) for case, fit in fits]
-        largest = max((one for one in noise if one is not None), default=None)
-        return Finding(
-            CHECK,
-            Outcome.PASSED,
-            f"every gradient that was judged is {_mean(self.cases[0])}{_removed(self.cases)}",
-            error_x_noise=None if largest is None else largest.error,
-            limit_x_noise=None if largest is None else largest.limit,
-        )
+        known = [one for one in noise if one is not None]
+        worst = max(known, key=lambda one: (one.x_noise, one.limit or 0.0), default=None)
+        right = f"every gradient that was judged is {_mean(self.cases[0])}{_removed(self.cases)}"
+        return _with_noise(Finding(CHECK, Outcome.PASSED, right), worst)
 
     def place(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
         return not_judged(CHECK, IN_PARTS, wrong[0].index) if any(case.parts for case in wrong) else finding
@@ -102,20 +99,23 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
     size, length = float(expected.norm()), float(received.norm())
     cosine = float(expected @ received) / (size * length) if size and length else 0.0
     noise = case.in_noise(RIGHT, 1.0)
-    if noise is not None and noise.error <= noise.limit:  # one wrong parameter, among many larger ones
+    if noise is not None and noise.is_right:  # one wrong parameter, among many larger ones
         noise = case.in_noise(RIGHT, 1.0, fit.worst) or noise
     where = f"{case.location} and {len(wrong) - 1} more" if len(wrong) > 1 else case.location
-    return Finding(
+    finding = Finding(
         CHECK,
         Outcome.FAILED,
         f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × its length, "
         f"cosine {cosine:.4f}",
-        error_x_noise=None if noise is None else noise.error,
         step=case.index,
         parameter=case.parameters[fit.worst].name,
         rank=case.rank,
-        limit_x_noise=None if noise is None else noise.limit,
     )
+    return _with_noise(finding, noise)
+
+
+def _with_noise(finding: Finding, noise: Deviation | None) -> Finding:
+    return finding if noise is None else replace(finding, error_x_noise=noise.x_noise, limit_x_noise=noise.limit)
 
 
 def _factor(case: ReceivedGradient) -> float:

@@ -16,7 +16,7 @@ from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, n
 from plumbline.judge.hypothesis import Hypothesis, Match
 from plumbline.judge.mistakes.case import GradientCase
 from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight
-from plumbline.judge.oracle.noise import distance, length, norm
+from plumbline.judge.oracle.noise import distance, in_noise, length, norm
 from plumbline.judge.oracle.oracle import clipped
 from plumbline.judge.trace_analysis import ExpectedGradients, same
 
@@ -201,8 +201,7 @@ class OracleGradientCase(GradientCase):
         size = norm(right)
         growth = max(1.0, norm(expected) / size) if size else 1.0
         noise = self.counterfactuals.analysis.noise.at(name, self.expected.units[name]) * growth
-        error = distance(self.observed[name], expected)
-        return error / noise if noise else (math.inf if error else 0.0)
+        return in_noise(distance(self.observed[name], expected), noise)
 
     def least_error(self, name: str) -> float:
         """Return the distance of a tensor from the nearest right one, in × noise."""

@@ -1,7 +1,8 @@
-"""Noise, the error that rounding alone explains; errors in multiples of it; and the limit for a correct trainer.
+"""Noise, the error that rounding alone explains; errors in multiples of it; and the limits for a correct training.
 
-No constant is tuned. The noise is measured on one device, in the cell's precision and in several orders of summation,
-against float64. The limit follows from the number of measurements and the probability of a false alarm.
+No constant is tuned. Of a subject the noise is measured on one device, in the cell's precision and in several orders of
+summation, against float64. The limit follows from the number of measurements and the probability of a false alarm. Of a
+script nothing can be measured again, so the rounding of its sums is bounded instead.
 """
 
 from __future__ import annotations
@@ -26,14 +27,30 @@ TOGETHER = "all parameters together"
 """The name, in place of a parameter's, of an error along the whole gradient."""
 
 
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The unit roundoff of each format: half the distance from 1 to the next larger number."""
+
+UNDERFLOW = {"float16": 2.0**-25}
+"""Half the distance between the smallest numbers of a format, where gradients come near to it."""
+
+PROJECTION_MARGIN = 2.0
+"""By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
+
+
 @dataclass(frozen=True)
 class Deviation:
-    """An error in multiples of noise, and where it was seen."""
+    """An error in multiples of noise, and where it was seen; ``limit`` is the largest right one there, if it varies."""
 
     x_noise: float
     step: int | None = None
     parameter: str | None = None
     rank: int | None = None
+    limit: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the error has a limit of its own and does not exceed it."""
+        return self.limit is not None and self.x_noise <= self.limit
 
 
 def larger(left: Deviation | None, right: Deviation) -> Deviation:
@@ -242,17 +259,27 @@ def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
     return norm(absolute_sum(parts)) * epsilon / 2
 
 
-def absolute_sum(parts: Iterable[Tensor]) -> Tensor:
-    return reduce(torch.add, (part.abs() for part in parts))
+def coarsest_unit(formats: Iterable[str]) -> float:
+    """Return the largest unit roundoff of formats; one that is not known counts as float32."""
+    return max(UNIT_ROUNDOFF.get(name, UNIT_ROUNDOFF["float32"]) for name in formats)
 
 
-def replay_error(value: Tensor, exact: Tensor, replayed: Tensor, unit: float) -> float:
-    """Return how far a value is from ``exact`` in × noise, which is the error of one replay and at least ``unit``.
+def sum_bound(roundings: int, units: Tensor, sizes: Tensor, underflow: Tensor) -> Tensor:
+    """Return a bound on the rounding error of each of several sums, whose projections are compared.
+
+    Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the sum
+    of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format has no
+    smaller numbers, each rounds by a constant as well (2.4).
 
     Args:
-        value: what the subject has.
-        exact: the replay in float64.
-        replayed: the same replay in the cell's precision.
-        unit: the size of one rounding.
+        roundings: the number of additions and scalings.
+        units: the unit roundoff of each sum.
+        sizes: the sum of the norms of what is added.
+        underflow: the norm of the constant part of one rounding.
     """
-    return in_noise(distance(value, exact), max(unit, distance(replayed, exact)))
+    # The last term is the rounding of the projections themselves, which are sums in float64.
+    return roundings * ((units + 2.0**-50) * sizes + underflow)
+
+
+def absolute_sum(parts: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, (part.abs() for part in parts))
