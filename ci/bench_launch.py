@@ -32,6 +32,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.outcome import worst
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
@@ -99,7 +100,9 @@ def figures_of(pool: Pool, cell: Cell, runs: int) -> dict[str, Any]:
     times = [timed(pool, cell) for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder, Watcher(pool.server, cell.processes) as watcher:
         trace = launch(pool, cell, Path(folder), Settings(300))
-        outcome = worst(finding.outcome for finding in judge(trace, WORKLOADS[cell.workload], cell)).value
+        outcome = worst(
+            finding.outcome for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))
+        ).value
         evidence = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / 1024
         parent = status(os.getpid(), "VmRSS") / 1024
         parent_files = len(os.listdir("/proc/self/fd"))
@@ -123,7 +126,7 @@ def timed(pool: Pool, cell: Cell) -> tuple[float, float]:
         started = time.perf_counter()
         trace = launch(pool, cell, Path(folder), Settings(300))
         trained = time.perf_counter()
-        judge(trace, WORKLOADS[cell.workload], cell)
+        judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))
         return trained - started, time.perf_counter() - trained
 
 

@@ -42,6 +42,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch, start
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
@@ -88,7 +89,7 @@ class Comparison:
             started = time.monotonic()
             trace = launch(pool, cell, Path(folder), LIMIT)
             seconds = time.monotonic() - started
-            found = judge(trace, WORKLOADS[workload], cell)
+            found = judge(TraceAnalysis(trace, WORKLOADS[workload], cell))
         return {one.check: (one.outcome.value, one.cause) for one in found}, seconds
 
     def compare(self, rounds: int) -> bool:
@@ -212,7 +213,7 @@ class Comparison:
             back.bring_back(lost)
         with closing(launcher.pool(WAITING, None)) as pool, tempfile.TemporaryDirectory() as evidence:
             trace = launch(pool, cell, Path(evidence), LIMIT)
-            outcomes = {one.outcome.value for one in judge(trace, WORKLOADS["mlp"], cell)}
+            outcomes = {one.outcome.value for one in judge(TraceAnalysis(trace, WORKLOADS["mlp"], cell))}
             if outcomes != {"passed"}:
                 seen.append(f"the next cell is {outcomes}")
         return seen

@@ -26,6 +26,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
@@ -68,7 +69,7 @@ def _row(pool: Pool, name: str, ranks: int, launches: int, folder: Path) -> int:
     right = hung = late = other = 0
     for _ in range(launches):
         trace = launch(pool, cell, folder / "launch", Settings(LIMIT))
-        outcomes = {finding.outcome for finding in judge(trace, find("mlp", None), cell)}
+        outcomes = {finding.outcome for finding in judge(TraceAnalysis(trace, find("mlp", None), cell))}
         if trace.hung:
             hung += 1
         elif outcomes == {Outcome.PASSED}:

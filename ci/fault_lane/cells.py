@@ -19,6 +19,7 @@ from plumbline.core.outcome import Outcome, worst
 from plumbline.core.topology import Topology
 from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launch_progress import EXIT_GRACE_S
 from plumbline.launch.pool import Pool
@@ -62,7 +63,7 @@ def train(
     backend = "none" if topology == "1x1" else backend
     cell = Cell(subject, "mlp", backend, Topology(nodes, gpus), "32", "cpu")
     trace = launch(pool, cell, folder, Settings(limit))
-    return Ended(trace, judge(trace, find("mlp", None), cell), folder)
+    return Ended(trace, judge(TraceAnalysis(trace, find("mlp", None), cell)), folder)
 
 
 Question = Callable[[Ended], str | None]

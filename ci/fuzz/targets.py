@@ -31,6 +31,7 @@ from plumbline.evidence.rank_file import CHECKSUM, NO_CHECKSUM
 from plumbline.evidence.read import read_rank
 from plumbline.evidence.trace import RankTrace, Step, Tensors, Trace
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launch_progress import RunningLaunch
 from plumbline.launch.pool import Pool
@@ -156,7 +157,7 @@ def trace(data: bytes) -> None:
     for file, content in zip(both, (data, a_trace()[1]), strict=True):
         file.write_bytes(content)
     ranks = tuple(map(read_rank, both))
-    findings = judge(Trace(ranks), WORKLOADS[CELL.workload], CELL)
+    findings = judge(TraceAnalysis(Trace(ranks), WORKLOADS[CELL.workload], CELL))
     right = read_rank(folder() / "right" / both[0].name)
     if not says_the_same(ranks[0], right):
         assert worst(finding.outcome for finding in findings).is_bad, "changed evidence was found right"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import plumbline.engine.rejudge
+import plumbline.engine.examine
 from plumbline.cli.main import main
 from plumbline.engine.examine import examine
 from plumbline.engine.rejudge import rejudge
@@ -93,17 +93,17 @@ def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
 
     from plumbline.core.outcome import Outcome
 
-    present = plumbline.engine.rejudge.judge
+    present = plumbline.engine.examine.judge
 
-    def stricter(*of_a_cell):
+    def stricter(recording):
         return tuple(
             replace(finding, outcome=Outcome.FAILED, cause="never-good-enough", family="sync", message="not so")
             if finding.check == "gradients"
             else finding
-            for finding in present(*of_a_cell)
+            for finding in present(recording)
         )
 
-    monkeypatch.setattr(plumbline.engine.rejudge, "judge", stricter)
+    monkeypatch.setattr(plumbline.engine.examine, "judge", stricter)
     assert main(["judge", str(run)]) == 1
     said = capsys.readouterr().out
     assert "right-mlp-ddp-1x2-32\n  gradients: was passed:" in said

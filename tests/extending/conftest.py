@@ -11,6 +11,7 @@ from plumbline.core.backend import BACKENDS
 from plumbline.core.precision import PRECISIONS
 from plumbline.judge.checks import CHECKS, Recording
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import behavior_of, launch
 from plumbline.launch.settings import Settings
 from plumbline.workloads import WORKLOADS, find
@@ -50,7 +51,7 @@ def trained(warm_pool, cell_of, tmp_path):
         cell = cell_of(workload, backend, topology, precision, subject=subject)
         pool = warm_pool(locator)
         trace = launch(pool, cell, tmp_path / cell.id, Settings(600))
-        findings = judge(trace, find(workload), cell, behavior_of(pool, cell))
+        findings = judge(TraceAnalysis(trace, find(workload), cell, behavior_of(pool, cell)))
         return {finding.check: finding for finding in findings}
 
     return trained

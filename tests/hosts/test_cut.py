@@ -12,6 +12,7 @@ import pytest
 
 from plumbline.core.errors import LaunchError
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import start
 from plumbline.launch.launchers.hosts import HostsPool
 from plumbline.launch.pool import WORKER
@@ -65,7 +66,7 @@ def test_a_cable_pulled_in_the_middle_names_rank_and_node(hosts, cable, started,
     (tmp_path / "go-on").touch()
     trace = launched.wait_for_trace()
     assert trace.seconds < LONG
-    findings = judge(trace, WORKLOADS["mlp"], cell)
+    findings = judge(TraceAnalysis(trace, WORKLOADS["mlp"], cell))
     assert [finding.check for finding in findings] == ["launch"], "nothing is said of what was computed"
     assert findings[0].outcome.value == "crashed"
     assert findings[0].rank == 2

@@ -14,6 +14,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launchers import check_devices_of_nodes, find_launcher
 from plumbline.launch.launchers.base import LauncherOptions
@@ -32,7 +33,7 @@ STARTERS = ROOT / "tests" / "launch" / "subjects" / "starters.py"
 
 
 def findings_of(trace, cell):
-    return {finding.check: finding for finding in judge(trace, WORKLOADS[cell.workload], cell)}
+    return {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))}
 
 
 def test_cells_are_judged_as_on_one_machine_for_the_same_gradients(hosts_pool, warm_pool, cell_of, tmp_path):

@@ -13,6 +13,7 @@ from plumbline.engine.examine import examine
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.settings import Settings
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
@@ -92,7 +93,7 @@ class Simulation:
     @staticmethod
     def judge(trace, workload, cell):
         """The findings of a trace by the check's name."""
-        return {finding.check: finding for finding in judge(trace, workload, cell)}
+        return {finding.check: finding for finding in judge(TraceAnalysis(trace, workload, cell))}
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.settings import Settings
 from plumbline.workloads import WORKLOADS
 
@@ -114,7 +115,7 @@ def told(one_thread):
     """What the checkpoint check says of evidence; nothing else may be bad unless that is expected."""
 
     def told(trace, cell, *, others=()):
-        findings = {finding.check: finding for finding in judge(trace, WORKLOADS[cell.workload], cell)}
+        findings = {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))}
         bad = {name for name, finding in findings.items() if finding.outcome.is_bad}
         assert bad - {"checkpoint"} == set(others), findings
         return findings["checkpoint"]
@@ -383,7 +384,7 @@ def test_stopping_after_so_many_steps_that_were_taken_is_as_good(told, cell_of):
 
     whole = with_a_skipped_step(trace)
     spoilt = replace(whole, saved=with_a_skipped_step(trace.saved))
-    findings = {f.check: f for f in judge(spoilt, WORKLOADS["checkpoint"], cell)}
+    findings = {f.check: f for f in judge(TraceAnalysis(spoilt, WORKLOADS["checkpoint"], cell))}
     assert findings["checkpoint"].outcome is Outcome.PASSED, findings["checkpoint"]
 
 
@@ -462,7 +463,10 @@ def test_a_training_that_had_not_moved_shows_nothing(told, cell_of, monkeypatch)
     cell = cell_of("checkpoint", "none", "1x1")
     workload = type(WORKLOADS["checkpoint"])
     monkeypatch.setattr(workload, "optimizer", lambda self, params: torch.optim.SGD(params, lr=0.0, momentum=0.9))
-    found = {f.check: f for f in judge(interrupted(WORKLOADS["checkpoint"], cell), WORKLOADS["checkpoint"], cell)}
+    found = {
+        f.check: f
+        for f in judge(TraceAnalysis(interrupted(WORKLOADS["checkpoint"], cell), WORKLOADS["checkpoint"], cell))
+    }
     vacuous(found["checkpoint"], "no weight had moved")
 
 

@@ -37,7 +37,7 @@ def judged(monkeypatch, simulation, cell_of):
     trace = simulation.right_trace(WORKLOADS["mlp"], cell)
 
     def judged(change=lambda trace: trace):
-        return cell, judge(change(trace), WORKLOADS["mlp"], cell)
+        return cell, judge(TraceAnalysis(change(trace), WORKLOADS["mlp"], cell))
 
     return judged
 

@@ -73,7 +73,7 @@ def test_shared_memory_is_named_whatever_was_seen_when(world, seed):
 
 
 def test_the_verdict_names_it_too():
-    findings = judge(trace_in_one_memory(3, 0), MLP, cell_of(3))
+    findings = judge(TraceAnalysis(trace_in_one_memory(3, 0), MLP, cell_of(3)))
     causes = {finding.check: finding.cause for finding in findings if finding.outcome.is_bad}
     assert causes["update"] == causes["ranks-agree"] == "applied-once-a-rank"
 
@@ -128,7 +128,7 @@ def test_ranks_that_merely_part_share_nothing(world, updates, synchronised):
 
 def test_the_verdict_on_an_unsynchronised_trainer_names_no_shared_memory():
     trace = trace_in_own_memory(2, lambda rank, step: 1, synchronised=False)
-    findings = [finding for finding in judge(trace, MLP, cell_of(2)) if finding.outcome.is_bad]
+    findings = [finding for finding in judge(TraceAnalysis(trace, MLP, cell_of(2))) if finding.outcome.is_bad]
     assert (findings[0].check, findings[0].cause) == ("gradients", "not-synchronised")
     assert all(finding.consequence_of == "gradients" for finding in findings[1:])
     assert not [finding for finding in findings if "memory" in finding.message]
@@ -136,6 +136,6 @@ def test_the_verdict_on_an_unsynchronised_trainer_names_no_shared_memory():
 
 def test_as_many_updates_as_ranks_in_every_step_may_be_either():
     trace = trace_in_own_memory(2, lambda rank, step: 2, synchronised=True)
-    first = next(finding for finding in judge(trace, MLP, cell_of(2)) if finding.outcome.is_bad)
+    first = next(finding for finding in judge(TraceAnalysis(trace, MLP, cell_of(2))) if finding.outcome.is_bad)
     assert (first.check, first.cause) == ("update", "applied-once-a-rank")
     assert "or step more than once" in first.message

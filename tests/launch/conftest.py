@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import start
 from plumbline.launch.settings import Settings
 from plumbline.workloads import WORKLOADS
@@ -51,7 +52,7 @@ def launched(warm_pool, cell_of, tmp_path):
         trace = started.wait_for_trace()
         if not hanging:
             assert trace.seconds < LONG, "the time limit is not waited for"
-        findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}
+        findings = {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[workload], cell))}
         return trace, findings, folder
 
     return launched

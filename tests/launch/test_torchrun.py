@@ -15,6 +15,7 @@ import pytest
 
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers.base import LauncherOptions
@@ -41,7 +42,7 @@ def pool():
 
 
 def findings_of(trace, cell):
-    return {finding.check: finding for finding in judge(trace, WORKLOADS[cell.workload], cell)}
+    return {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))}
 
 
 def what_ranks_were_told(folder, count):

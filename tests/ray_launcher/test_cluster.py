@@ -14,6 +14,7 @@ import torch
 
 from plumbline.core.errors import LaunchError
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers import ray as ray_launcher
@@ -62,7 +63,7 @@ def test_cells_are_judged_as_on_one_machine_for_the_same_gradients(cluster, ray_
         cell = cell_of("mlp", backend, "2x2", subject="reference")
         traces = [launch(pool, cell, tmp_path / where / backend, Settings(LONG)) for where, pool in pools.items()]
         assert all(trace.is_whole for trace in traces), traces[0].exits
-        findings = [judge(trace, WORKLOADS["mlp"], cell) for trace in traces]
+        findings = [judge(TraceAnalysis(trace, WORKLOADS["mlp"], cell)) for trace in traces]
         told = [{one.check: (one.outcome, one.cause) for one in found} for found in findings]
         assert told[0] == told[1]
         for here, there in zip(traces[0].ranks, traces[1].ranks, strict=True):

@@ -10,6 +10,7 @@ import pytest
 
 from plumbline.core.errors import LaunchError, PlanError, SubjectError
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.launchers import check_nodes, find_launcher
 from plumbline.launch.launchers.slurm import nodes_of_job
@@ -23,7 +24,7 @@ ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 
 
 def findings_of(trace, cell):
-    return {finding.check: finding for finding in judge(trace, WORKLOADS[cell.workload], cell)}
+    return {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))}
 
 
 def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_of, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import CellLaunch, behavior_of, start, with_interruption
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
@@ -66,7 +67,7 @@ def trace_of(launched: CellLaunch, cell: Cell) -> Trace:
 
 
 def verdict(trace: Trace, cell: Cell, behavior: TrainingBehavior) -> Examined:
-    return Examined(judge(trace, workload_of(cell), cell, behavior), trace.seconds)
+    return Examined(judge(TraceAnalysis(trace, workload_of(cell), cell, behavior)), trace.seconds)
 
 
 def unreadable(error: TraceError) -> Examined:

@@ -12,14 +12,14 @@ from plumbline.core.finding import in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.engine.examine import verdict
 from plumbline.engine.recorded_workloads import use_recorded_workloads
 from plumbline.evidence.read import read_trace
-from plumbline.judge.judge import judge
 from plumbline.results.json_lines import line_of
 from plumbline.results.logs import trace_folder
 from plumbline.results.records import PlannedCell, Result
 from plumbline.results.run import Run
-from plumbline.workloads import WORKLOADS, find
+from plumbline.workloads import WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
         behavior = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
         return Rejudged(cell.id, recorded, obstacle=f"this version does not know what the subject declared: {error}")
-    findings = judge(trace, find(cell.workload, seed), cell, behavior)
+    findings = verdict(trace, cell, behavior).findings
     # Expectations and notes about the launch are those of the recorded run.
     expected = {result.check: result.expected for result in recorded}
     notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]

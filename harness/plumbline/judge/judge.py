@@ -1,51 +1,67 @@
-"""From a trace to findings."""
+"""From a recording to findings: the one way, for a subject and for a script."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome
-from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.evidence.recording import Recording
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.launch import LaunchCase
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.checks import CHECKS, run_check, run_checks
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
-from plumbline.judge.consequences import mark_consequences
+from plumbline.judge.consequences import RULES, Rule, mark_consequences
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.workloads import Workload
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
 """The checks that have nothing to compare once numbers are out of range; those by step are judged until then."""
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
-    """Run every check on the trace of a subject that declared ``behavior``.
+@dataclass(frozen=True)
+class Kind:
+    """How recordings of one kind are judged, besides their checks.
 
-    Findings are in reading order: root causes before their consequences. The same trace gives the same findings,
-    whatever the state of the global RNG.
+    ``rules`` and ``same_cause`` are what ``mark_consequences`` takes. ``run`` returns the findings.
+    """
+
+    rules: Sequence[Rule]
+    same_cause: bool
+    run: Callable[[Any], list[Finding]] = run_checks
+
+
+def judge(recording: Recording) -> tuple[Finding, ...]:
+    """Run every check of a recording of any kind in ``KINDS``.
+
+    Findings are in reading order: root causes before their consequences.
+    """
+    kind = next(KINDS[each] for each in type(recording).__mro__ if each in KINDS)
+    return tuple(in_reading_order(mark_consequences(kind.run(recording), kind.rules, same_cause=kind.same_cause)))
+
+
+def _of_subject(analysis: TraceAnalysis) -> list[Finding]:
+    """Return the findings about a subject's trace, whatever the state of the global RNG.
 
     A trace that is not whole (a rank raised, crashed or hung) is not judged further: the finding says how the launch
     ended.
     """
+    trace, cell = analysis.whole_trace, analysis.cell
     broken = launch(trace, cell)
     if broken is not None:
         explained = explain(broken, LaunchCase(broken, trace, cell))
-        return (replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip()),)
+        return [replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip())]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(workload.seed)
-        analysis = TraceAnalysis(trace, workload, cell, behavior)
+        torch.manual_seed(analysis.workload.seed)
         findings = run_checks(analysis)
         if any(map(_is_of_numbers, findings)) and (step := _diverged_at(analysis)) is not None:
-            until = TraceAnalysis(_until(trace, step), workload, cell, behavior)
+            until = TraceAnalysis(_until(trace, step), analysis.workload, cell, analysis.behavior)
             findings = [_before(step, one, until) if _is_of_numbers(one) else one for one in findings]
-    return tuple(
-        in_reading_order(mark_consequences(with_hung_ranks(tuple(findings), trace) if trace.hung else findings))
-    )
+    return with_hung_ranks(findings, trace) if trace.hung else findings
 
 
 def _is_of_numbers(finding: Finding) -> bool:
@@ -75,3 +91,7 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
 
 def _until(trace: Trace, step: int) -> Trace:
     return replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
+
+
+KINDS: dict[type, Kind] = {TraceAnalysis: Kind(RULES, same_cause=True, run=_of_subject)}
+"""The kinds of recordings that can be judged; ``plumbline.check.judge`` adds that of a script."""

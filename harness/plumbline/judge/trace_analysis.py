@@ -98,11 +98,7 @@ class TraceAnalysis(Recording):
 
     def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.whole_trace, self.cell = trace, cell
-        contract, topology = cell.contract, cell.topology
-        self.replicas = contract.replicas(topology)
-        self.recorded = with_empty_steps(trace, self.replicas)
-        whole = with_whole_models(self.recorded, contract.holders(topology))
-        self.trace = as_replicas(whole, self.replicas, self._mask_shapes(trace, workload))
+        self.replicas = cell.contract.replicas(cell.topology)
         self.world = len(cell.contract.loss_ranks(cell.topology))
         self.window = workload.accumulate * cell.contract.micro_batches
         self.workload = workload
@@ -112,12 +108,24 @@ class TraceAnalysis(Recording):
         self.epsilon = _epsilon(cell.arithmetic.storage)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
 
-    def _mask_shapes(self, trace: Trace, workload: Workload) -> dict[str, tuple[int, ...]]:
+    @cached_property
+    def recorded(self) -> Trace:
+        """The trace of every rank; one that holds no parameter has an empty step for each one of its group."""
+        return with_empty_steps(self.whole_trace, self.replicas)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace with one rank for all that hold one model together."""
+        whole = with_whole_models(self.recorded, self.cell.contract.holders(self.cell.topology))
+        return as_replicas(whole, self.replicas, self._mask_shapes())
+
+    def _mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a whole model's masks, where ranks may draw parts of them."""
-        micro_batches = (micro for rank in trace.ranks for step in rank.steps for micro in step.micro_batches)
+        steps = (step for rank in self.whole_trace.ranks for step in rank.steps)
+        micro_batches = (micro for step in steps for micro in step.micro_batches)
         if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):
             return {}
-        return mask_shapes(workload, self.cell.topology.devices)
+        return mask_shapes(self.workload, self.devices)
 
     @property
     def optimizer_steps(self) -> Iterator[StepRecord]:

@@ -26,9 +26,10 @@ from plumbline.check.judge.samples import judge_samples
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.unused_losses import judge_unused_losses
 from plumbline.check.judge.update import judge_update
-from plumbline.core.finding import Finding, in_reading_order
-from plumbline.judge.checks import CHECKS, run_checks
-from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
+from plumbline.core.finding import Finding
+from plumbline.judge.checks import CHECKS
+from plumbline.judge.consequences import SCRIPT_RULES
+from plumbline.judge.judge import KINDS, Kind, judge
 
 CHECKS[RecordedTraining] |= {
     "initial-weights": judge_initial_weights,
@@ -49,6 +50,7 @@ CHECKS[RecordedTraining] |= {
     "lost-ties": judge_lost_ties,
     "rounded-updates": judge_rounded_updates,
 }
+KINDS[RecordedTraining] = Kind(SCRIPT_RULES, same_cause=False)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,5 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
 
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
-    findings = judge(training)
+    findings = list(judge(training))
     return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))
-
-
-def judge(training: RecordedTraining) -> list[Finding]:
-    """Return every finding about a training, in reading order."""
-    return in_reading_order(mark_consequences(run_checks(training), SCRIPT_RULES, same_cause=False))

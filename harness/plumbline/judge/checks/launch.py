@@ -69,7 +69,7 @@ def details(finding: Finding, trace: Trace) -> str:
     return "\n".join([*lines, *([f"rank {finding.rank} said last", said] if said else [])])
 
 
-def with_hung_ranks(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:
+def with_hung_ranks(findings: Iterable[Finding], trace: Trace) -> list[Finding]:
     """Return the findings of a training some of whose ranks hung after the last step, with a note that says so.
 
     The trace of the training is complete, and its findings hold, except those about what may be missing because a rank
@@ -87,7 +87,7 @@ def with_hung_ranks(findings: tuple[Finding, ...], trace: Trace) -> tuple[Findin
         else one
         for one in findings
     ]
-    return (Finding("launch", Outcome.PASSED, note, rank=rank), *judged)
+    return [Finding("launch", Outcome.PASSED, note, rank=rank), *judged]
 
 
 def _progress(exit: Exit) -> tuple[bool, int]:

@@ -55,6 +55,7 @@ def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
 
 def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> ProbeResult:
     from plumbline.judge.judge import judge
+    from plumbline.judge.trace_analysis import TraceAnalysis
     from plumbline.launch.cell_launch import launch
     from plumbline.launch.settings import Settings
     from plumbline.workloads import find
@@ -62,7 +63,7 @@ def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", accelerator)
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         trace = launch(pool, cell, Path(folder), Settings(time_limit=limit))
-    wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
+    wrong = [finding for finding in judge(TraceAnalysis(trace, find(cell.workload), cell)) if finding.outcome.is_bad]
     if wrong:
         return ProbeResult(f"two ranks failed to train together over {over}: {wrong[0].message}", advice)
     return ProbeResult(f"two ranks trained together over {over} in {trace.seconds:.2f} s and averaged their gradients")
