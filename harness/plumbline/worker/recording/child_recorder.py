@@ -27,11 +27,11 @@ class ChildRecorder(Recorder):
     @property
     def model(self) -> nn.Module | None:
         """The model that is recorded, and that carries the recorder's hooks."""
-        return self._model
+        return self._tensors.model
 
     def __setstate__(self, model: nn.Module) -> None:
         # It has no parameters yet: it is being unpickled itself, and holds the hook that brought us here.
-        self._model = model
+        self._tensors.model = model
         self._watched = [model]
 
     @property
@@ -41,9 +41,9 @@ class ChildRecorder(Recorder):
 
     def reset(self) -> None:
         """Forget all but the models: what was recorded so far belongs to the parent process."""
-        model, watched = self._model, self._watched
+        model, watched = self._tensors.model, self._watched
         self.__init__(self._store, self._report, self._finish)  # type: ignore[misc]
-        self._model, self._watched = model, watched
+        self._tensors.model, self._watched = model, watched
 
     def on_finished(self) -> None:
         """Write the evidence now: this process may be killed."""

@@ -6,8 +6,8 @@ the job's loss, and the GradScaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -18,19 +18,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from plumbline.core.errors import TraceError
 from plumbline.core.mesh import FlatPart
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from plumbline.recording.backward_passes import in_backward
-from plumbline.recording.grad_scaler import scale_left, skips_in_its_kernel
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.pause import is_paused, paused
-from plumbline.worker.recording.flat_shards import FlatShard, FlatShards
+from plumbline.worker.recording.model_tensors import ModelTensors
 from plumbline.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from plumbline.worker.recording.passes import Forward, Passes
-from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
+from plumbline.worker.recording.tensor_copies import copied, is_zero
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 
 
@@ -46,10 +43,8 @@ class Recorder(StepHooks):
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
-        self._model: nn.Module | None = None
+        self._tensors = ModelTensors(store)
         self._watched: list[nn.Module] = []
-        self._shapes: dict[str, torch.Size] = {}
-        self._names = ParameterNames()
         self._passes = Passes()
         self._evaluating = Lock()
         self._before: Tensors = {}
@@ -57,15 +52,11 @@ class Recorder(StepHooks):
         self._scale: float | None = None
         self._buffers: Tensors = {}
         self._parts: list[OptimizerPart] = []
-        self._held: frozenset[str] | None = None
-        self._flat = FlatShards()
-        self._holds_nothing = False
 
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
-        self._model = model
+        self._tensors.watch(model)
         self._watched.append(model)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         model.register_forward_hook(self._on_outputs)
         for layer in model.modules():
@@ -76,19 +67,13 @@ class Recorder(StepHooks):
         """Record no forward, no loss, no draw and no step."""
         return paused()
 
-    @contextmanager
-    def holding(self, names: Collection[str]) -> Iterator[None]:
+    def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Record the parameters and buffers ``names`` alone, as if the model had no others."""
-        self._held = frozenset(names)
-        self._holds_nothing = not self._own_parameters()
-        try:
-            yield
-        finally:
-            self._held = None
+        return self._tensors.holding(names)
 
     def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
         """Read weights and gradients of these parameters where this rank has its part of them."""
-        self._flat.declare(parts, self._shapes, ranks)
+        self._tensors.flat_parts(parts, ranks)
 
     @property
     def has_steps(self) -> bool:
@@ -107,8 +92,9 @@ class Recorder(StepHooks):
     def _trace(self, rank: int) -> RankTrace:
         self._note_world()
         self._settle()
-        buffers = {} if self._model is None else {name: copied(value) for name, value in self._model.named_buffers()}
-        final = self._final()
+        model = self._tensors.model
+        buffers = {} if model is None else self._tensors.buffers(model)
+        final = None if model is None else self._current_weights()
         if self._store is not None and self._store.failure is not None:
             raise self._store.failure
         return RankTrace(
@@ -122,7 +108,7 @@ class Recorder(StepHooks):
             evaluations=tuple(self.evaluations),
             logged=tuple(self.logged),
             torch=torch.__version__,
-            holds_nothing=self._holds_nothing,
+            holds_nothing=self._tensors.holds_nothing,
         )
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,10 +122,10 @@ class Recorder(StepHooks):
             self._evaluated(len(self._passes), ids, module.training)
             return
         if any(module is one for one in self._watched):
-            self._model = module  # of several models, this one is trained
+            self._tensors.model = module  # of several models, this one is trained
         if not self._passes:
             self._note_world()  # here too: a window that is never stepped leaves no other trace of it
-            self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
+            self._buffers = self._tensors.buffers(module)
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -181,16 +167,16 @@ class Recorder(StepHooks):
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if not self.steps:
-            self._refuse_flattened()
+            self._tensors.refuse_flattened()
         self._before = self._current_weights()
-        self._gradients = self._received(optimizer) if has_closure else {}  # it may never be called
+        self._gradients = self._tensors.received(optimizer) if has_closure else {}  # it may never be called
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        self._gradients = self._received(optimizer)
+        self._gradients = self._tensors.received(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         skipped = skips_in_its_kernel(optimizer)
-        self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
+        self._append(optimizer, self._before, self._gradients, self._tensors.weights(), skipped=skipped)
 
     def _append(
         self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
@@ -198,9 +184,7 @@ class Recorder(StepHooks):
         # Asked at every step: the group may be gone by the time the subject returns.
         self._note_world()
         micro_batches = self._settle()
-        # Of flat tensors a trainer steps one after the other, and takes the rest out of their groups meanwhile.
-        groups = [group for group in optimizer.param_groups if group["params"] or not self._flat]
-        rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+        rates = self._tensors.learning_rates(optimizer)
         if not micro_batches and rates and not any(rates) and all(map(is_zero, gradients.values())):
             return  # no training: torch.distributed.checkpoint lets an optimizer make the state that it will load into
         step = Step(
@@ -213,8 +197,7 @@ class Recorder(StepHooks):
             scale=self._scale,
             buffers=self._buffers,
         )
-        names = [*self._names_of(optimizer), *self._flat.names_in(parameters_of(optimizer))]
-        part = OptimizerPart(id(optimizer), tuple(filter(None, names)), step)
+        part = OptimizerPart(id(optimizer), self._tensors.names_of(optimizer), step)
         if belongs(part, self._parts):
             self._parts.append(part)
             self.steps[-1] = joined(self._parts)
@@ -223,16 +206,16 @@ class Recorder(StepHooks):
             self.steps.append(step)
             self._count(len(self.steps))
 
-    def _final(self) -> Tensors | None:
-        """Return the model's weights as they are now: the last step's own object where they are the same."""
-        return None if self._model is None else self._current_weights()
+    def _current_weights(self) -> Tensors:
+        """Return the weights as they are now: the last step's own object where they are the same."""
+        return self._tensors.weights_since(self.steps[-1].after if self.steps else None)
 
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         self._scale = scaler.get_scale()
         begun = self.optimizer_steps.begun
         result = step()
         if self.optimizer_steps.begun == begun:
-            self._append_skipped(optimizer, self._received(optimizer))
+            self._append_skipped(optimizer, self._tensors.received(optimizer))
         return result
 
     def skipped(self, optimizer: Optimizer, scale: float) -> None:
@@ -245,60 +228,6 @@ class Recorder(StepHooks):
         weights = self._current_weights()
         before = self.steps[-1].after if self.steps else weights
         self._append(optimizer, before, gradients, weights, skipped=True)
-
-    def _weights(self) -> Tensors:
-        if self._model is None:
-            return {}
-        return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
-
-    def _own_parameters(self) -> dict[str, nn.Parameter | FlatShard]:
-        every = () if self._model is None else self._model.named_parameters()
-        return {
-            name: self._flat.weight(name) if name in self._flat else parameter
-            for name, parameter in every
-            if self._holds(name)
-        }
-
-    def _holds(self, name: str) -> bool:
-        return self._held is None or name in self._held
-
-    def _refuse_flattened(self) -> None:
-        """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
-        for name, parameter in self._model.named_parameters() if self._model is not None else ():
-            changed = is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape)
-            if changed and name not in self._flat:
-                raise TraceError(
-                    f"{name} is flattened, as FullyShardedDataParallel does it: of sharded parameters only DTensors, "
-                    "which fully_shard (FSDP2) makes, and what the subject declares by job.flat_parts can be recorded"
-                )
-
-    def _current_weights(self) -> Tensors:
-        """Return the weights as they are now: the last step's own object where they have not changed since."""
-        last = self.steps[-1].after if self.steps else None
-        own = self._own_parameters()
-        if last is not None and last.keys() == own.keys() and all(is_still(own[name], last[name]) for name in last):
-            return last
-        return self._weights()
-
-    def _names_of(self, optimizer: Optimizer) -> list[str | None]:
-        """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
-        parameters = parameters_of(optimizer)
-        if self._model is not None and not all(map(self._names.knows, parameters)):
-            # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
-            self._names = ParameterNames(self._model)
-        return self._names.known(parameters)
-
-    def _received(self, optimizer: Optimizer) -> Tensors:
-        """Return the gradients that the optimizer has received, by the names of their parameters."""
-        parameters = parameters_of(optimizer)
-        scale = scale_left(optimizer)
-        received = {
-            name: kept(parameter.grad if scale == 1.0 else parameter.grad.detach() / scale, self._store)
-            for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
-            if name is not None and parameter.grad is not None
-        }
-        flat = self._flat.gradients_in(parameters, scale)
-        return received | {name: kept(gradient, self._store) for name, gradient in flat}
 
 
 def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
