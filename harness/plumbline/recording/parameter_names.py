@@ -23,7 +23,6 @@ class ParameterNames:
             self.add(root)
 
     def add(self, root: nn.Module) -> None:
-        """Learn the names of a module's parameters."""
         if any(known is root for known in self.roots):
             return
         self.roots.append(root)
@@ -32,7 +31,6 @@ class ParameterNames:
             self._named.setdefault(id(parameter), (prefix + name, parameter))
 
     def knows(self, parameter: Tensor) -> bool:
-        """Return whether one of the modules holds a parameter."""
         return id(parameter) in self._named
 
     def known(self, parameters: Sequence[Tensor]) -> list[str | None]:

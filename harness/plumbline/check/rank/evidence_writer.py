@@ -31,7 +31,6 @@ class EvidenceWriter:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step was written."""
         return self._steps > 0
 
     def write_step(self, rank: int, world_size: int, step: RecordedStep) -> None:

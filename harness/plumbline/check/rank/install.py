@@ -43,7 +43,6 @@ def activate(folder: str, note: Callable[..., None]) -> None:
 
 
 def make_recorder(folder: str) -> TrainingRecorder:
-    """Return a recorder with every observer."""
     options = read_options(folder)
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)

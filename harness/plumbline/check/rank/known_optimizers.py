@@ -47,11 +47,9 @@ class KnownOptimizers:
 
     @property
     def have_begun(self) -> bool:
-        """Whether a step of any optimizer has begun."""
         return bool(self._taken)
 
     def has_begun(self, optimizer: Optimizer) -> bool:
-        """Return whether a step of this optimizer has begun."""
         return id(optimizer) in self._taken
 
     def add(self, optimizer: Optimizer) -> None:
@@ -63,19 +61,15 @@ class KnownOptimizers:
         return self._made.index(optimizer)
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that a step begins."""
         self._taken.setdefault(id(optimizer), 0)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Note that a step has ended."""
         self._taken[id(optimizer)] += 1
 
     def taken(self, optimizer: Optimizer) -> int:
-        """Return how many steps an optimizer has taken."""
         return self._taken[id(optimizer)]
 
     def record(self, optimizer: Optimizer) -> None:
-        """Note that a step of an optimizer was recorded."""
         self._recorded.add(id(optimizer))
 
     def have_taken(self, steps: int) -> bool:
@@ -83,7 +77,6 @@ class KnownOptimizers:
         return all(self._taken[id(one)] >= steps for one in self._made if self.has_begun(one))
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of all optimizers."""
         return (parameter for optimizer in self._made for parameter in parameters_of(optimizer))
 
     def unoptimized(self, *, with_digests: bool) -> Facts:

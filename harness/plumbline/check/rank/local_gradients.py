@@ -62,7 +62,6 @@ class LocalGradients:
                 self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter), keeps(parameter)))
 
     def stop(self) -> None:
-        """Remove all hooks."""
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()

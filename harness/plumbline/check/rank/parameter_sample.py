@@ -28,5 +28,4 @@ class ParameterSample:
         self._left_out.update({id(one): one for place, one in enumerate(parameters) if place not in chosen})
 
     def has(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is judged."""
         return id(parameter) not in self._left_out

@@ -14,7 +14,6 @@ from plumbline.recording.sharding import reduction_dtypes
 
 
 def recorded_parameters(optimizer: Optimizer, names: ParameterNames, sample: ParameterSample) -> tuple[Parameter, ...]:
-    """Return an optimizer's parameters as they are recorded."""
     reduced = reduction_dtypes(names.roots)
 
     def recorded(name: str, parameter: Tensor) -> Parameter:

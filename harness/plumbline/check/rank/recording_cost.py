@@ -50,7 +50,6 @@ class RecordingCost(Observer):
         self._hooks.__enter__()
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count what goes in."""
         self._close_forward()
         tensors = list(tensors_in((args, kwargs)))
         self._inputs += sum(one.numel() * one.element_size() for one in tensors)
@@ -58,7 +57,6 @@ class RecordingCost(Observer):
         self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take down the sizes."""
         self._close_forward()
         parameters = parameters_of(optimizer)
         if optimizer is not self._timed or not parameters:
@@ -75,21 +73,18 @@ class RecordingCost(Observer):
         }
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Take down the times."""
         if optimizer is self._timed and len(self._ends) > 1:
             now = _now()
             self._facts |= {"plain_s": self._ends[-1] - self._ends[-2], "recorded_s": now - self._ends[-1]}
         return None
 
     def stop(self) -> None:
-        """Count and time no more."""
         self._handle.remove()
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
     def final_facts(self) -> Facts | None:
-        """Return what was measured."""
         return self._facts if "plain_s" in self._facts else None
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -58,7 +58,6 @@ class FlatShards:
         return bool(self._parts)
 
     def weight(self, name: str) -> FlatShard:
-        """Return this rank's part of a parameter as it is now."""
         return self._shard(name, self._parts[name].tensor)
 
     def names_in(self, tensors: Iterable[Tensor]) -> list[str]:

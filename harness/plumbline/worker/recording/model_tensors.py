@@ -51,11 +51,9 @@ class ModelTensors:
             self._held = None
 
     def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
-        """Read weights and gradients of these parameters where this rank has its part of them."""
         self._flat.declare(parts, self._shapes, ranks)
 
     def weights(self) -> Tensors:
-        """Return copies of the weights."""
         return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
 
     def weights_since(self, last: Tensors | None) -> Tensors:
@@ -82,12 +80,10 @@ class ModelTensors:
         return received | {name: kept(gradient, self._store) for name, gradient in flat}
 
     def names_of(self, optimizer: Optimizer) -> tuple[str, ...]:
-        """Return the names of the model's parameters that an optimizer has."""
         flat = self._flat.names_in(parameters_of(optimizer))
         return (*filter(None, self._known_names(optimizer)), *flat)
 
     def learning_rates(self, optimizer: Optimizer) -> tuple[float, ...]:
-        """Return the learning rates of an optimizer's groups."""
         # Of flat tensors a trainer steps one after the other, and takes the rest out of their groups meanwhile.
         groups = [group for group in optimizer.param_groups if group["params"] or not self._flat]
         return tuple(float(group["lr"]) for group in groups if "lr" in group)

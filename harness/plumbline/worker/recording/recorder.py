@@ -72,12 +72,10 @@ class Recorder(StepHooks):
         return self._tensors.holding(names)
 
     def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
-        """Read weights and gradients of these parameters where this rank has its part of them."""
         self._tensors.flat_parts(parts, ranks)
 
     @property
     def has_steps(self) -> bool:
-        """Whether an optimizer step was recorded."""
         return bool(self.steps)
 
     def on_loss(self, batch: Any) -> None:
@@ -86,7 +84,6 @@ class Recorder(StepHooks):
             self._passes.close(_ids(batch))
 
     def on_log(self, name: str, value: Any) -> None:
-        """Take down a metric that the subject reports."""
         self.logged.append(Logged(len(self.steps), name, float(value), len(self._passes)))
 
     def _trace(self, rank: int) -> RankTrace:

@@ -43,10 +43,8 @@ class BatchObserver(Observer):
         )
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the forwards since the last backward pass."""
         forwards, self._forwards = self._forwards, []
         return {"forwards": forwards} if forwards else None
 
     def stop(self) -> None:
-        """Let go of the modules."""
         self._modules, self._forwards = [], []

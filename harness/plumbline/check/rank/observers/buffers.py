@@ -56,7 +56,6 @@ class BufferObserver(Observer):
             )
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the forwards since the last backward pass."""
         forwards, self._forwards = self._forwards, []
         return {"forwards": forwards} if forwards else None
 
@@ -66,7 +65,6 @@ class BufferObserver(Observer):
         return {"nan": names} if self._modules else None
 
     def stop(self) -> None:
-        """Let go of the modules."""
         self._modules, self._forwards = [], []
 
 

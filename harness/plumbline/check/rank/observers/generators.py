@@ -46,7 +46,6 @@ class GeneratorObserver(Observer):
         self._open = False
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the forwards since the last backward pass."""
         forwards, self._forwards = self._forwards, []
         return {"forwards": forwards} if forwards else None
 

@@ -79,11 +79,9 @@ class LoaderObserver(Observer):
         self.fetched = None
 
     def final_facts(self) -> Facts | None:
-        """Return the passes through samplers, and through loaders."""
         return {"samplers": self._samplers, "loaders": self._passes}
 
     def after_recording(self, write: Callable[[], None]) -> None:
-        """Go on noting passes."""
         self._write = write
 
     def _around_sampler(self, original: Callable[..., Any], sampler: Any) -> Iterator[Any]:

@@ -39,7 +39,6 @@ class MovedWeightObserver(Observer):
         ]
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Count what has changed."""
         kept, self._before = self._before, []
         if not kept or skipped:
             return None
@@ -47,5 +46,4 @@ class MovedWeightObserver(Observer):
         return {"due": sum(int(has.sum()) for _, _, has in kept), "moved": moved}
 
     def stop(self) -> None:
-        """Free the copies."""
         self._before = []

@@ -64,7 +64,6 @@ class ObjectiveObserver(Observer):
         wrap(torch.jit, "script", partial(_script_without, originals, wrapped))
 
     def stop(self) -> None:
-        """Follow losses no longer."""
         super().stop()
         self._root, self._means = None, None
         self._calls, self._tokens = [], []

@@ -121,7 +121,6 @@ class ParallelismObserver(Observer):
         }
 
     def stop(self) -> None:
-        """Let go of the modules."""
         self._counting, self._stepping, self._modules = False, False, []
 
     def final_facts(self) -> Facts | None:

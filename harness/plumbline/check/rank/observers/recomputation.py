@@ -92,7 +92,6 @@ class RecomputationObserver(Observer):
         self._began = generator_states()
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return what came of the recomputations in the backward pass."""
         by_hand = self._runs_by_hand and bool(_moved(self._began, generator_states()))
         if not self._compared and not by_hand:
             return None
@@ -106,7 +105,6 @@ class RecomputationObserver(Observer):
         }
 
     def stop(self) -> None:
-        """Compare no more."""
         super().stop()
         self._modes, self._statistics = (), frozenset()
 

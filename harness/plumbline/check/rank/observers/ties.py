@@ -55,12 +55,10 @@ class TieObserver(Observer):
         self._facts: Facts = {}
 
     def install(self) -> None:
-        """Wrap what assigns parameters."""
         wrap(nn.Module, "register_parameter", self._around_register)
         wrap(nn.Module, "load_state_dict", self._around_load)
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember the models that are trained."""
         root = unwrapped(module)
         if not any(known is root for known in self._roots):
             self._roots.append(root)
@@ -84,11 +82,9 @@ class TieObserver(Observer):
                 self._facts.setdefault(kind, []).extend(apart)
 
     def stop(self) -> None:
-        """Let go of the models."""
         self._roots = []
 
     def final_facts(self) -> Facts | None:
-        """Return the ties that are lost."""
         return self._facts if any(self._facts.values()) else None
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:

@@ -39,21 +39,17 @@ class UnusedLossObserver(Observer):
         self._unused: set[str] = set()
 
     def stop(self) -> None:
-        """Let go of the modules."""
         self._roots = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember the modules that are called."""
         root = unwrapped(module)
         if not any(known is root for known in self._roots):
             self._roots.append(root)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Look at the losses."""
         attempt(self._look, roots)
 
     def final_facts(self) -> Facts | None:
-        """Return the names."""
         return {"used": sorted(self._used), "unused": sorted(self._unused)} if self._used or self._unused else None
 
     def _look(self, roots: Sequence[Tensor]) -> None:

@@ -59,12 +59,10 @@ class WeightObserver(Observer):
         )
 
     def first_step(self, optimizer: Optimizer) -> None:
-        """Note the weights with which an optimizer begins."""
         if world_size() > 1:
             self._began |= {id(p): tensor_digest(p) for p in parameters_of(optimizer)}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note the weights and the gradients with which an optimizer steps."""
         if world_size() > 1:
             parameters = parameters_of(optimizer)
             gradients = [p.grad for p in parameters]
@@ -76,7 +74,6 @@ class WeightObserver(Observer):
             }
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return the step's facts."""
         if world_size() == 1:
             return None
         noted, self._noted = self._noted, {}
@@ -85,11 +82,9 @@ class WeightObserver(Observer):
         return {**noted, "after": after, "projections": projections}
 
     def stop(self) -> None:
-        """Let go of the modules."""
         self._modules = []
 
     def final_facts(self) -> Facts | None:
-        """Return the parameters of the modules."""
         return {"modules": self._initial} if self._initial else None
 
     def _wrapped(self, parameters: list[Tensor]) -> list[bool]:

@@ -81,7 +81,6 @@ class ClippingObserver(WrappingObserver):
                 wrap(module, name, self._around_norm)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """Note whose gradients may be clipped."""
         self._optimizers.add(optimizer)
 
     def start(self) -> None:
@@ -113,7 +112,6 @@ class ClippingObserver(WrappingObserver):
         self._by_hand[id(optimizer)] = self._changes_by_hand(optimizer)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return the calls that concern this step."""
         self._stepped.add(optimizer)
         parameters = parameters_of(optimizer)
         own = {id(parameter) for parameter in parameters}
@@ -125,7 +123,6 @@ class ClippingObserver(WrappingObserver):
         }
 
     def stop(self) -> None:
-        """Let go of parameters."""
         super().stop()
         self._calls.clear()
         self._lengths.clear()

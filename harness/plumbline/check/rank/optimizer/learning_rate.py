@@ -34,12 +34,10 @@ class LearningRate(WrappingObserver):
         self._depth = 0
 
     def install(self) -> None:
-        """Wrap every scheduler's class."""
         wrap_overrides(LRScheduler, "step", self._around_step)
         wrap_overrides(LRScheduler, "__init__", self._around_init)
 
     def start(self) -> None:
-        """Forget what was before."""
         super().start()
         self._calls.clear()
         self._stepped.clear()
@@ -50,7 +48,6 @@ class LearningRate(WrappingObserver):
         self._stepped.clear()
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return this step's rates and what schedulers did before it."""
         self._stepped.add(optimizer)
         return {
             "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],

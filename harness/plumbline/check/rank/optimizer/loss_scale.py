@@ -46,7 +46,6 @@ class LossScale(WrappingObserver):
         self._finite: list[bool] = []
 
     def install(self) -> None:
-        """Wrap the scaler's methods."""
         wrap_overrides(torch.amp.GradScaler, "scale", self._around_scale)
         wrap_overrides(torch.amp.GradScaler, "unscale_", self._around_unscale)
         wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
@@ -57,7 +56,6 @@ class LossScale(WrappingObserver):
         self.scale = 1.0
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the scale of the pass."""
         return {"scale": self.scale}
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -68,7 +66,6 @@ class LossScale(WrappingObserver):
         self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return what happened to this step."""
         parameters = parameters_of(optimizer)
         facts: Facts = {"scaled": self._stepping is optimizer, "bad": _bad(optimizer)}
         if facts["scaled"]:

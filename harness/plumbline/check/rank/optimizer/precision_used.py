@@ -43,14 +43,12 @@ class PrecisionUsed(WrappingObserver):
             wrap(DistributedDataParallel, name, self._around_register)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Note the autocast in force."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._in_backward = [
             f"{kind} {dtype_name(torch.get_autocast_dtype(kind))}" for kind in kinds if torch.is_autocast_enabled(kind)
         ]
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the autocast in force when the pass began."""
         return {"autocast": self._in_backward}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -72,7 +70,6 @@ class PrecisionUsed(WrappingObserver):
         }
 
     def final_facts(self) -> Facts | None:
-        """Return torch's flags and the communication hooks."""
         return {"flags": _flags(), "hooks": self._hooks, "error": self.error}
 
     def _around_enter(self, original: Callable[..., Any], context: Any) -> Any:

@@ -21,7 +21,6 @@ class WrappingObserver(Observer):
         self.error = ""
 
     def final_facts(self) -> Facts | None:
-        """Return the error that ended the notes, if there was one."""
         return {"error": self.error} if self.error else None
 
     @contextmanager
