@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 from plumbline.core.finding import Finding, diagnosis, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
-from plumbline.judge.consequences import RULES, Rule
+from plumbline.judge.consequences import Rule
 from plumbline.judge.findings import Vacuous, failed, passed
-from plumbline.judge.judge import judge
+from plumbline.judge.judge import KINDS, judge
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.planning.expectation_files import Checks
 from plumbline.results.records import Result
@@ -67,7 +67,8 @@ def test_a_check_without_a_place_is_read_after_those_with_one():
 
 def test_a_rule_from_outside_connects_it(judged, monkeypatch):
     rule = Rule("small-weights", "initial-weights", "other weights have other sizes")
-    monkeypatch.setattr("plumbline.judge.consequences.RULES", [*RULES, rule])
+    kind = KINDS[TraceAnalysis]
+    monkeypatch.setitem(KINDS, TraceAnalysis, replace(kind, rules=[*kind.rules, rule]))
 
     def moved(trace):
         first = replace(trace.ranks[0].steps[0])
