@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,8 +14,10 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, information, listed, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.judge.causes.registry import HYPOTHESES, explain
+from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, explained, holds
+from plumbline.judge.hypothesis import Hypothesis, holds
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
 
@@ -24,12 +26,6 @@ NOT_MOVED = "the right updates of the recorded steps do not move it"
 
 Key = tuple[int, str]
 """The number of an optimizer and the name of one of its parameters."""
-
-KNOWN_TO = 1e-3
-"""How well an update is known that rounded weights show, as a part of its length.
-
-Chosen: it decides what an update is called that is known to be wrong, never whether it is.
-"""
 
 
 def judge_update(training: RecordedTraining) -> Iterator[Finding]:
@@ -146,84 +142,73 @@ def _compared(steps: ReplayedUpdates) -> Finding:
     others = [one for _, one in steps.errors if one.step.number == step.step.number and one.rank != step.rank]
     others = [one for one in others if one.step.optimizer == step.step.optimizer]
     mine = [deviation for deviation, one in steps.errors if one is step]
-    return explained(with_parameters(finding, mine), HYPOTHESES, ReplayedUpdateCase(step, others))
+    return explain(with_parameters(finding, mine), ReplayedUpdateCase(step, others))
 
 
 @dataclass(frozen=True, eq=False)
-class ReplayedUpdateCase(CountedCase):
+class ReplayedUpdateCase(UpdateCase):
     """A step that differs from its replay, and the same step of the other ranks."""
 
     one: ObserverFacts
     others: list[ObserverFacts]
 
+    digits = 4  # those of projections
+
     @cached_property
-    def rows(self) -> list[list[float]]:
-        """Number, error, noise, length due, length made, scalar product and more of each parameter."""
-        rows: list[list[float]] = self.one.facts["parameters"]
-        return rows
+    def rows(self) -> dict[int, list[float]]:
+        """Error, noise, length due, length made, scalar product and more of each parameter, by its number."""
+        return {int(number): row for number, *row in self.one.facts["parameters"]}
 
     @property
     def made(self) -> float:
         """The length of the update that was made."""
-        return math.hypot(*(row[4] for row in self.rows))
+        return math.hypot(*(made for _, _, _, made, *_ in self.rows.values()))
 
     @property
     def due(self) -> float:
         """The length of the right update."""
-        return math.hypot(*(row[3] for row in self.rows))
+        return math.hypot(*(due for _, _, due, *_ in self.rows.values()))
+
+    @property
+    def is_still(self) -> bool:
+        return self.made == 0
 
     @property
     def factor(self) -> float:
-        """The number by which the right update comes nearest to the one that was made."""
-        return sum(row[5] for row in self.rows) / self.due**2 if self.due else math.nan
+        products = (product for _, _, _, _, product, *_ in self.rows.values())
+        return sum(products) / self.due**2 if self.due else math.nan
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the update that was made is the right one times a number."""
         rest = self.made**2 - self.factor**2 * self.due**2
         return rest <= (KNOWN_TO * self.made) ** 2
 
-    def moved(self, one: ObserverFacts) -> set[int]:
-        """Return the numbers of the parameters that moved in a step."""
-        return {int(row[0]) for row in one.facts["parameters"] if row[4]}
+    @property
+    def lower_precision(self) -> tuple[str, str] | None:
+        precisions = dict.fromkeys(parameter.dtype for parameter in self.one.step.parameters)
+        return ("bfloat16", listed(precisions)) if self.one.facts["rounded"] else None
+
+    @property
+    def due_to_move(self) -> Set[str | int]:
+        return {number for number, (_, _, due, *_) in self.rows.items() if due}
+
+    @property
+    def moved(self) -> Sequence[Set[str | int]]:
+        return [{int(row[0]) for row in one.facts["parameters"] if row[4]} for one in (self.one, *self.others)]
+
+    def is_right(self, parameter: str | int) -> bool:
+        error, _, due, *_ = self.rows[int(parameter)]
+        return error <= KNOWN_TO * due
 
 
-UpdateHypothesis = Hypothesis[ReplayedUpdateCase, Match]
-
-
-def _stepped_in_part(case: ReplayedUpdateCase) -> Iterator[Match]:
-    due = {int(row[0]) for row in case.rows if row[3]}
-    own = case.moved(case.one)
-    right = all(row[1] <= KNOWN_TO * row[3] for row in case.rows if row[0] in own)
-    if right and 0 < len(own) < len(due) and own.union(*map(case.moved, case.others)) == due:
-        yield Match(figures={"own": len(own), "all": len(due)})
-
-
-def _scaled(case: ReplayedUpdateCase) -> Iterator[Match]:
-    if case.is_multiple:
-        yield Match(figures={"factor": f"{case.factor:.4g}"})
-
-
-HYPOTHESES = (
-    UpdateHypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
+HYPOTHESES[ReplayedUpdateCase] = [
+    Hypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
         "weights are infinite or NaN after the step, although the right update is finite",
         "keep weights and state in float32: eps, or the square of a gradient, may round to 0 in a 16-bit state", 190),
-    UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.made == 0),
-        "the weights did not move",
-        "check whether something undoes the step", 180),
-    UpdateHypothesis("stored-in-lower-precision", "amp", holds(lambda case: bool(case.one.facts["rounded"])),
-        "every weight is a bfloat16 number, although the parameters have another dtype",
-        "check whether the model is cast to bfloat16 and back", 170),
-    UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
-        "the rank updated {own} of {all} parameters, and other ranks updated the rest",
-        "broadcast each rank's part of the weights after the step", 160),
-    UpdateHypothesis("scaled-update", "optimizer", _scaled,
-        "the update is {factor} × the right one",
-        "check the learning rate, and whether the update is applied several times", 110),
-    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: True),
+    Hypothesis("another-optimizer", "optimizer", holds(lambda case: True),
         "the update is not a multiple of the right one",
         "check whether other code, or another process, changes weights during the step", 105),
-)  # fmt: skip
+]  # fmt: skip
 
 
 def _shared_memory(training: RecordedTraining) -> Finding | None:

@@ -80,6 +80,7 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     learning_rate.LearningRateCase: [learning_rate.OF_ANY_TRAINING],
     learning_rate.ScheduleCase: [learning_rate.OF_A_SCHEDULE],
     update.UpdateCase: [update.HYPOTHESES],
+    update.SubjectUpdateCase: [update.OF_SUBJECTS],
     validation.EvaluationCase: [validation.HYPOTHESES],
     MetricCase: [metric_hypotheses.HYPOTHESES],
     resumed_state.StopCase: [resumed_state.STOP],

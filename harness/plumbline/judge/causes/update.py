@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from plumbline.core.finding import Finding
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import HeldParameters, names_in_words
-from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -25,8 +26,49 @@ Chosen: it decides what an update is called that is known to be wrong, never whe
 """
 
 
+class UpdateCase(CountedCase):
+    """One wrong step of one rank of any training, and the right update. Parameters are known by names or numbers."""
+
+    digits = 6
+    """The digits of the factor that are shown."""
+
+    @property
+    @abstractmethod
+    def is_still(self) -> bool:
+        """Whether no weight moved."""
+
+    @property
+    @abstractmethod
+    def factor(self) -> float:
+        """The factor that brings the right update nearest to the one that was made."""
+
+    @property
+    @abstractmethod
+    def is_multiple(self) -> bool:
+        """Whether the update that was made is the right one times the factor."""
+
+    @property
+    @abstractmethod
+    def lower_precision(self) -> tuple[str, str] | None:
+        """The format whose numbers all weights are, and the more precise one of the training; None if there is none."""
+
+    @property
+    @abstractmethod
+    def due_to_move(self) -> Set[str | int]:
+        """The parameters that the right update moves."""
+
+    @property
+    @abstractmethod
+    def moved(self) -> Sequence[Set[str | int]]:
+        """The parameters that moved on this rank, then those on each of the others."""
+
+    @abstractmethod
+    def is_right(self, parameter: str | int) -> bool:
+        """Whether a parameter moved as it should."""
+
+
 @dataclass(frozen=True, eq=False)
-class UpdateCase(TraceCase):
+class SubjectUpdateCase(TraceCase, UpdateCase):
     """One step of one rank, with the weights that the workload's optimizer makes of the rank's own gradients."""
 
     index: int
@@ -68,53 +110,71 @@ class UpdateCase(TraceCase):
         return torch.cat([(after[name].double() - before[name].double()).flatten() for name in self.names])
 
     @property
+    def is_still(self) -> bool:
+        return norm(self.made) == 0
+
+    @property
     def factor(self) -> float:
-        """The factor that brings the right update nearest to the one that was made."""
         return float(self.made @ self.due / (self.due @ self.due))
 
     @property
     def is_multiple(self) -> bool:
         return not norm(self.made - self.factor * self.due) > KNOWN_TO * norm(self.made)
 
+    @property
+    def lower_precision(self) -> tuple[str, str] | None:
+        if self.analysis.cell.arithmetic.storage != "float64":
+            return None
+        weights = (self.step.after[name].double() for name in self.names)
+        return ("float32", "float64") if all(torch.equal(one.float().double(), one) for one in weights) else None
+
+    @cached_property
+    def due_to_move(self) -> Set[str | int]:
+        return {name for name in self.right if name in self.step.after and self._due_length(name)}
+
+    @property
+    def moved(self) -> Sequence[Set[str | int]]:
+        steps = self.analysis.steps[self.index].ranks
+        own = steps[self.rank]
+        return [self._moved(own), *(self._moved(one) for one in steps if one is not own)]
+
+    def _moved(self, step: Step) -> Set[str | int]:
+        return {name for name in self.due_to_move if not torch.equal(step.before[str(name)], step.after[str(name)])}
+
+    def is_right(self, parameter: str | int) -> bool:
+        name = str(parameter)
+        return norm(self.step.after[name].double() - self.right[name]) <= KNOWN_TO * self._due_length(name)
+
+    def _due_length(self, name: str) -> float:
+        return norm(self.right[name] - self.step.before[name].double())
+
 
 UpdateHypothesis = Hypothesis[UpdateCase, Match]
+SubjectUpdateHypothesis = Hypothesis[SubjectUpdateCase, Match]
 
 
-def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
+def update_case(finding: Finding, analysis: TraceAnalysis) -> SubjectUpdateCase | None:
     """Return the case of the finding's step; None if it has no step, or if the right update is zero."""
     if finding.step is None:
         return None
-    case = UpdateCase(analysis, finding.step, analysis.judged_as(finding.rank or 0))
+    case = SubjectUpdateCase(analysis, finding.step, analysis.judged_as(finding.rank or 0))
     nothing_due = case.step.skipped or (case.is_finite and norm(case.made) and not norm(case.due))
     return None if nothing_due else case
 
 
-def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
-    weights = [case.step.after[name] for name in case.names]
-    if case.analysis.cell.arithmetic.storage == "float64" and all(
-        torch.equal(value.float().double(), value.double()) for value in weights
-    ):
-        yield Match()
+def _stored_in_lower_precision(case: UpdateCase) -> Iterator[Match]:
+    if case.lower_precision is not None:
+        lower, precision = case.lower_precision
+        yield Match(figures={"lower": lower, "precision": precision})
 
 
 def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
-    steps = case.analysis.steps[case.index].ranks
-    before, after, right = case.step.before, case.step.after, case.right
-    due = {name for name in right if name in after and norm(right[name] - before[name].double())}
-    moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]
-    own = moved[case.rank]
-    if (
-        0 < len(own) < len(due)
-        and set().union(*moved) == due
-        and all(
-            norm(after[name].double() - right[name]) <= KNOWN_TO * norm(right[name] - before[name].double())
-            for name in own
-        )
-    ):
+    due, (own, *others) = case.due_to_move, case.moved
+    if 0 < len(own) < len(due) and set(own).union(*others) == due and all(map(case.is_right, own)):
         yield Match(figures={"own": len(own), "all": len(due)})
 
 
-def _stage_not_updated(case: UpdateCase) -> Iterator[Match]:
+def _stage_not_updated(case: SubjectUpdateCase) -> Iterator[Match]:
     """Match if the parameters of one of the ranks that hold a model together did not move."""
     held = HeldParameters(case.analysis.holders[case.rank] if case.analysis.is_staged else {})
     for rank in held.ranks:
@@ -124,7 +184,7 @@ def _stage_not_updated(case: UpdateCase) -> Iterator[Match]:
             yield Match(rank=rank, figures={"stage": rank, "held": names_in_words(due)})
 
 
-def _other_rates_on_a_stage(case: UpdateCase) -> Iterator[Match]:
+def _other_rates_on_a_stage(case: SubjectUpdateCase) -> Iterator[Match]:
     together = case.analysis.recorded_together(case.index, case.rank)
     first, *others = [step.learning_rates for step in together.values()]
     if any(len(rates) == len(first) and rates != first for rates in others):
@@ -133,33 +193,38 @@ def _other_rates_on_a_stage(case: UpdateCase) -> Iterator[Match]:
 
 def _scaled(case: UpdateCase) -> Iterator[Match]:
     if case.is_multiple:
-        yield Match(figures={"factor": f"{case.factor:.6g}"})
+        yield Match(figures={"factor": f"{case.factor:.{case.digits}g}"})
 
 
 HYPOTHESES = (
-    UpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
-        "the optimizer stepped with a gradient that is not finite",
-        "check for infinities on every rank before the step", 190),
-    UpdateHypothesis("stage-not-updated", "optimizer", _stage_not_updated,
-        "the parameters that rank {stage} holds did not move ({held})",
-        "check that the rank's optimizer has these parameters, and that nothing writes the old values back", 185),
-    UpdateHypothesis("rates-differ", "optimizer", _other_rates_on_a_stage,
-        "ranks that hold one model together use different learning rates",
-        "step the schedule of every stage", 155),
-    UpdateHypothesis("no-update", "optimizer", holds(lambda case: norm(case.made) == 0),
+    UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.is_still),
         "the weights did not move",
         "check whether something undoes the step", 180),
-    UpdateHypothesis("stored-in-lower-precision", "amp", _stored_in_float32,
-        "every weight is a float32 number, although the training is in float64",
-        "check whether the model is cast to float32", 170),
+    UpdateHypothesis("stored-in-lower-precision", "amp", _stored_in_lower_precision,
+        "every weight is a {lower} number, although the training is in {precision}",
+        "check whether the model is cast to {lower} and back", 170),
     UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
         "the rank updated {own} of {all} parameters, and other ranks updated the rest",
         "broadcast each rank's part of the weights after the step", 160),
-    SHARED_MEMORY,
-    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: not case.is_multiple),
-        "the update is not a multiple of the right one",
-        "compare the optimizer's class, options and state with the workload's", 120),
     UpdateHypothesis("scaled-update", "optimizer", _scaled,
         "the update is {factor} × the right one",
-        "check the learning rate, and whether several steps are taken per batch", 110),
+        "check the learning rate, and whether the update is applied several times", 110),
 )  # fmt: skip
+"""Hypotheses about the update of any training."""
+
+OF_SUBJECTS = (
+    SubjectUpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
+        "the optimizer stepped with a gradient that is not finite",
+        "check for infinities on every rank before the step", 190),
+    SubjectUpdateHypothesis("stage-not-updated", "optimizer", _stage_not_updated,
+        "the parameters that rank {stage} holds did not move ({held})",
+        "check that the rank's optimizer has these parameters, and that nothing writes the old values back", 185),
+    SubjectUpdateHypothesis("rates-differ", "optimizer", _other_rates_on_a_stage,
+        "ranks that hold one model together use different learning rates",
+        "step the schedule of every stage", 155),
+    SHARED_MEMORY,
+    SubjectUpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: not case.is_multiple),
+        "the update is not a multiple of the right one",
+        "compare the optimizer's class, options and state with the workload's", 120),
+)  # fmt: skip
+"""Hypotheses about the update of a subject, whose workload has an optimizer."""
