@@ -13,11 +13,8 @@ from torch import Tensor
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.mistakes.case import GradientCase
-from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, scaled
+from plumbline.judge.mistakes.combination import RIGHT, Combination, SomeParameters, Weight
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, UNDERFLOW, Deviation, coarsest_unit, sum_bound
-
-RIGHT = scaled(1.0)
-"""The mean over ranks of the sum over backward passes."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +227,6 @@ class ReceivedGradient(GradientCase):
     @property
     def limit(self) -> float:
         return PROJECTION_MARGIN
-
-    @property
-    def is_right(self) -> bool:
-        return self.fit(RIGHT).holds
 
     def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
         """Yield how many rounding bounds the furthest parameter is from a prediction; infinite if that is not a number.

@@ -20,12 +20,13 @@ from plumbline.check.judge.judged_gradients import (
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
-from plumbline.check.judge.received_gradient import RIGHT, ReceivedGradient
+from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks.gradients import judge_by
 from plumbline.judge.findings import with_hint
+from plumbline.judge.mistakes.combination import RIGHT
 from plumbline.judge.oracle.noise import Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from plumbline.judge.hypothesis import Hypothesis, Match
-from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.combination import RIGHT, Combination, SomeParameters
 
 
 class GradientCase(ABC):
@@ -66,14 +66,14 @@ class GradientCase(ABC):
     def limit(self) -> float:
         """The largest misfit that rounding explains."""
 
-    @property
-    @abstractmethod
-    def is_right(self) -> bool:
-        """Whether rounding explains the distance from the right gradient."""
-
     @abstractmethod
     def misfits(self, prediction: Any) -> Iterator[float]:
         """Yield the misfit of each form that a prediction may have taken; nothing where it has no effect."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains the distance from the right gradient."""
+        return any(misfit <= self.limit for misfit in self.misfits(RIGHT))
 
     @property
     def location(self) -> str:

@@ -42,3 +42,7 @@ def even(factor: float) -> Weight:
 def scaled(factor: float) -> Combination:
     """Return the right gradient times a factor."""
     return Combination(even(factor))
+
+
+RIGHT = scaled(1.0)
+"""Every share with the weight 1."""
