@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import failed_observers, information
@@ -12,13 +12,14 @@ from plumbline.check.judge.ranks_agree import must_agree
 from plumbline.check.judge.recorded_weights import (
     RankWeights,
     common_steps,
-    differing_parameters,
     of_all,
     reduced_parameters,
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.causes.weights import UnequalStartCase, differing_parameters
+from plumbline.judge.findings import failed, failed_with_hint, passed
 
 CHECK = "initial-weights"
 
@@ -57,21 +58,27 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
 
 def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
     worst = max(accused, key=lambda one: one.distance)
-    what = differing_parameters([one.parameter.name for one in accused], of)
-    size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
-    message = f"{what} between ranks before the first recorded step, by up to {size}"
+    size = f"by up to {worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
+    message = f"weights differ between ranks before the first recorded step, {size}"
     if number:  # they may have been equal once
-        finding = failed_with_hint(CHECK, message, f"check what changes weights before step {number}", family="sync")
-    else:
-        finding = failed_with_hint(
-            CHECK,
-            message,
-            "broadcast all weights from one rank before training, and do not change them on a single rank afterwards",
-            cause="not-broadcast",
-            family="sync",
-            parameter=worst.parameter.name,
+        return replace(
+            failed_with_hint(CHECK, message, f"check what changes weights before step {number}", family="sync"),
+            step=place,
         )
-    return replace(finding, step=place)
+    start = UnequalScriptStart([one.parameter.name for one in accused], of)
+    return replace(explain(failed(CHECK, message, parameter=worst.parameter.name), start), step=place)
+
+
+@dataclass(frozen=True, eq=False)
+class UnequalScriptStart(UnequalStartCase):
+    """A script whose ranks begin with different weights."""
+
+    names: Sequence[str]
+    of: int
+
+    @property
+    def differing(self) -> tuple[Sequence[str], int]:
+        return self.names, self.of
 
 
 def _frozen(training: RecordedTraining) -> Finding | None:

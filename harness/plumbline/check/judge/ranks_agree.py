@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.noted import failed_observers, information
@@ -11,14 +11,16 @@ from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.recorded_weights import (
     RankWeights,
     common_steps,
-    differing_parameters,
     of_all,
     reduced_parameters,
     weights_at,
 )
 from plumbline.core.finding import Finding
+from plumbline.judge.causes.registry import explain
+from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
-from plumbline.judge.findings import failed, failed_with_hint, passed
+from plumbline.judge.findings import failed, passed
+from plumbline.judge.hypothesis import Match
 from plumbline.report.text import counted
 
 CHECK = "ranks-agree"
@@ -80,28 +82,22 @@ def _failure(
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
     message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
-    where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
-    if any(one.differ("before") for one in accused):
-        if first:
-            return failed(
-                CHECK, f"{message}: they differed already before it", cause="not-broadcast", family="sync", **where
-            )
-        return failed_with_hint(
-            CHECK,
-            f"{message}, and before it, although they agreed after the previous step",
-            "check what writes to the parameters besides the optimizer",
-            cause="changed-between-steps",
-            family="sync",
-            **where,
-        )
-    if any(one.differ("gradients") for one in accused):
-        observed = f"{message}: ranks step with different gradients"
-        return failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
-    return failed_with_hint(
-        CHECK,
-        f"{message}, although the gradients and the weights before the step are the same",
-        "check that all ranks have the same learning rate and the same optimizer state",
-        cause="updates-differ",
-        family="optimizer",
-        **where,
-    )
+    finding = failed(CHECK, message, step=place, parameter=worst.parameter.name)
+    return explain(finding, PartedScriptCase(accused, first_seen=first))
+
+
+@dataclass(frozen=True, eq=False)
+class PartedScriptCase(PartedRanksCase):
+    """Parameters that differ between the ranks of a script after a step; ``first_seen``: nothing is known from before.
+
+    Learning rates are not among the differences: their check names them.
+    """
+
+    accused: Sequence[RankWeights]
+    first_seen: bool
+
+    @property
+    def first_difference(self) -> tuple[FirstDifference, Match]:
+        if any(one.differ("before") for one in self.accused):
+            return ("weights before the first step" if self.first_seen else "weights before a step"), Match()
+        return ("gradients" if any(one.differ("gradients") for one in self.accused) else "update"), Match()

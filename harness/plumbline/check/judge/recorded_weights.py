@@ -140,12 +140,3 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
 def of_all(compared: int, every: int) -> str:
     """Return how many parameters were compared, and where some were not, of how many: ``1 of 4 parameters``."""
     return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"
-
-
-def differing_parameters(names: list[str], of: int) -> str:
-    """Return how many parameters differ, and of which kind: ``3 of 12 parameters (all of them biases) differ``."""
-    if len(names) == of:
-        return "the only parameter differs" if of == 1 else f"all {of:,} parameters differ"
-    biases = all(name.endswith("bias") for name in names)
-    which = "" if not biases else " (a bias)" if len(names) == 1 else " (all of them biases)"
-    return f"{len(names):,} of {of:,} parameters{which} {'differs' if len(names) == 1 else 'differ'}"

@@ -45,7 +45,9 @@ from plumbline.judge.mistakes.case import GradientCase
 
 _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     launch.LaunchCase: [launch.HYPOTHESES],
+    weights.UnequalStartCase: [weights.UNEQUAL_START],
     weights.InitialWeightsCase: [weights.INITIAL_WEIGHTS],
+    weights.PartedRanksCase: [weights.PARTED_RANKS],
     weights.DivergedRanksCase: [weights.DIVERGED_RANKS],
     weights.ChangedWeightsCase: [weights.CHANGED_WEIGHTS],
     samples.EpochSampleCase: [samples.BY_EPOCHS],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -11,7 +14,7 @@ from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
-from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.replicas import holders_of, with_tensors_of_all
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
@@ -21,12 +24,44 @@ WeightHypothesis = Hypothesis[TraceCase, Match]
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class InitialWeightsCase(TraceCase):
+class UnequalStartCase(CountedCase):
+    """Ranks of any training that begin with weights that they should not have."""
+
+    @property
+    @abstractmethod
+    def differing(self) -> tuple[Sequence[str], int]:
+        """The parameters that differ between ranks, and how many parameters there are."""
+
+
+class InitialWeightsCase(TraceCase, UnequalStartCase):
     """A trace whose ranks do not begin with the job's weights."""
 
+    @property
+    def differing(self) -> tuple[Sequence[str], int]:
+        every = with_tensors_of_all(self.analysis.steps[0].ranks).before
+        return sorted(_differing_at_first(self.analysis)), len(every)
 
-class DivergedRanksCase(TraceCase):
+
+FirstDifference = Literal["weights before the first step", "weights before a step", "learning rates", "gradients",
+                          "update"]  # fmt: skip
+"""What may be the first thing that differs between ranks."""
+
+
+class PartedRanksCase(CountedCase):
+    """Ranks of any training that hold different weights after some step."""
+
+    @property
+    @abstractmethod
+    def first_difference(self) -> tuple[FirstDifference, Match] | None:
+        """What first differs between two ranks, and where."""
+
+
+class DivergedRanksCase(TraceCase, PartedRanksCase):
     """A trace whose ranks hold different weights after some step."""
+
+    @cached_property
+    def first_difference(self) -> tuple[FirstDifference, Match] | None:
+        return _first_difference(self.analysis)
 
 
 class ChangedWeightsCase(TraceCase):
@@ -75,11 +110,24 @@ def _initialised_anew(case: TraceCase) -> Iterator[Match]:
         yield Match(0)
 
 
-def _not_broadcast(case: TraceCase) -> Iterator[Match]:
-    differing, every = _differing_at_first(case.analysis), with_tensors_of_all(case.analysis.steps[0].ranks).before
-    which = "all weights" if differing == every.keys() else f"{len(differing)} of {len(every)} parameters"
-    yield Match(0, figures={"which": which})
+def _not_broadcast(case: UnequalStartCase) -> Iterator[Match]:
+    yield Match(0, figures={"differ": differing_parameters(*case.differing)})
 
+
+def differing_parameters(names: Sequence[str], of: int) -> str:
+    """Return how many parameters differ, and of which kind: ``3 of 12 parameters (all of them biases) differ``."""
+    if len(names) == of:
+        return "the only parameter differs" if of == 1 else f"all {of:,} parameters differ"
+    biases = all(name.endswith("bias") for name in names)
+    which = "" if not biases else " (a bias)" if len(names) == 1 else " (all of them biases)"
+    return f"{len(names):,} of {of:,} parameters{which} {'differs' if len(names) == 1 else 'differ'}"
+
+
+UNEQUAL_START = (
+    Hypothesis[UnequalStartCase, Match]("not-broadcast", "sync", _not_broadcast,
+        "{differ} between the ranks",
+        "broadcast all weights from one rank before the first step", 160),
+)  # fmt: skip
 
 INITIAL_WEIGHTS = (
     WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
@@ -91,13 +139,10 @@ INITIAL_WEIGHTS = (
     WeightHypothesis("initialised-anew", "sync", _initialised_anew,
         "all ranks start from the same weights, but not from those of job.model()",
         "do not initialise the weights again", 170),
-    WeightHypothesis("not-broadcast", "sync", _not_broadcast,
-        "{which} differ between the ranks",
-        "broadcast all weights at the start", 160),
 )  # fmt: skip
 
 
-def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
+def _first_difference(analysis: TraceAnalysis) -> tuple[FirstDifference, Match] | None:
     """Return what first differs between a rank and the first rank with the same parameters, and where."""
     for global_step in analysis.recorded_steps:
         for rank, step in enumerate(global_step.ranks):
@@ -131,16 +176,15 @@ def _of(tensors: Tensors, names: Collection[str]) -> Tensors:
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
-    def predict(case: TraceCase) -> Iterator[Match]:
-        found = _first_difference(case.analysis)
-        if found is not None and found[0] == what:
-            yield found[1]
+def _differs_first_in(what: FirstDifference) -> Callable[[PartedRanksCase], Iterator[Match]]:
+    def predict(case: PartedRanksCase) -> Iterator[Match]:
+        if case.first_difference is not None and case.first_difference[0] == what:
+            yield case.first_difference[1]
 
     return predict
 
 
-def _rounded_on_one_rank(case: TraceCase) -> Iterator[Match]:
+def _rounded_on_one_rank(case: DivergedRanksCase) -> Iterator[Match]:
     for match in _differs_first_in("gradients")(case) if not case.analysis.is_staged else ():
         steps = case.analysis.recorded_steps[match.step or 0].ranks
         own, first = steps[match.rank or 0].gradients, steps[0].gradients
@@ -156,7 +200,7 @@ def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool
     )
 
 
-def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
+def _tied_gradients_differ(case: DivergedRanksCase) -> Iterator[Match]:
     """Match if stages of one pipeline differ; replicas of one stage do not hold parts of a sum."""
     analysis = case.analysis
     for match in _differs_first_in("gradients")(case) if analysis.cell.contract.has_stages else ():
@@ -164,28 +208,33 @@ def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
             yield match
 
 
-DIVERGED_RANKS = (
-    SHARED_MEMORY,
-    WeightHypothesis("tied-gradients-not-added", "sync", _tied_gradients_differ,
-        "ranks {holders} both hold {held}, but step with different gradients for it",
-        "sum its gradient over all ranks that hold it, on each of these ranks", 140),
-    WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
-        "ranks start with different weights",
-        "broadcast all weights at the start", 130),
-    WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
+PartedHypothesis = Hypothesis[PartedRanksCase, Match]
+
+PARTED_RANKS = (
+    PartedHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
+        "ranks begin with different weights",
+        "broadcast all weights from one rank before the first step", 130),
+    PartedHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
         "a rank's weights changed outside of the optimizer's steps",
         "check what writes to the parameters besides the optimizer", 120),
-    WeightHypothesis(RATES_DIFFER.name, RATES_DIFFER.family, _differs_first_in("learning rates"),
+    PartedHypothesis(RATES_DIFFER.name, RATES_DIFFER.family, _differs_first_in("learning rates"),
         RATES_DIFFER.description, RATES_DIFFER.hint, 118),
-    WeightHypothesis("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
-        "one rank steps with the gradients of another rounded to 16 bits",
-        "cast or compress gradients in the same way on every rank", 117),
-    WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
+    PartedHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
         "ranks step with different gradients",
         "reduce each gradient over all ranks that hold its parameter, before the step", 116),
-    WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
+    PartedHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
         "the same gradient updates the ranks differently",
-        "check that the optimizer has the same state on all ranks", 114),
+        "check that the optimizer has the same learning rate and the same state on all ranks", 114),
+)  # fmt: skip
+
+DIVERGED_RANKS = (
+    SHARED_MEMORY,
+    Hypothesis[DivergedRanksCase, Match]("tied-gradients-not-added", "sync", _tied_gradients_differ,
+        "ranks {holders} both hold {held}, but step with different gradients for it",
+        "sum its gradient over all ranks that hold it, on each of these ranks", 140),
+    Hypothesis[DivergedRanksCase, Match]("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
+        "one rank steps with the gradients of another rounded to 16 bits",
+        "cast or compress gradients in the same way on every rank", 117),
 )  # fmt: skip
 
 
