@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.judge.findings import failed_with_hint
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 OCCASIONAL = 100
@@ -138,3 +139,9 @@ def with_cause(finding: Finding, hypothesis: Hypothesis[Any, Any], match: Match,
         hint=hint,
         cause_x_noise=match.error,
     )
+
+
+def failed_by(check: str, observed: str, mistake: Hypothesis[Any, Any], **place: Any) -> Finding:
+    """Return the failure of a check that has seen a known mistake itself, so that nothing needs to be predicted."""
+    finding = failed_with_hint(check, observed, mistake.hint, cause=mistake.name, family=mistake.family, **place)
+    return replace(finding, hint=mistake.hint)

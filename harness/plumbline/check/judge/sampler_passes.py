@@ -9,7 +9,8 @@ from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTrain
 from plumbline.check.judge.noted import headline_note
 from plumbline.check.judge.recorded_passes import forwards_of
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import failed_with_hint
+from plumbline.judge.causes.samples import SET_EPOCH_NEVER_CALLED, SHARDS_OVERLAP
+from plumbline.judge.hypothesis import failed_by
 
 CHECK = "samples"
 LEAST = 8
@@ -48,13 +49,7 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
                     f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
                     "before each epoch unless this is meant.",
                 )
-            return failed_with_hint(
-                CHECK,
-                observed,
-                "call sampler.set_epoch(epoch) before each epoch",
-                cause="set-epoch-never-called",
-                family="data",
-            )
+            return failed_by(CHECK, observed, SET_EPOCH_NEVER_CALLED)
     return None
 
 
@@ -79,14 +74,11 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
         alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
         shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
         if alike and shared and one["seed"] != other["seed"]:
-            return failed_with_hint(
-                CHECK,
+            observed = (
                 f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: their "
-                "shards come from different orders, so an epoch repeats some samples and misses others",
-                "give the samplers of all ranks the same seed",
-                cause="shards-overlap",
-                family="data",
+                "shards come from different orders, so an epoch repeats some samples and misses others"
             )
+            return failed_by(CHECK, observed, SHARDS_OVERLAP)
     return None
 
 

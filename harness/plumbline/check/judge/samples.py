@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from plumbline.check.judge.noted import failed_observers, information, not_judged
@@ -18,7 +19,9 @@ from plumbline.check.judge.sampler_passes import (
     whole_data_on_every_rank,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.judge.causes.samples import NO_SAMPLER, RANKS_ALIKE
+from plumbline.judge.findings import passed
+from plumbline.judge.hypothesis import failed_by
 from plumbline.report.text import counted
 
 CHANCE = math.log(1e-8)
@@ -82,21 +85,10 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
         return information(CHECK, f"{observed}; {innocent}")
     sampler = next(sampler_passes(by_number[ranks[0]]), None)
     if sampler is None or not sampler["distributed"]:
-        return failed_with_hint(
-            CHECK,
-            f"{observed}, so they do the same work {_times(len(ranks))}",
-            "give each rank its own rows with a DistributedSampler, or its own seed",
-            cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
-            family="data",
-        )
+        finding = failed_by(CHECK, f"{observed}, so they do the same work {_times(len(ranks))}", NO_SAMPLER)
+        return finding if len(ranks) == training.world_size else replace(finding, cause=RANKS_ALIKE.name)
     settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
-    return failed_with_hint(
-        CHECK,
-        f"{observed}, and all their samplers are created for {settings}",
-        "pass the rank to the sampler, not the local rank",
-        cause="ranks-alike",
-        family="data",
-    )
+    return failed_by(CHECK, f"{observed}, and all their samplers are created for {settings}", RANKS_ALIKE)
 
 
 def _times(count: int) -> str:
@@ -173,14 +165,8 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
     shared, chance = _shared_rows(training)
     if chance > CHANCE:
         return None
-    return failed_with_hint(
-        CHECK,
-        f"each rank goes through the whole data set in its own order: several ranks used {counted(shared, 'row')} in "
-        "the same epoch",
-        "use a DistributedSampler",
-        cause="no-sampler",
-        family="data",
-    )
+    observed = "each rank goes through the whole data set in its own order: several ranks used"
+    return failed_by(CHECK, f"{observed} {counted(shared, 'row')} in the same epoch", NO_SAMPLER)
 
 
 def _shared_rows(training: RecordedTraining) -> tuple[int, float]:

@@ -281,32 +281,44 @@ BY_ITERATIONS: Sequence[SampleHypothesis] = (
         "seed each rank's generator with its rank, and do not set it to another rank's state", 165),
 )  # fmt: skip
 
+NO_SAMPLER = SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
+    "every rank goes through all {count} samples",
+    "give each rank its own samples, for example with a DistributedSampler",
+    170)  # fmt: skip
+
+RANKS_ALIKE = SampleHypothesis("ranks-alike", "data", _ranks_alike,
+    "every rank uses the same samples",
+    "pass the rank to the sampler, not the local rank",
+    165)  # fmt: skip
+
+SET_EPOCH_NEVER_CALLED = SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
+    "each epoch repeats the order of the first",
+    "call sampler.set_epoch(epoch) before each epoch, and do not reuse a loader's output",
+    150)  # fmt: skip
+
+SHARDS_OVERLAP = SampleHypothesis("shards-overlap", "data", _shards_overlap,
+    "ranks share {shared} samples within an epoch",
+    "give the samplers of all ranks the same seed, and each rank a shard of its own",
+    130)  # fmt: skip
+
 BY_EPOCHS: Sequence[SampleHypothesis] = (
     *_ALWAYS,
-    SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
-        "every rank goes through all {count} samples",
-        "use a DistributedSampler", 170),
-    SampleHypothesis("ranks-alike", "data", _ranks_alike,
-        "every rank uses the same samples",
-        "pass the rank to the sampler", 165),
+    NO_SAMPLER,
+    RANKS_ALIKE,
     SampleHypothesis("batch-again", "data", _batch_again,
         "a batch is used twice in a row",
         "fetch a new batch for each step", 160),
     SampleHypothesis("never-shuffled", "data", _never_shuffled,
         "samples come in the order of the dataset in every epoch",
         "pass shuffle=True to the sampler or the loader", 155),
-    SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
-        "each epoch repeats the order of the first",
-        "call sampler.set_epoch(epoch), and do not reuse a loader's output", 150),
+    SET_EPOCH_NEVER_CALLED,
     SampleHypothesis("last-batch-filled-up", "data", _last_batch_filled_up,
         "the last batch of an epoch is filled up with {short} samples that were already used",
         "keep the last batch short", 148),
     SampleHypothesis("drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
         "a rank draws {repeats} samples again in the same epoch",
         "check where its sampler starts; if the trainer has no epochs, declare data='iterations'", 145),
-    SampleHypothesis("shards-overlap", "data", _shards_overlap,
-        "ranks share {shared} samples within an epoch",
-        "use the same sampler seed on every rank, and disjoint shards", 130),
+    SHARDS_OVERLAP,
     SampleHypothesis("samples-never-seen", "data", _never_seen,
         "{missing} of {count} samples are not used in an epoch",
         "check whether the end of an epoch or of a shard is dropped", 110),

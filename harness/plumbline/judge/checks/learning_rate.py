@@ -12,7 +12,7 @@ from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.judge.causes.learning_rate import EVERY_MICRO_BATCH, LearningRateCase, ScheduleCase
 from plumbline.judge.causes.registry import explain
 from plumbline.judge.findings import failed, passed
-from plumbline.judge.hypothesis import Match, with_cause
+from plumbline.judge.hypothesis import failed_by
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 CHECK = "learning-rate"
@@ -72,8 +72,7 @@ def moved_with_every_pass(recording: Recording) -> Finding | None:
     for one in recording.optimizer_steps:
         if one.passes > 1 and {*range(one.passes - 1)} <= {*one.schedule_moves}:
             message = f"the scheduler stepped between the {one.passes} backward passes"
-            finding = failed(CHECK, message, step=one.number, rank=one.rank)
-            return with_cause(finding, EVERY_MICRO_BATCH, Match(), LearningRateCase(recording, one.rank))
+            return failed_by(CHECK, message, EVERY_MICRO_BATCH, step=one.number, rank=one.rank)
     return None
 
 
