@@ -8,10 +8,9 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.recorded_passes import aligned_forwards
 from plumbline.core.finding import Finding
+from plumbline.judge.checks.buffers import CHECK, not_broadcast
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
-
-CHECK = "buffers"
 
 
 def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
@@ -65,16 +64,15 @@ def _not_broadcast(
     name = differing[0]
     first = forwards[0]["buffers"][name]
     rank = next(i for i, forward in enumerate(forwards) if forward["buffers"].get(name, first)[0] != first[0])
-    norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} on rank {training.ranks[rank].rank}"
-    return failed_with_hint(
-        CHECK,
-        f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
-        f"({norms}), although DistributedDataParallel broadcasts them before it",
-        "check for code that sets buffers in a forward hook, or while the wrapper is called",
-        cause="buffers-not-broadcast",
-        family="buffers",
-        rank=training.ranks[rank].rank,
-        parameter=name,
+    number = training.ranks[rank].rank
+    return not_broadcast(
+        differing,
+        len(forwards[0]["buffers"]),
+        number,
+        "DistributedDataParallel broadcasts them, so check for code that sets buffers in a forward hook, or while the "
+        "wrapper is called",
+        forward=f"forward {place}",
+        norms=f"; norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} on rank {number}",
     )
 
 

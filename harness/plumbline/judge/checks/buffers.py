@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,9 +13,11 @@ from plumbline.core.outcome import Outcome
 from plumbline.judge.buffer_replay import buffer_errors, changed, must_change
 from plumbline.judge.causes.repeated_forwards import updated_again
 from plumbline.judge.checks.own_buffers import own_buffers
-from plumbline.judge.findings import Vacuous, error_at, failed, from_deviation
+from plumbline.judge.findings import Vacuous, error_at, failed, failed_with_hint, from_deviation
 from plumbline.judge.oracle.noise import Deviation, larger, limit
 from plumbline.judge.trace_analysis import TraceAnalysis, same
+
+CHECK = "buffers"
 
 
 def buffers(analysis: TraceAnalysis) -> Finding | None:
@@ -31,27 +34,43 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
         first = global_step.ranks[0].buffers
         for rank, step in enumerate(global_step.ranks):
             if not same(step.buffers, first):
-                return failed(
-                    "buffers",
-                    "buffers are not broadcast before the forward (if that is intended, declare buffers='per-rank'): "
-                    "the forward started with other values than on rank 0",
-                    cause="buffers-not-broadcast",
-                    family="buffers",
-                    step=global_step.index,
-                    rank=rank,
-                    parameter=next((n for n, value in step.buffers.items() if not _equal(value, first.get(n))), None),
-                )
+                names = [name for name in step.buffers if not _equal(step.buffers[name], first.get(name))]
+                hint = "broadcast them before each forward, or declare buffers='per-rank' if that is intended"
+                return not_broadcast(names, len(first), rank, hint, step=global_step.index)
     worst = _replay(analysis)
     if worst.x_noise <= limit() and analysis.is_staged and (found := _begun_otherwise(analysis)) is not None:
         return found
     if worst.x_noise <= limit():
         message = f"buffers are those of the first device: {error_at(worst, limit())}"
-        return from_deviation("buffers", Outcome.PASSED, message, worst)
+        return from_deviation(CHECK, Outcome.PASSED, message, worst)
     message = f"buffers are not those of the first device: {error_at(worst, limit())}"
     again = updated_again(analysis)
-    finding = from_deviation("buffers", Outcome.FAILED, message if again is None else f"{message}: {again}", worst)
+    finding = from_deviation(CHECK, Outcome.FAILED, message if again is None else f"{message}: {again}", worst)
     cause = "buffers-updated-otherwise" if again is None else "statistics-updated-again"
     return replace(finding, cause=cause, family="buffers")
+
+
+def not_broadcast(
+    names: Sequence[str],
+    of: int,
+    rank: int,
+    hint: str,
+    *,
+    forward: str = "a forward",
+    norms: str = "",
+    step: int | None = None,
+) -> Finding:
+    """Return the failure of a rank that begins a forward with buffers of its own, where all ranks should share them."""
+    return failed_with_hint(
+        CHECK,
+        f"buffers differ from those of rank 0 when {forward} begins ({len(names)} of {of}{norms})",
+        hint,
+        cause="buffers-not-broadcast",
+        family="buffers",
+        step=step,
+        rank=rank,
+        parameter=next(iter(names), None),
+    )
 
 
 def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
@@ -61,7 +80,7 @@ def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
         found = None if rank is None else analysis.steps[0].ranks[0].buffers[name]
         if found is not None and not torch.equal(found, right.to(found.dtype)):
             return failed(
-                "buffers",
+                CHECK,
                 "the first forward started with other buffers than the job's (do not run the model in training mode "
                 "before, for example to find shapes)",
                 cause="statistics-updated-again",
