@@ -6,9 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from plumbline.check.evidence.training import Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Trace
+from plumbline.judge.causes.learning_rate import LearningRateCase
+from plumbline.judge.causes.registry import HYPOTHESES
+from plumbline.judge.hypothesis import Hypothesis, Match
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.generated import Generated, Recipe
 
@@ -109,3 +115,25 @@ def test_lost_steps_and_a_rate_of_zero_are_no_scaled_rate(simulation, cell_of, c
     assert (found.outcome, found.cause) == (Outcome.FAILED, cause)
     assert words in found.message
     assert ("scales the learning rate" in found.message) == (cause == "rate-scaled")
+
+
+NO_SCHEDULE = {"schedulers": 0, "schedule": []}
+
+
+def a_script(*rates):
+    """Return the training of a script with these rates, one for each rank, at its only step."""
+    parameters = (Parameter("weight", (2,), "float32"),)
+    steps = [
+        RecordedStep(0, 0, parameters, torch.ones(2), (), facts={"learning-rate": {"rates": [rate], **NO_SCHEDULE}})
+        for rate in rates
+    ]
+    return RecordedTraining(tuple(RecordedRank(rank, len(rates), (step,)) for rank, step in enumerate(steps)))
+
+
+def test_one_cause_explains_the_rates_of_a_subject_and_of_a_script(judged, cell_of, monkeypatch):
+    cause = Hypothesis("doubled", "optimizer", lambda case: [Match()], "it is twice as large", "divide it by two", 999)
+    monkeypatch.setitem(HYPOTHESES, LearningRateCase, [*HYPOTHESES[LearningRateCase], cause])
+    subject = judged(2.0, cell_of("mlp", "none", "1x1", "16"))
+    (script,) = (one for one in judge_learning_rate(a_script(0.1, 0.2)) if one.outcome.is_bad)
+    assert [one.cause for one in (subject, script)] == ["doubled", "doubled"]
+    assert all(one.message.endswith("it is twice as large; divide it by two") for one in (subject, script))

@@ -54,10 +54,6 @@ class StepRecord(ABC):
         """After which of these passes, counted from 0, a learning-rate scheduler stepped; none if not recorded."""
         return ()
 
-    def steps_a_copy(self, other: StepRecord) -> bool:
-        """Return whether two optimizers update parameters of the same names and shapes."""
-        return (self.parameters, self.shapes) == (other.parameters, other.shapes)
-
 
 @dataclass(frozen=True)
 class SkippedStep:
@@ -100,3 +96,8 @@ def side_by_side(steps: Iterable[AnyStep]) -> Iterable[Mapping[int, AnyStep]]:
     for one in steps:
         places.setdefault((one.optimizer, one.number), {})[one.rank] = one
     return places.values()
+
+
+def step_copies(steps: Iterable[StepRecord]) -> bool:
+    """Return whether optimizers update parameters of the same names and shapes: those of one model, each a copy."""
+    return len({(one.parameters, one.shapes) for one in steps}) == 1

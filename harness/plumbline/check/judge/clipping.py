@@ -16,11 +16,11 @@ from plumbline.check.judge.noted import (
     listed,
     not_judged,
     noted,
-    same_parameters,
     side_by_side,
 )
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
+from plumbline.evidence.recording import step_copies
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted
 
@@ -222,7 +222,7 @@ def _last_calls(
     """
     for ranks in side_by_side(training, OBSERVER):
         calls = {rank: own[-1] for rank, one in ranks.items() if (own := _complete(one))}
-        everywhere = 1 < len(calls) == training.world_size and same_parameters(ranks.values())
+        everywhere = 1 < len(calls) == training.world_size and step_copies(ranks.values())
         if everywhere and all(call["kind"] == "norm" and call["sharded"] == sharded for call in calls.values()):
             yield ranks, calls
 

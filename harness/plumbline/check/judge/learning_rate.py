@@ -12,7 +12,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, listed, noted
 from plumbline.check.judge.recorded_weights import ranks_begin_apart
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import StepRecord
+from plumbline.evidence.recording import StepRecord, step_copies
 from plumbline.judge.causes.learning_rate import PRECISION, LearningRateCase
 from plumbline.judge.checks.learning_rate import CHECK, moved_with_every_pass, wrong_rates
 from plumbline.judge.findings import passed
@@ -44,7 +44,7 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
 def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Sequence[float]]:
     first, *others = ranks.values()
     rates = first.learning_rates
-    alike = (one for one in others if one.steps_a_copy(first) and len(one.learning_rates) == len(rates))
+    alike = (one for one in others if step_copies((first, one)) and len(one.learning_rates) == len(rates))
     return {one.rank: rates for one in alike if all(map(math.isfinite, (*rates, *one.learning_rates)))}
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedTraining, ScriptStep
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.evidence import recording
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
 
 @dataclass(frozen=True, eq=False)
-class ObserverFacts:
+class ObserverFacts(ScriptStep):
     """What one observer noted about one step of one rank."""
 
-    rank: int
-    step: RecordedStep
-    facts: Facts
+    facts: Facts = field(kw_only=True)
 
     @property
     def name(self) -> str:
@@ -40,23 +39,14 @@ class ObserverFacts:
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[ObserverFacts]:
     """Yield what an observer noted about each step, rank after rank."""
-    for rank in training.ranks:
-        for step in rank.steps:
-            if observer in step.facts:
-                yield ObserverFacts(rank.rank, step, step.facts[observer])
+    for one in training.optimizer_steps:
+        if observer in one.step.facts:
+            yield ObserverFacts(one.rank, one.number, one.optimizer, step=one.step, facts=one.step.facts[observer])
 
 
-def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[int, ObserverFacts]]:
-    """Yield the same step of each rank that took it, by rank: the same optimizer's with the same number."""
-    places: dict[tuple[int, int], dict[int, ObserverFacts]] = {}
-    for one in noted(training, observer):
-        places.setdefault((one.step.optimizer, one.step.number), {})[one.rank] = one
-    yield from places.values()
-
-
-def same_parameters(steps: Iterable[ObserverFacts]) -> bool:
-    """Return whether ranks step with parameters of the same names and shapes: those of one model, each a copy."""
-    return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
+def side_by_side(training: RecordedTraining, observer: str) -> Iterable[Mapping[int, ObserverFacts]]:
+    """Return what an observer noted about the same step of each rank that took it, by rank."""
+    return recording.side_by_side(noted(training, observer))
 
 
 def information(check: str, message: str, step: int | None = None) -> Information:

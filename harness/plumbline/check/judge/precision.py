@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, information, listed, noted, same_parameters, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, information, listed, noted, side_by_side
 from plumbline.core.finding import Finding
+from plumbline.evidence.recording import step_copies
 
 OBSERVER = "precision"
 
@@ -29,7 +30,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
     for ranks in side_by_side(training, OBSERVER):
         first, *others = ranks.values()
         for other in others:
-            if same_parameters((first, other)) and first.facts["devices"] == other.facts["devices"]:
+            if step_copies((first, other)) and first.facts["devices"] == other.facts["devices"]:
                 pairs = seen.setdefault((other.rank, other.step.optimizer), [])
                 pairs.append((first, other, _difference(first, other)))
     for pairs in seen.values():

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
-from plumbline.check.judge.noted import failed_observers, noted
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, noted, side_by_side
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import SkippedStep, side_by_side
+from plumbline.evidence.recording import SkippedStep, step_copies
 from plumbline.judge.checks.skipped_steps import (
     CHECK,
     moved_when_skipped,
@@ -34,27 +34,22 @@ def judge_skipped_steps(training: RecordedTraining) -> Iterator[Finding]:
         yield passed_with(sum(one.step.skipped for one in scaled), len(scaled), ranks=training.world_size)
 
 
-def _steps(training: RecordedTraining) -> Iterator[ScriptStep]:
-    return (one for one in training.optimizer_steps if OBSERVER in one.step.facts)
-
-
-def _skipped(one: ScriptStep) -> SkippedStep:
-    facts = one.step.facts[OBSERVER]
-    moved = facts.get("moved") or {"weights": 0, "state": 0}
+def _skipped(one: ObserverFacts) -> SkippedStep:
+    moved = one.facts.get("moved") or {"weights": 0, "state": 0}
     what = "the optimizer's state" if moved["state"] else ""
     if moved["weights"]:
         what = f"{moved['weights']} of {counted(len(one.parameters), 'parameter')}"
-    return SkippedStep(one.rank, one.number, what, facts.get("found", 0) + facts["bad"] > 0)
+    return SkippedStep(one.rank, one.number, what, one.facts.get("found", 0) + one.facts["bad"] > 0)
 
 
 def _on_some_ranks(training: RecordedTraining) -> Iterator[Finding]:
-    for ranks in side_by_side(_steps(training)):
-        if _step_copies(ranks) and (flaw := skipped_on_some_ranks(ranks, CHECK)) is not None:
+    for ranks in side_by_side(training, OBSERVER):
+        if step_copies(ranks.values()) and (flaw := skipped_on_some_ranks(ranks, CHECK)) is not None:
             yield flaw
 
 
 def _moved(training: RecordedTraining) -> Iterator[Finding]:
-    found = (moved_when_skipped(_skipped(one)) for one in _steps(training) if one.skipped)
+    found = (moved_when_skipped(_skipped(one)) for one in noted(training, OBSERVER) if one.skipped)
     return (finding for finding in found if finding is not None)
 
 
@@ -65,10 +60,10 @@ def _for_nothing(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _without_overflow(training: RecordedTraining) -> Iterator[Finding]:
-    if len({one.optimizer for one in _steps(training)}) > 1:
+    if len({one.optimizer for one in noted(training, OBSERVER)}) > 1:
         return  # where all gradients are clipped together, one's infinity is in the other's too
     for ranks in _skipped_by_all(training):
-        if not _step_copies(ranks) or not _far_from_overflow([one.step for one in ranks.values()]):
+        if not step_copies(ranks.values()) or not _far_from_overflow([one.step for one in ranks.values()]):
             continue
         for one in ranks.values():
             if (name := _infinite_where_passes_are_not(one.step)) is not None:
@@ -76,15 +71,10 @@ def _without_overflow(training: RecordedTraining) -> Iterator[Finding]:
                 yield skipped_without_overflow(one.number, one.rank, name, evidence)
 
 
-def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, ScriptStep]]:
-    for ranks in side_by_side(_steps(training)):
+def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, ObserverFacts]]:
+    for ranks in side_by_side(training, OBSERVER):
         if len(ranks) == training.world_size and all(one.skipped for one in ranks.values()):
             yield ranks
-
-
-def _step_copies(ranks: Mapping[int, ScriptStep]) -> bool:
-    first, *others = ranks.values()
-    return all(one.steps_a_copy(first) for one in others)
 
 
 def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
