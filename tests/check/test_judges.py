@@ -21,14 +21,14 @@ from plumbline.check.evidence.training import (
     RecordedTraining,
 )
 from plumbline.check.judge.buffers import judge_buffers
+from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.ranks_agree import judge_ranks_agree
 from plumbline.check.judge.replay_truth import judge_gradients
-from plumbline.check.judge.rng import judge_rng
-from plumbline.check.judge.samples import judge_samples
+from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.rank.observers.row_hashes import digest
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -112,7 +112,7 @@ def bad(findings: Any) -> list[str | None]:
 
 def test_ranks_with_the_same_rows_are_accused() -> None:
     batches = [list(range(start, start + 4)) for start in range(0, 16, 4)]
-    assert bad(judge_samples(of_rows(batches, batches))) == ["no-sampler"]
+    assert bad(judge_rows_used(of_rows(batches, batches))) == ["no-sampler"]
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 6), st.randoms(use_true_random=False))
@@ -120,18 +120,18 @@ def test_rows_drawn_with_replacement_are_never_accused(values: int, size: int, s
     def rank() -> list[list[int]]:
         return [[draw.randrange(values) for _ in range(size)] for _ in range(steps)]
 
-    assert bad(judge_samples(of_rows(rank(), rank()))) == []
+    assert bad(judge_rows_used(of_rows(rank(), rank()))) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_data_of_a_few_rows_are_never_accused(rows: list[int]) -> None:
     batches = [rows[start : start + 2] for start in range(0, len(rows), 2)]
-    assert bad(judge_samples(of_rows(batches, batches))) == []
+    assert bad(judge_rows_used(of_rows(batches, batches))) == []
 
 
 def test_a_fixed_batch_is_no_evidence() -> None:
     batches = [list(range(64))] * 4
-    (finding,) = judge_samples(of_rows(batches, batches))
+    (finding,) = judge_rows_used(of_rows(batches, batches))
     assert finding.outcome is Outcome.PASSED
 
 
@@ -141,7 +141,7 @@ def test_equal_noise_beside_different_data_is_no_evidence() -> None:
         noise = [forward([5000 + 10 * step + i for i in range(10)], module=1) for step in range(4)]
         return [{"batches": {"forwards": [one, other]}} for one, other in zip(data, noise, strict=True)]
 
-    assert bad(judge_samples(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
+    assert bad(judge_rows_used(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
 
 
 def test_equal_inputs_with_other_targets_are_no_evidence() -> None:
@@ -155,7 +155,7 @@ def test_equal_inputs_with_other_targets_are_no_evidence() -> None:
             for step in range(4)
         ]
 
-    assert bad(judge_samples(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
+    assert bad(judge_rows_used(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -170,13 +170,13 @@ def test_equal_rows_with_other_masks_are_evidence_only_with_equal_targets(known:
         for step in range(4)
     ]
     ranks = a_rank(0, passes), a_rank(1, passes, local=(-1.0, 2.0))
-    assert bad(judge_samples(training(*ranks))) == (["no-sampler"] if known else [])
+    assert bad(judge_rows_used(training(*ranks))) == (["no-sampler"] if known else [])
 
 
 def test_equal_inputs_with_other_gradients_are_no_evidence() -> None:
     passes = [{"batches": {"forwards": [forward(range(10 * step, 10 * step + 10))]}} for step in range(4)]
     other = a_rank(1, passes, local=(-1.0, 2.0))
-    assert bad(judge_samples(training(a_rank(0, passes), other))) == []
+    assert bad(judge_rows_used(training(a_rank(0, passes), other))) == []
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_equal_inputs_with_other_gradients_are_no_evidence() -> None:
 )
 def test_ranks_that_may_share_rows_on_purpose_are_not_accused(parallelism: Facts) -> None:
     batches = [list(range(start, start + 8)) for start in range(0, 32, 8)]
-    (finding,) = judge_samples(of_rows(batches, batches, parallelism=parallelism))
+    (finding,) = judge_rows_used(of_rows(batches, batches, parallelism=parallelism))
     assert finding.outcome is Outcome.PASSED
     assert "is not known" in finding.message
 
@@ -244,7 +244,7 @@ def test_a_gradient_is_right_where_its_error_is_at_most_the_limit(
 
 
 def test_two_epochs_of_one_order_are_accused() -> None:
-    assert bad(judge_samples(training(sampled(0), sampled(1)))) == ["set-epoch-never-called"]
+    assert bad(judge_rows_used(training(sampled(0), sampled(1)))) == ["set-epoch-never-called"]
 
 
 @pytest.mark.parametrize(
@@ -252,18 +252,18 @@ def test_two_epochs_of_one_order_are_accused() -> None:
     [{"complete": False}, {"shuffle": False}, {"steps": 0}, {"gradients": False}, {"own": False}],
 )
 def test_a_pass_that_did_not_train_is_no_epoch(settings: Facts) -> None:
-    assert bad(judge_samples(training(sampled(0, **settings), sampled(1, **settings)))) == []
+    assert bad(judge_rows_used(training(sampled(0, **settings), sampled(1, **settings)))) == []
 
 
 def test_epochs_of_one_order_that_end_early_are_a_note() -> None:
     ranks = sampled(0, complete=False), sampled(1, complete=False)
-    (found,) = [one for one in judge_samples(training(*ranks)) if isinstance(one, HeadlineNote)]
+    (found,) = [one for one in judge_rows_used(training(*ranks)) if isinstance(one, HeadlineNote)]
     assert "2 epochs have the same order although the sampler shuffles" in found.message
 
 
 def test_seeds_that_differ_are_accused() -> None:
     ranks = sampled(0, complete=False), sampled(1, seed=1, complete=False)
-    assert bad(judge_samples(training(*ranks))) == ["shards-overlap"]
+    assert bad(judge_rows_used(training(*ranks))) == ["shards-overlap"]
 
 
 # Objective
@@ -509,13 +509,20 @@ def test_buffers_are_promised_only_where_they_are_broadcast() -> None:
 def test_random_numbers_are_never_a_failure(states: list[str], drew: bool) -> None:
     forwards = [{"states": {"torch": state}, "drew": ["torch"] if drew else []} for state in states]
     made = training(*(a_rank(i, [{"generators": {"forwards": [one]}}]) for i, one in enumerate(forwards)))
-    assert bad(judge_rng(made)) == []
+    assert bad(judge_generator_states(made)) == []
 
 
 def test_evidence_without_any_facts_says_nothing_bad() -> None:
     empty = training(*(RecordedRank(i, 2, ()) for i in range(2)))
     bare = training(*(a_rank(i, [{}], process={"parallelism": {}}) for i in range(2)))
-    questions = judge_samples, judge_rng, judge_buffers, judge_initial_weights, judge_ranks_agree, judge_objective
+    questions = (
+        judge_rows_used,
+        judge_generator_states,
+        judge_buffers,
+        judge_initial_weights,
+        judge_ranks_agree,
+        judge_objective,
+    )
     assert [bad(question(made)) for question in questions for made in (empty, bare)] == [[]] * 12
 
 

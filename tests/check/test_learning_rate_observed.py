@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.learning_rate import judge_learning_rate
-from plumbline.check.judge.precision import judge_precision
+from plumbline.check.judge.precision_used import judge_precision_used
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 
@@ -131,7 +131,7 @@ def _autocast(rank: int, on: Callable[[int], bool]) -> None:
 
 
 def test_the_precision_that_was_used_is_said():
-    (finding,) = judge_precision(recorded(lambda: _autocast(0, lambda rank: True)))
+    (finding,) = judge_precision_used(recorded(lambda: _autocast(0, lambda rank: True)))
     assert finding.outcome is Outcome.PASSED
     assert "parameters are float32" in finding.message
     assert "autocast: cpu bfloat16" in finding.message
@@ -140,7 +140,7 @@ def test_the_precision_that_was_used_is_said():
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_autocast_on_some_ranks_alone_is_found(everywhere):
     training = recorded_on_ranks(lambda rank: _autocast(rank, lambda rank: everywhere or rank == 0))
-    bad = [finding.cause for finding in judge_precision(training) if finding.outcome.is_bad]
+    bad = [finding.cause for finding in judge_precision_used(training) if finding.outcome.is_bad]
     assert bad == ([] if everywhere else ["precisions-differ"])
 
 
@@ -151,7 +151,7 @@ def test_flags_of_torch_are_read_in_either_spelling():
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32"
     try:
-        (finding,) = judge_precision(recorded(lambda: _autocast(0, lambda rank: False)))
+        (finding,) = judge_precision_used(recorded(lambda: _autocast(0, lambda rank: False)))
     finally:
         matmul.fp32_precision = before
     assert "“tf32”" in finding.message

@@ -12,16 +12,16 @@ import pytest
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
+from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.ranks_agree import judge_ranks_agree
-from plumbline.check.judge.rng import judge_rng
-from plumbline.check.judge.samples import judge_samples
+from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.core.finding import Finding
 from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
 
 CHECKS = (
-    judge_initial_weights, judge_samples, judge_rng, judge_objective, judge_ranks_agree, judge_buffers,
+    judge_initial_weights, judge_rows_used, judge_generator_states, judge_objective, judge_ranks_agree, judge_buffers,
 )  # fmt: skip
 
 SCENES = Path(__file__).with_name("rank_scenes.py")
@@ -74,7 +74,7 @@ def test_a_mistake_is_named_and_nothing_else_is(trainings: Mapping[str, Recorded
 
 
 def test_equal_dropout_masks_are_told_and_are_no_failure(trainings: Mapping[str, RecordedTraining]) -> None:
-    (finding,) = judge_rng(trainings["right_accumulation"])
+    (finding,) = judge_generator_states(trainings["right_accumulation"])
     assert "the same state on all ranks" in finding.message
 
 

@@ -51,7 +51,7 @@ class StepRecord(ABC):
 
     @property
     def schedule_moves(self) -> tuple[int, ...]:
-        """After which of these passes, counted from 0, a learning-rate scheduler stepped; none if not recorded."""
+        """After which passes, counted from 0, a scheduler stepped before the optimizer; none if not recorded."""
         return ()
 
 

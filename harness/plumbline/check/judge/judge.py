@@ -11,18 +11,18 @@ from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
+from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.lost_ties import judge_lost_ties
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
-from plumbline.check.judge.precision import judge_precision
+from plumbline.check.judge.precision_used import judge_precision_used
 from plumbline.check.judge.ranks_agree import judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.judge.replay_truth import judge_gradients
-from plumbline.check.judge.rng import judge_rng
 from plumbline.check.judge.rounded_updates import judge_rounded_updates
-from plumbline.check.judge.samples import judge_samples
+from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.unused_losses import judge_unused_losses
 from plumbline.check.judge.update import judge_update
@@ -33,8 +33,8 @@ from plumbline.judge.judge import KINDS, Kind, judge
 
 CHECKS[RecordedTraining] |= {
     "initial-weights": judge_initial_weights,
-    "samples": judge_samples,
-    "rng": judge_rng,
+    "samples": judge_rows_used,
+    "rng": judge_generator_states,
     "recomputation": judge_recomputation,
     "gradients": judge_gradients,
     "clipping": judge_clipping,
@@ -44,7 +44,7 @@ CHECKS[RecordedTraining] |= {
     "optimized-parameters": judge_optimized_parameters,
     "ranks-agree": judge_ranks_agree,
     "buffers": judge_buffers,
-    "precision": judge_precision,
+    "precision": judge_precision_used,
     "objective": judge_objective,
     "unused-losses": judge_unused_losses,
     "lost-ties": judge_lost_ties,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import information, listed, not_judged
-from plumbline.check.judge.precision import OBSERVER as PRECISION
+from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.step_objective import NEAR, step_objectives

@@ -14,7 +14,7 @@ from plumbline.report.text import counted
 CHECK = "rng"
 
 
-def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
+def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
     yield from failed_observers(training, "generators", CHECK)
     if len(training.ranks) < 2:

@@ -12,7 +12,7 @@ from plumbline.evidence.recording import step_copies
 OBSERVER = "precision"
 
 
-def judge_precision(training: RecordedTraining) -> Iterator[Finding]:
+def judge_precision_used(training: RecordedTraining) -> Iterator[Finding]:
     """Yield where a rank computes in another precision than the first, and one finding that says which it is."""
     if (different := _differ(training)) is not None:
         yield different

@@ -35,7 +35,7 @@ whose inputs are equal: where gradients are further apart, these are not accused
 """
 
 
-def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
+def judge_rows_used(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one failure, or what is known about the rows that the ranks used."""
     yield from failed_observers(training, "batches", CHECK)
     layout = rank_layout(training)
