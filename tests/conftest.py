@@ -109,7 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs devices that are not here, and what runs at night."""
     present = torch.cuda.device_count()
     lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
@@ -124,6 +124,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = f"{file}::{item.name}"
             if nightly & {file.partition("/")[0], file, test.partition("[")[0], test} and test not in by_default:
                 item.add_marker(pytest.mark.nightly)
+    if not any("::" in argument for argument in config.args):
+        own = [item for item in items if item.path.is_relative_to(HERE)]
+        names = {f"{item.path.relative_to(HERE).as_posix()}::{item.name}" for item in own}
+        names |= {name.partition("[")[0] for name in names}
+        files = {name.partition("::")[0] for name in names}
+        named = [line for line in lines if "::" in line and line.lstrip("!").partition("::")[0] in files]
+        if lost := [line for line in named if line.lstrip("!") not in names]:
+            raise pytest.UsageError(f"{NIGHTLY} has lines without a test: {'; '.join(lost)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

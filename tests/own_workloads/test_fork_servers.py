@@ -61,5 +61,5 @@ def test_what_cannot_be_built_there_is_a_sentence_with_the_place(more, said, imp
 def test_a_session_refuses_what_differs_there(written):
     more = "def build(self):\n    import sys\n\n    torch.manual_seed('pytest' in sys.modules)\n    return Model()"
     own = use_workloads([str(written(more=more))])
-    with pytest.raises(WorkloadError, match=r"its weights or its data in .* are not those in this process"):
+    with pytest.raises(WorkloadError, match=r"its weights or data in .* differ from those in this process"):
         SubjectPools(find_launcher("local"), {"torch": ("torch", None)}, own)

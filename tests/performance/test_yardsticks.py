@@ -23,7 +23,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("workload", "precision"), ASKED, ids="-".join)
+@pytest.mark.parametrize(("workload", "precision"), ASKED)
 @pytest.mark.parametrize("backend", PLACES)
 def test_a_yardstick_is_right(warm_pool, cell_of, tmp_path, backend, workload, precision):
     cell = cell_of(workload, backend, PLACES[backend], precision, subject="yardstick")

@@ -121,7 +121,7 @@ def test_two_workers_have_a_group_each(cluster, tmp_path):
 def test_a_third_worker_finds_no_room(cluster, tmp_path):
     refused = run_of(tmp_path, *CELLS, "--launcher", "ray", "-n", "3")
     assert refused.returncode != 0
-    assert "the cluster has room for 2: take a smaller -n" in refused.stdout + refused.stderr
+    assert "the cluster has room for 2: use a smaller -n" in refused.stdout + refused.stderr
 
 
 def test_a_run_that_loses_a_node_names_it_and_goes_on(cluster, waiting_folder, tmp_path):
