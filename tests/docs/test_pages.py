@@ -53,6 +53,11 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert (tmp_path / "build" / "site" / "glossary" / "index.html").is_file()
 
 
+def test_no_conflict_of_a_merge_is_left():
+    pages = [*DOCS.glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "reports").glob("*.md")]
+    assert [page.name for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)] == []
+
+
 def test_every_page_is_in_the_navigation_once():
     def pages(entry):
         return [entry] if isinstance(entry, str) else [page for one in entry for page in pages(*one.values())]
