@@ -23,7 +23,7 @@ def run(pytester, one_thread):
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib --strict-markers\n")
     selection = ("--gpus=2", "--backends=ddp", "--workloads=checkpoint,checkpoint-elastic,mlp", "--precisions=32,16")
     subject = f"--subject={DETECTION}::optimizer-state-dropped"
-    outcome = pytester.runpytest_subprocess("suites", subject, *selection, timeout=120)
+    outcome = pytester.runpytest_subprocess("suites", subject, *selection, timeout=600)
     assert outcome.ret == 1
     return Path(pytester.path) / "reports" / "latest"
 
