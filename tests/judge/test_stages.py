@@ -66,7 +66,7 @@ NAMED = [
     ("stage-gradient-doubled", "mlp/1x2", "stage-scaled", "gradients",
      "2 × the right ones on rank 1 (layers.2.weight and layers.2.bias), and right on all other ranks"),
     ("stage-optimizes-a-copy", "mlp/1x2", "stage-without-gradient", "gradients",
-     "zero or absent for the parameters that rank 1 holds (layers.2.weight and layers.2.bias)"),
+     "zero or absent for the parameters on rank 1 (layers.2.weight and layers.2.bias)"),
     ("stage-restored-after-its-step", "transformer/1x3", "stage-not-updated", "update",
      "the parameters that rank 1 holds did not move (norm_2.weight, norm_2.bias and 4 more)"),
     ("stage-never-steps", "mlp/1x2", "stage-never-stepped", "steps", "rank 1 took no optimizer step"),
