@@ -35,7 +35,7 @@ from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.report.text import markdown, shortened
+from plumbline.report.text import counted, markdown, shortened
 from plumbline.results.records import Result, ending
 from plumbline.results.run import Run, read_run
 
@@ -137,7 +137,7 @@ def published(subjects: Sequence[str], asked: argparse.Namespace) -> tuple[list[
         assert not ends, f"endings without a column: {ends}"
         print(lines[-1], file=sys.stderr, flush=True)
         for found, results in accused(subject, run).items():
-            print(f"    {found.check}: {found.cause}, {len(results)} cells", file=sys.stderr, flush=True)
+            print(f"    {found.check}: {found.cause}, {counted(len(results), 'cell')}", file=sys.stderr, flush=True)
             accusations[found] = results
     told = [(one, results, one.proof.run() if one.proof else None) for one, results in accusations.items()]
     lines += [

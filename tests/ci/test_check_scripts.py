@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -33,6 +34,16 @@ def result():
         return module.Result("plain-loop", mistake, 2.0, 3.0, losses, verdict)
 
     return made
+
+
+def test_scripts_of_our_own_declare_the_libraries_that_they_import(runner):
+    """Without that, they are started by an interpreter that may lack them."""
+    for script in runner.SCRIPTS.values():
+        if script.source == "rewritten":
+            name = next(word for word in shlex.split(script.command) if word.endswith(".py"))
+            text = (FOLDER / "scripts" / name).read_text()
+            imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE))
+            assert imported - sys.stdlib_module_names - {"torch"} <= set(script.needs), name
 
 
 def test_every_script_of_our_own_is_in_the_table_once(runner):
