@@ -115,10 +115,10 @@ def test_a_question_that_computes_is_waited_for() -> None:
     """However slow it is: a rank, or the import of a library, may have little of a busy machine's processors."""
 
     def slow() -> Iterator[ProbeResult]:
-        subprocess.run([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=2)], check=True)
+        subprocess.run([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=5)], check=True)
         yield ProbeResult("done")
 
-    assert list(run_probes({"slow": slow}, quiet=0.5)) == [("slow", ProbeResult("done"))]
+    assert list(run_probes({"slow": slow}, quiet=3)) == [("slow", ProbeResult("done"))]
 
 
 def test_nothing_is_waited_for_for_ever() -> None:
