@@ -53,7 +53,6 @@ CODES = [
     ("report broken", 2),
     ("report run --format md", 0),
     ("report run --format nope", 4),
-    ("report run --format parquet", 4),
     ("report run -o file", 4),
     ("run conformence", 4),
     ("show nowhere mlp", 2),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from plumbline.cli.main import main
@@ -69,26 +67,7 @@ def test_one_format_is_written_where_it_is_wanted(run: Path, tmp_path: Path, cap
     assert {file.name for file in run.iterdir()} == {"results.jsonl"}
 
 
-def test_parquet_has_the_same_rows(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    file = tmp_path / "metrics.parquet"
-    assert main(["report", str(run), "--format", "parquet", "-o", str(file)]) == 0
-    assert main(["report", str(run)]) == 0
-    written, listed = pd.read_parquet(file), pd.read_csv(run / "metrics.csv")
-    assert list(written.columns) == list(listed.columns)
-    assert list(written["value"]) == list(listed["value"])
-
-
-def test_without_pyarrow_it_says_what_to_do(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    for name in ("pyarrow", "fastparquet"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert main(["report", str(run), "--format", "parquet", "-o", str(tmp_path / "x")]) == 2
-    assert "pip install pyarrow" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--format", "parquet"], ["-o", "x"], ["--format", "xml"]])
+@pytest.mark.parametrize("arguments", [["-o", "x"], ["--format", "xml"]])
 def test_a_wrong_command_line_is_said_so(run: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     try:
         code = main(["report", str(run), *arguments])

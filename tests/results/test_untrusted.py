@@ -22,7 +22,7 @@ from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.trace import RankTrace
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.pytest_plugin.conformance_case import ConformanceCase
-from plumbline.report.formats import write_content
+from plumbline.results.atomic import write_text
 from plumbline.results.errors import RunNotFound
 from plumbline.results.header_footer import Footer, Header, WorkloadSource
 from plumbline.results.logs import trace_folder
@@ -126,8 +126,8 @@ def test_pages_are_written_into_the_run_s_own_folder(run, tmp_path):
     with pytest.raises(RunNotFound, match="is a symbolic link"):
         read_run(other)
     (other / "mine").write_text("left as it is")
-    (run / "page.parquet").symlink_to(other / "mine")
-    write_content(run / "page.parquet", b"content")
+    (run / "page.csv").symlink_to(other / "mine")
+    write_text(run / "page.csv", "content")
     assert (other / "mine").read_text() == "left as it is"
     (other / "traces" / "cell").mkdir(parents=True)
     (run / "traces").symlink_to(other / "traces")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlanError
-from plumbline.report.formats import format_names, report_format, write_content, write_report
+from plumbline.report.formats import format_names, report_format, write_report
+from plumbline.results.atomic import write_text
 from plumbline.results.run import read_run
 
 
@@ -33,13 +34,11 @@ def report(options: argparse.Namespace) -> int:
     chosen = None if options.format is None else report_format(options.format)
     if chosen is None and options.output is not None:
         raise PlanError("-o writes a single format: add --format")
-    if chosen is not None and chosen.binary and options.output is None:
-        raise PlanError(f"--format {options.format} is binary: give a file with -o")
     if chosen is None:
         write_report(options.run)
         print(run.path / "report.html")
     elif options.output is not None:
-        write_content(options.output, chosen.render(run))
+        write_text(options.output, chosen.render(run))
     else:
-        sys.stdout.write(str(chosen.render(run)))
+        sys.stdout.write(chosen.render(run))
     return 0

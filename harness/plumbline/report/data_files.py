@@ -1,10 +1,9 @@
-"""A run's tables for programs that read tables: as CSV every metric and the support table, as Parquet every metric."""
+"""A run's tables as CSV: every metric, and the support table."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from plumbline.core.errors import PlumblineError
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables.measured import metrics_table
 from plumbline.report.tables.support import support_table
@@ -21,18 +20,9 @@ def support_csv(run: Run) -> str:
     return _as_csv(support_table(run))
 
 
-def metrics_parquet(run: Run) -> bytes:
-    try:
-        content: bytes = metrics_table(run).to_parquet(index=False)
-    except ImportError as error:
-        raise PlumblineError("--format parquet needs pyarrow: run pip install pyarrow, or use --format csv") from error
-    return content
-
-
 def _as_csv(table: pd.DataFrame) -> str:
     text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False)
     return text
 
 
 CSV = ReportFormat("every metric in long form", metrics_csv, {"metrics.csv": metrics_csv, "support.csv": support_csv})
-PARQUET = ReportFormat("the same table as csv, with types", metrics_parquet, binary=True)

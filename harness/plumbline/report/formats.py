@@ -14,10 +14,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Final
 
-from plumbline.results.atomic import write_bytes
+from plumbline.results.atomic import write_text
 from plumbline.results.run import Run, read_run
 
-Render = Callable[[Run], str | bytes]
+Render = Callable[[Run], str]
 
 ENTRY_POINTS: Final = "plumbline.report_formats"
 
@@ -26,7 +26,6 @@ FORMATS: Final[dict[str, str]] = {
     "html": "plumbline.report.html.page:FORMAT",
     "csv": "plumbline.report.data_files:CSV",
     "json": "plumbline.report.json_report:FORMAT",
-    "parquet": "plumbline.report.data_files:PARQUET",
     "sarif": "plumbline.report.annotations.of_run:SARIF",
     "github": "plumbline.report.annotations.of_run:GITHUB",
 }
@@ -38,13 +37,12 @@ class ReportFormat:
     """One way to write a report.
 
     ``render`` returns the report of a run, as ``plumbline report --format`` shows it. ``files`` are written into the
-    run's folder at its end: for each file name what renders it. ``binary`` content is never printed to a terminal.
+    run's folder at its end: for each file name what renders it.
     """
 
     description: str
     render: Render
     files: Mapping[str, Render] = field(default_factory=dict)
-    binary: bool = False
 
 
 def format_names() -> list[str]:
@@ -71,11 +69,7 @@ def write_report(run_path: Path) -> None:
     run = read_run(run_path)
     for name in format_names():
         for file, render in report_format(name).files.items():
-            write_content(run.path / file, render(run))
-
-
-def write_content(path: Path, content: str | bytes) -> None:
-    write_bytes(path, content.encode() if isinstance(content, str) else content)
+            write_text(run.path / file, render(run))
 
 
 def _locations() -> dict[str, str]:

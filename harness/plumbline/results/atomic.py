@@ -10,18 +10,14 @@ from plumbline.results.errors import ResultsError
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``, over an existing file or link: where a link leads is left as it is.
+    """Write ``text`` to ``path``, over an existing file or link: where a link leads is left as it is.
 
     Raises:
         ResultsError: the folder is not writable.
     """
     beside = _name_beside(path)
     try:
-        beside.write_bytes(content)
+        beside.write_bytes(text.encode())
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from typing import Final
 
 from jinja2 import Environment
 
-from plumbline.report.formats import write_content
 from plumbline.report.history.changes import (
     FoundRuns,
     Step,
@@ -28,6 +27,7 @@ from plumbline.report.history.pictures import badge_of, curve
 from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
 from plumbline.report.text import counted
+from plumbline.results.atomic import write_text
 from plumbline.results.records import KNOWN, grouped
 from plumbline.results.run import Run
 
@@ -61,9 +61,9 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     steps = all_steps(cells, figures)
     (site / BADGES).mkdir(parents=True, exist_ok=True)
     for subject, own in grouped(cells, lambda cell: cell.subject).items():
-        write_content(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
+        write_text(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
     links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
-    write_content(site / INDEX, _page(found, cells, figures, steps, links))
+    write_text(site / INDEX, _page(found, cells, figures, steps, links))
     return found
 
 
