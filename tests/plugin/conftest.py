@@ -10,7 +10,7 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from plumbline.launch.launchers import local
+from plumbline.launch.launchers import base
 from plumbline.launch.pool import Pool
 from plumbline.results.json_lines import results_schema
 
@@ -149,7 +149,7 @@ def kept_pools(_pools, monkeypatch):
             _pools[key] = KeptPool(locator, python, notify)
         return _pools[key]
 
-    monkeypatch.setattr(local, "Pool", pool)
+    monkeypatch.setattr(base, "Pool", pool)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_fsdp import REFUSED, joined_mesh
 
 HEADS = 2

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 from plumbline.subjects.torch_fsdp import broadcast_buffers
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, PRECISIONS, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, PRECISIONS, OneDevice, fit
 from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 
 try:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import PRECISIONS, OneDevice, fit
+from plumbline.subjects.torch_base import PRECISIONS, OneDevice, fit
 from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 
 CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-parameters"]

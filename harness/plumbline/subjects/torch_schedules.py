@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.distributed import pipelining
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import PRECISIONS
+from plumbline.subjects.torch_base import PRECISIONS
 from plumbline.subjects.torch_pp import CAPABILITIES, Schedule, train_with
 
 SCHEDULES = {

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_fsdp import REFUSED, joined_mesh
 from plumbline.subjects.torch_tp import PRECISIONS, clip, ties_kept
 

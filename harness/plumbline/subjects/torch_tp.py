@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, REFUSED, Fsdp, broadcast_buffers, joined_mesh, shard
 
 # GradScaler checks only the gradients of its own rank, and some of them are parts: no float16.

@@ -1,6 +1,6 @@
 """torch's trainers: one subject, with a file for each group of backends."""
 
-from plumbline.subjects.handwritten import train, train_dp, train_zero
+from plumbline.subjects.torch_base import train, train_dp, train_zero
 from plumbline.subjects.torch_cp import train as train_cp
 from plumbline.subjects.torch_ep import train as train_ep
 from plumbline.subjects.torch_fsdp import train as train_fsdp

@@ -49,7 +49,7 @@ class VirtualEnvironment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs with dependencies. Ranks need NumPy to write their evidence."""
+        """What pip installs with dependencies. Ranks do not need NumPy, but torch warns where it is missing."""
         library = SHORT_NAMES[self.subject].dependencies or (self.requirement,)
         return list(dict.fromkeys((self.torch, *library, "numpy")))
 

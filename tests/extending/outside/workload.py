@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plumbline.subjects.handwritten import train as train
+from plumbline.subjects.torch_base import train as train
 from plumbline.workloads import Workload, register
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.handwritten import CAPABILITIES, fit
+from plumbline.subjects.torch_base import CAPABILITIES, fit
 from plumbline.subjects.torch_ep import Ep
 from plumbline.subjects.torch_tp import Tp
 

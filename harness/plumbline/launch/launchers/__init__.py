@@ -10,9 +10,8 @@ from collections.abc import Iterable
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
+from plumbline.launch.launchers.base import Launcher, LauncherOptions, LocalLauncher
 from plumbline.launch.launchers.hosts import HostsLauncher
-from plumbline.launch.launchers.local import LocalLauncher
 from plumbline.launch.launchers.ray import RayLauncher
 from plumbline.launch.launchers.slurm import SlurmLauncher
 from plumbline.launch.launchers.torchrun import TorchrunLauncher

@@ -1,4 +1,4 @@
-"""The interface of launchers."""
+"""The interface of launchers, and the one for this machine alone."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ class Launcher(ABC):
     @abstractmethod
     def pool(self, locator: str, python: str | None) -> Pool:
         """Start a pool for the subjects behind ``locator``, in the interpreter ``python`` or this one."""
+
+
+class LocalLauncher(Launcher):
+    """Simulates the nodes on this machine; they divide its CUDA devices among them."""
+
+    def pool(self, locator: str, python: str | None) -> Pool:
+        return Pool(locator, python, self._notify)
