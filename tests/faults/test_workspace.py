@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from plumbline.launch.workspace import Workspace
 from plumbline.worker.scratch import NODE, RUN, Scratch
 
 OWNER = """
@@ -39,8 +39,8 @@ def folders(place):
 
 
 def test_a_workspace_is_removed_when_its_run_leaves_it(tmp_path):
-    workspace = Workspace.new(tmp_path)
-    assert workspace.folder().parent == workspace.path
+    workspace = Scratch.new(RUN, tmp_path)
+    assert Path(workspace.path).parent == tmp_path
     workspace.leave(remove=True)
     assert not folders(tmp_path)
 
@@ -51,8 +51,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, prefix):
     assert killed.returncode == -signal.SIGKILL
     (left,) = folders(tmp_path)
     assert left.name.startswith(prefix)
-    workspace = Workspace.new(tmp_path)
-    assert folders(tmp_path) == [workspace.path]
+    workspace = Scratch.new(RUN, tmp_path)
+    assert folders(tmp_path) == [Path(workspace.path)]
     workspace.leave(remove=True)
 
 
@@ -65,11 +65,11 @@ def test_what_was_killed_before_it_had_a_lock_is_removed_and_what_is_not_ours_st
 
 
 def test_what_somebody_uses_stays_also_when_its_maker_has_left_it(tmp_path):
-    made = Workspace.new(tmp_path)
-    user = Workspace.of(made.path)
+    made = Scratch.new(RUN, tmp_path)
+    user = Scratch(made.path)
     made.leave(remove=False)
-    other = Workspace.new(tmp_path)
-    assert made.path in folders(tmp_path)
+    other = Scratch.new(RUN, tmp_path)
+    assert Path(made.path) in folders(tmp_path)
     user.leave(remove=True)
     other.leave(remove=True)
     assert not folders(tmp_path)

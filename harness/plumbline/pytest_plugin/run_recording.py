@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,6 @@ from plumbline.core.cell import Cell
 from plumbline.core.invocation import command as command_line
 from plumbline.core.software import Software
 from plumbline.core.training_behavior import TrainingBehavior
-from plumbline.launch.workspace import Workspace
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.planning.options import Options
 from plumbline.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
@@ -25,12 +25,13 @@ from plumbline.results.header_footer import Footer, Header, SubjectCode
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
 from plumbline.results.run import PROFILES
 from plumbline.results.run_writer import RunWriter
+from plumbline.worker.scratch import RUN, Scratch
 
 
 class RunRecording:
     """Writes a session's run, as a pytest plugin.
 
-    Under xdist, only the controller writes. A worker keeps its traces in its own workspace until the controller has
+    Under xdist, only the controller writes. A worker keeps its traces in a folder of its own until the controller has
     moved them.
 
     Raises:
@@ -44,8 +45,8 @@ class RunRecording:
         self._measurements: list[Measurement] = []
         self._undeclared: dict[Coordinates, Result] = {}
         self._command: list[str] = []
-        self._own: Workspace | None = None
-        self._workspaces: dict[Path, Workspace] = {}
+        self._own: Scratch | None = None
+        self._scratch: dict[Path, Scratch] = {}
         self._resumed = find_resumed_run(options)
         self._known = self._resumed.whole if self._resumed else {}
 
@@ -128,9 +129,9 @@ class RunRecording:
         if self._own is None:
             # Ranks on other machines must write their traces where this process can read them.
             on_other_machines = self._options.launcher.nodes is not None
-            self._own = Workspace.new(self._options.report_dir.resolve() if on_other_machines else None)
-            self._workspaces[self._own.path] = self._own
-        return self._own.folder()
+            self._own = Scratch.new(RUN, self._options.report_dir.resolve() if on_other_machines else None)
+            self._scratch[Path(self._own.path)] = self._own
+        return Path(tempfile.mkdtemp(prefix="cell-", dir=self._own.path))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         payload = payload_of(report)
@@ -161,15 +162,15 @@ class RunRecording:
             shutil.move(folder, kept)
 
     def _take_over(self, folder: Path) -> None:
-        # An xdist worker may end before this process, so this process keeps its workspace.
-        if folder.parent not in self._workspaces and folder.is_dir():
-            self._workspaces[folder.parent] = Workspace.of(folder.parent)
+        # An xdist worker may end before this process, so this process keeps its folder.
+        if folder.parent not in self._scratch and folder.is_dir():
+            self._scratch[folder.parent] = Scratch(folder.parent)
 
     def finish(self, exitstatus: int) -> None:
-        for workspace in self._workspaces.values():
-            # An xdist worker leaves its workspace to the controller.
-            workspace.leave(remove=self._writer is not None)
-        self._workspaces.clear()
+        for scratch in self._scratch.values():
+            # An xdist worker leaves its folder to the controller.
+            scratch.leave(remove=self._writer is not None)
+        self._scratch.clear()
         if self._writer is None:
             return
         with _exit_on_write_error():
