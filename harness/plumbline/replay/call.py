@@ -46,7 +46,8 @@ class TrackedCall:
     that requires a gradient. ``cotangents`` has, for each backward pass, the gradient that arrived at each output from
     outside of the call, None where there was none. ``obstacle`` says why the call cannot be run again, "" if it can.
     ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
-    ``compiled`` says whether the module or a part of it ran as compiled code.
+    ``compiled`` says whether the module or a part of it ran as compiled code. ``collectives`` counts, by the names of
+    process groups, how often it communicated. ``is_distributed``: parameters are DTensors that no replay gathers.
     """
 
     number: int
@@ -65,6 +66,8 @@ class TrackedCall:
     scalars: dict[int, str | int] = field(default_factory=dict)
     cotangents: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     obstacle: str = ""
+    collectives: dict[str, int] = field(default_factory=dict)
+    is_distributed: bool = False
     discarded: bool = False
     graph: weakref.ref[Any] | None = None
 

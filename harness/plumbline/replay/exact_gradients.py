@@ -120,7 +120,7 @@ class _Step:
 
     def gather(self, call: TrackedCall) -> None:
         """Gather sharded parameters, before anything can be different on different ranks."""
-        if any(is_distributed(one.parameter) for one in call.parameters):
+        if not call.obstacle and any(is_distributed(one.parameter) for one in call.parameters):
             self._exact.leaves(call)
             self._native.leaves(call)
 

@@ -35,16 +35,18 @@ class ParameterCopies:
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
-            values = whole(parameter.detach())
-            native = self._precision is ReplayPrecision.NATIVE
-            values = values.to(dtype or values.dtype) if native else self._precision.copy(values)
-            leaf = nn.Parameter(values, requires_grad=False)
+            leaf = nn.Parameter(self._copy(whole(parameter.detach()), dtype), requires_grad=False)
             if not is_distributed(parameter):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def _copy(self, values: Tensor, dtype: torch.dtype | None) -> Tensor:
+        if self._precision is ReplayPrecision.NATIVE:
+            return values.to(dtype or values.dtype)
+        return self._precision.copy(values)
 
     def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
         """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""

@@ -24,7 +24,7 @@ from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.random_state import drawn_from
 from plumbline.replay.reasons import COMMUNICATES
-from plumbline.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, WideMode
+from plumbline.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, Rounding, WideMode
 from plumbline.replay.tracked_calls import differentiable
 from plumbline.replay.unsharding import replace_hooks
 from plumbline.replay.uses import Graph
@@ -98,6 +98,33 @@ def replay(
         state.restore()
 
 
+def forward_together(
+    call: TrackedCall,
+    precision: ReplayPrecision,
+    copies: ParameterCopies,
+    drawn: list[torch.dtype] | None = None,
+    rounding: Rounding | None = None,
+) -> tuple[list[Tensor], list[torch.dtype] | None]:
+    """Run ``call`` again while all other ranks run theirs, and return its outputs and the dtypes of its random draws.
+
+    Its collectives run. See ``replay`` for the arguments; a ``rounding`` is put on the result of each operator.
+
+    Raises:
+        UnknownDrawError: where it has to be run in the training's own precision first.
+    """
+    leaves = copies.leaves(call)
+    state, mode = copies.state(call.module), _mode(call, precision, drawn)
+    mode.may_communicate = True
+    if isinstance(mode, WideMode):
+        mode.rounding = rounding
+    try:
+        with _conditions(call, precision, mode):
+            outputs = _forward(call, state, _replacement(call, precision, leaves), mode)
+            return [one.detach() for one in outputs], mode.drawn if isinstance(mode, NativeMode) else None
+    finally:
+        state.restore()
+
+
 def _check(call: TrackedCall) -> None:
     if call.obstacle:
         raise CannotReplayError(f"{call.name}: {call.obstacle}")
@@ -130,6 +157,20 @@ def _run(
     receive: ReceiveGradient | None,
     mode: NativeMode | WideMode,
 ) -> Replayed:
+    outputs = _forward(call, state, replacement, mode)
+    samples, graph = tuple(sample(one) for one in outputs), Graph.of(outputs)
+    known = {id(leaf) for _, leaf in leaves}
+    hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
+    runs_code = mode.saves_with_hooks or graph.runs_code
+    if (receive is not None and chosen) or runs_code:
+        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+            _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
+    return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
+
+
+def _forward(
+    call: TrackedCall, state: ModuleState, replacement: Callable[[Tensor], Tensor], mode: NativeMode | WideMode
+) -> list[Tensor]:
     with mode:
         state.exchange(replacement)
         for module, training in call.training:
@@ -140,14 +181,7 @@ def _run(
     if len(outputs) != len(call.outputs):
         why = f"run again, it gave {len(outputs)} outputs instead of {len(call.outputs)}"
         raise CannotReplayError(f"{call.name}: {why}")
-    samples, graph = tuple(sample(one) for one in outputs), Graph.of(outputs)
-    known = {id(leaf) for _, leaf in leaves}
-    hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
-    runs_code = mode.saves_with_hooks or graph.runs_code
-    if (receive is not None and chosen) or runs_code:
-        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
-            _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
-    return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
+    return outputs
 
 
 def _differentiate(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.sharding import local
 from plumbline.replay.draws import DRAWING, Draws, is_drawn, leading, widened
 from plumbline.replay.forward_draws import ForwardDraws
 from plumbline.replay.precision import ReplayPrecision
@@ -32,11 +33,13 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
     its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
+    ``may_communicate``: all ranks replay together.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saves_with_hooks = False
+        self.may_communicate = False
         self.forward_draws: ForwardDraws | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
@@ -56,7 +59,7 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.saves_with_hooks:
             self.saves_with_hooks = _hooks_on_saved_tensors()
         kind = _kind(func)
-        if kind is _Kind.COMMUNICATES:
+        if kind is _Kind.COMMUNICATES and not self.may_communicate:
             raise CommunicatesError
         return kind
 
@@ -66,6 +69,31 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = kwargs.get("generator")
         if generator is not None and all(one is not generator for one, _ in self._generators):
             self._generators.append((generator, generator.get_state()))
+
+
+class Rounding:
+    """Errors like those of computing in a format of the unit roundoff ``unit``: the same ones for the same ``seed``."""
+
+    def __init__(self, unit: float, seed: int) -> None:
+        self._unit = unit
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def of(self, result: Any) -> Any:
+        """Return the floating-point tensors in a result with an error in each entry."""
+        if isinstance(result, (list, tuple)):
+            return type(result)(self.of(one) for one in result)
+        if not isinstance(result, Tensor) or not result.is_floating_point() or _is_fake(result):
+            return result
+        own = local(result)
+        errors = torch.randn(own.shape, generator=self._generator, dtype=own.dtype).to(own.device) * self._unit
+        with torch.no_grad():
+            own.mul_(1 + errors)
+        return result
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no values: DTensor finds the shapes of results with such ones, once for each."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
 class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
@@ -93,6 +121,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self._precision = precision
         self._random = random
+        self.rounding: Rounding | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
@@ -110,7 +139,8 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
             if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
             return func(*self._widened(args), **self._widened(kwargs))
-        return widened(result, self._precision) if kind is _Kind.LIFTS else result
+        result = widened(result, self._precision) if kind is _Kind.LIFTS else result
+        return self.rounding.of(result) if self.rounding is not None and _rounds(func) else result
 
     def _with_wide_dtypes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,6 +166,17 @@ class _Kind(Enum):
     DRAWS = "draws random numbers"
     COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
     LIFTS = "gives a tensor that was made from Python numbers"
+
+
+@cache
+def _rounds(func: Any) -> bool:
+    """Return whether an operator computes new tensors: collectives may still run when they return."""
+    if _kind(func) is _Kind.COMMUNICATES or _name(func) in _EXACT:
+        return False
+    return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+
+
+_EXACT = frozenset({"clone", "_to_copy", "detach"})
 
 
 @cache

@@ -14,10 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.module_calls import ModuleCalls
+from plumbline.recording.sharding import arrival_leaves
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
 from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.call import TrackedCall, UsedParameter, sample
+from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
 from plumbline.replay.unsharding import is_distributed, shards
@@ -148,7 +150,8 @@ class TrackedCalls:
             output = run(module, *args, **kwargs)
         finally:
             thread.called, called = outer, thread.called
-        if unwrapping.is_redirected(module, forward) or any(one is child for one in called):
+        is_wrapper = unwrapping.is_redirected(module, forward) or any(one is child for one in called)
+        if is_wrapper and not (call is not None and communicates_beside(call, self.calls[first:])):
             return output
         for inner in self.calls[first:]:
             inner.discarded = True
@@ -186,6 +189,7 @@ class TrackedCalls:
             training=tuple((one, one.training) for one in module.modules()),
             buffers=self._copied_buffers(module),
             compiled=unwrapping.is_compiled(called),
+            collectives=collectives(),
         )
 
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
@@ -211,6 +215,7 @@ class TrackedCalls:
             if not outputs:
                 return output
             self._note_parameters(call, args, kwargs)
+            call.collectives = {name: now - call.collectives.get(name, 0) for name, now in collectives().items()}
             call.outputs = tuple(sample(one) for one in outputs)
             call.scalars = _scalars(output, outputs)
             nodes = tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None)
@@ -234,7 +239,11 @@ class TrackedCalls:
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
         given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
-        call.obstacle = _obstacle(call.module, parameters, set(map(id, sharded.values())))
+        known = set(map(id, sharded.values()))
+        call.is_distributed = any(is_distributed(one) and id(one) not in known for one in parameters) or any(
+            is_distributed(leaf) for _, leaf in arrival_leaves([call.module])
+        )
+        call.obstacle = _obstacle(call, parameters)
 
     def _received(self, call: TrackedCall, cotangents: tuple[Tensor | None, ...]) -> None:
         number = self._current_pass()
@@ -282,10 +291,10 @@ def _generators(module: nn.Module) -> list[torch.Generator]:
     return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
 
-def _obstacle(module: nn.Module, parameters: Iterable[Tensor], sharded: set[int]) -> str:
-    if unwrapping.flat_sharding(module):
+def _obstacle(call: TrackedCall, parameters: Iterable[Tensor]) -> str:
+    if unwrapping.flat_sharding(call.module):
         return "FSDP1 holds its parameters as pieces of flat ones (`fully_shard` does not)"
-    if any(is_distributed(one) and id(one) not in sharded for one in parameters):
+    if call.is_distributed:
         return "its parameters are DTensors that `fully_shard` did not make"
     if any(not one.is_leaf for one in parameters):
         return "its parameters are computed from other tensors"

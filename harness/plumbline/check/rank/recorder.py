@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
+from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.memory_needed import require_memory
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
@@ -62,9 +63,10 @@ class TrainingRecorder:
         self._names = ParameterNames()
         self._optimizers = KnownOptimizers(self._names)
         self._unclipped = UnclippedGradients(self._optimizers, sample, loss_scale)
-        self._observers = Observers((loss_scale, clipping, self._unclipped, *others))
+        joint = JointSteps(self._optimizers, self._names, self._unclipped)
+        self._observers = Observers((loss_scale, clipping, self._unclipped, joint, *others))
         self._passes = TrainingPasses(
-            options, sample, self._optimizers, self._names, self._observers, loss_scale, self._errors
+            options, sample, self._optimizers, self._names, self._observers, loss_scale, self._errors, joint
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping = self._unclipped.note

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.rank.joint.forward import recorded_calls
+from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
@@ -43,6 +45,7 @@ class TrainingPasses:
         observers: Observers,
         loss_scale: LossScale,
         errors: OwnErrors,
+        joint: JointSteps,
     ) -> None:
         self._replays = not options.dry_run
         self._sample = sample
@@ -51,6 +54,7 @@ class TrainingPasses:
         self._observers = observers
         self._loss_scale = loss_scale
         self._errors = errors
+        self._joint = joint
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
         self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), sample.has)
@@ -138,6 +142,7 @@ class TrainingPasses:
         if not self._replays:
             self._calls.forget()
             return
+        calls = recorded_calls(self._calls.pending(), {one.number: one.scale for one in passes})
         otherwise = any(recomputed_otherwise(one.facts) for one in passes)
         exact = self._exact.compute(recomputed_otherwise=otherwise)
         for one in passes:
@@ -149,6 +154,8 @@ class TrainingPasses:
                 one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
                 for parameter, reason in found.uncovered.items():
                     self.uncovered.setdefault(self._names.of_one(parameter), reason)
+        with self._calls.paused():
+            self._joint.compare(calls, passes, [why for one in exact.values() for why in one.uncovered.values()])
 
 
 def _leave_out_hooked(found: ExactPass) -> None:

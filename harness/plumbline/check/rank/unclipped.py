@@ -42,6 +42,13 @@ class UnclippedGradients(Observer):
                 if one.grad is not None and id(one) not in self._kept and self._sample.has(one):
                     self._kept[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
 
+    def factor(self, parameter: Tensor) -> float:
+        """Return by how much the gradient of a parameter was shortened: 1 where it was not clipped."""
+        before = self._kept.get(id(parameter))
+        if before is None or parameter.grad is None or not bool(before.any()):
+            return 1.0
+        return float(kept(parameter.grad).norm() / before.norm())
+
     def vector(self, parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:
         """Return the vector of gradients before they were clipped, None where none of them was."""
         if not any(id(parameter) in self._kept for parameter in parameters):

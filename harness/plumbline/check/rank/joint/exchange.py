@@ -1,0 +1,47 @@
+"""Values that all ranks exchange through the store of torch.distributed, which no collective of the script uses."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+TIMEOUT_S = 60.0
+"""How long a rank waits for the others: they come here from the same optimizer step, or not at all."""
+
+
+class NoAgreementError(Exception):
+    """The ranks do not compute together; the message says why."""
+
+
+class Exchange:
+    """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._store: Any = None
+
+    def values(self, own: Any) -> list[Any]:
+        """Return what each rank gave, by rank.
+
+        Raises:
+            NoAgreementError: a rank did not come.
+        """
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self._store is None:
+            c10d: Any = torch.distributed.distributed_c10d
+            self._store = c10d.PrefixStore("plumbline joint forward", c10d._get_default_store())
+        self._round += 1
+        self._store.set(f"{self._round} {rank}", json.dumps(own))
+        keys = [f"{self._round} {other}" for other in range(world)]
+        try:
+            self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
+        except Exception as error:
+            raise NoAgreementError("not every rank came to the same optimizer step") from error
+        found = [json.loads(self._store.get(key)) for key in keys]
+        # All ranks are here, so all have read what was given in the round before.
+        if self._round > 1:
+            self._store.delete_key(f"{self._round - 1} {rank}")
+        return found

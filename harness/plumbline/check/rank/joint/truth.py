@@ -1,0 +1,252 @@
+"""Compares the gradients that optimizers receive with central differences of the joint forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed
+from torch import Tensor
+
+from plumbline.check.rank.joint.classes import Group, grouped, own_numbers
+from plumbline.check.rank.joint.exchange import Exchange, NoAgreementError
+from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
+from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
+from plumbline.recording.observer import Facts
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.replay_modes import Rounding
+
+STEP = 1e-7
+"""How far weights are moved, in multiples of their size: float64 keeps nine digits of the difference, and few units of
+a piecewise linear layer change sides."""
+
+LIMIT = 2.0**7
+"""How many times as large as the noise a right error may be: the square root of 16,384 terms of a sum. Its roundings
+grow with the square root of their number (Higham, Accuracy and Stability of Numerical Algorithms, 2.8), and
+``Rounding`` has only one for the whole of an operator."""
+
+ROUNDS = 4
+"""Directions after which parameters with small gradients are left out."""
+
+MOST_ALONE = 24
+"""Parameters that are compared one by one, where a direction through all of them is wrong."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The derivative of S along a direction: its terms by rank and pass, and its noise; and what was received."""
+
+    shares: list[list[float]]
+    right: float
+    noise: float
+    received: Mapping[int, float]
+
+    @property
+    def limit(self) -> float:
+        """The largest error of a right gradient."""
+        return LIMIT * self.noise
+
+    def error(self, groups: Iterable[int]) -> float:
+        """Return how far what was received for these groups together is from what is right."""
+        return abs(sum(self.received[one] for one in groups) - self.right)
+
+
+class JointTruth:
+    """Judges the gradients of one process's optimizers together with all other ranks.
+
+    A rank that could not take part once does so no more: ``obstacle`` says why.
+    """
+
+    def __init__(self) -> None:
+        self._exchange = Exchange()
+        self.obstacle = ""
+
+    def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool) -> Facts:
+        """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
+
+        All ranks have to call this at the same step.
+        """
+        if self.obstacle:
+            return {"why": self.obstacle}
+        try:
+            return _Comparison(self._exchange, calls, held, has_loss=has_loss).facts()
+        except NoAgreementError as error:
+            self.obstacle = str(error)
+        except Exception as error:
+            self.obstacle = f"computing the forward of all ranks again failed: {type(error).__name__}: {error}"
+        return {"why": self.obstacle}
+
+
+class _Comparison:
+    def __init__(
+        self, exchange: Exchange, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool
+    ) -> None:
+        self._exchange = exchange
+        self._rank = torch.distributed.get_rank()
+        self._held = held
+        collectives: dict[str, list[int]] = {}
+        for one in calls:
+            for group, count in one.call.collectives.items():
+                collectives.setdefault(group, []).append(count)
+        self._agree(collectives)
+        self._gradients = [one.gradient() for one in held]
+        ours = {
+            "held": [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)],
+            "loss": has_loss,
+            "unit": unit_of(calls),
+            "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
+        }
+        theirs = exchange.values(ours)
+        if not all(one["finite"] for one in theirs):
+            raise NoAgreementError("gradients were not finite")
+        self._losses = sum(one["loss"] for one in theirs) or len(theirs)
+        self._unit = max(one["unit"] for one in theirs)
+        self.groups = grouped([one["held"] for one in theirs], self._unit)
+        self._own = own_numbers(self.groups, self._rank)
+        self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
+        self._forward = JointForward(calls, self._weights)
+        self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
+        self._magnitude = sum(exchange.values(self._forward.magnitude))
+
+    def _agree(self, collectives: Mapping[str, list[int]]) -> None:
+        """Make sure that the members of each process group used it as often in each of their calls."""
+        groups: Any = torch.distributed.distributed_c10d._world
+        members = {
+            str(groups.pg_names[one]): sorted(ranks)
+            for one, ranks in groups.pg_group_ranks.items()
+            if one in groups.pg_names
+        }
+        counts = {name: [members[name], [one for one in given if one]] for name, given in collectives.items()}
+        everywhere = self._exchange.values(counts)
+        for own in everywhere:
+            for name, (ranks, given) in own.items():
+                if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
+                    raise NoAgreementError("ranks communicated in different orders in the forward")
+
+    def _all(self, compute: Callable[[], list[float]]) -> list[list[float]]:
+        """Compute together, and return what each rank has; all ranks give up where one of them failed."""
+        try:
+            own: tuple[list[float], str] = compute(), ""
+        except Exception as error:
+            own = [], str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
+        found = self._exchange.values(own)
+        if failed := next((why for _, why in found if why), None):
+            raise NoAgreementError(failed)
+        return [terms for terms, _ in found]
+
+    def facts(self) -> Facts:
+        """Compare the gradients of all parameters, in few directions."""
+        remaining = [place for place, one in enumerate(self.groups)]
+        judged: list[int] = []
+        found: Facts = {"noise": [], "limit": LIMIT, "wrong": [], "losses": self._losses}
+        for number in range(ROUNDS):
+            difference = self._difference(remaining, f"{number}")
+            if difference.noise:
+                found["noise"].append(
+                    [difference.error(remaining) / difference.noise, difference.limit / difference.noise]
+                )
+            if difference.error(remaining) > difference.limit:
+                found["wrong"] = self._alone(remaining, difference)
+                judged += [place for place in remaining if self._shows(difference, place)]
+                break
+            seen = [place for place in remaining if self._shows(difference, place)]
+            judged += [place for place in seen if not self.groups[place].is_doubtful]
+            remaining = [place for place in remaining if place not in seen]
+            if not seen or not remaining:
+                break
+        found["judged"] = [self._named(place) for place in sorted(set(judged))]
+        found["doubtful"] = [self._named(place) for place, one in enumerate(self.groups) if one.is_doubtful]
+        return found
+
+    def _shows(self, difference: Difference, place: int) -> bool:
+        """Return whether an error as large as the gradient of a parameter would have been seen."""
+        return abs(difference.received[place]) > 2 * difference.limit
+
+    def _named(self, place: int) -> list[object]:
+        return [self.groups[place].name, self.groups[place].ranks]
+
+    def _alone(self, places: Sequence[int], together: Difference) -> list[Facts]:
+        """Return what is wrong about single parameters, or about all of them together where no single one is."""
+        largest = sorted(places, key=lambda place: -abs(together.received[place]))[:MOST_ALONE]
+        wrong, are_parts = [], False
+        for place in largest:
+            difference = self._difference([place], f"alone {place}")
+            if difference.error([place]) > difference.limit:
+                if self._is_a_part(place):
+                    are_parts = True
+                else:
+                    wrong.append(self._wrong(place, difference))
+        if wrong or are_parts:
+            return wrong
+        return [self._wrong(largest[0], together)]
+
+    def _is_a_part(self, place: int) -> bool:
+        """Return whether the gradient is right for a parameter that is each rank's own, and began as the others did."""
+        group = self.groups[place]
+        if len(group.instances) == 1:
+            return False
+        first = Group(group.name, group.instances[:1], group.size)
+        difference = self._difference([place], f"one {place}", {place: first})
+        return difference.error([place]) <= difference.limit
+
+    def _wrong(self, place: int, difference: Difference) -> Facts:
+        group = self.groups[place]
+        return {
+            "name": group.name,
+            "ranks": group.ranks,
+            "received": difference.received[place],
+            "right": difference.right,
+            "noise": difference.noise,
+            "shares": difference.shares,
+        }
+
+    def _difference(self, places: Sequence[int], seed: str, instead: Mapping[int, Group] | None = None) -> Difference:
+        """Return the derivative of S along a direction through some of the parameters."""
+        groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
+        directions: dict[int, Tensor] = {}
+        products: dict[int, tuple[float, float]] = {}
+        for place, group in groups.items():
+            for rank, number in group.keys:
+                if rank == self._rank:
+                    one = self._held[number]
+                    along = one.direction(f"{seed} {place}", group.size)
+                    directions[id(one.parameter)] = along
+                    if (rank, number) in group.instances[0]:
+                        products[place] = product(self._gradients[number], along, one.copies)
+        forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
+        seed_of_errors = len(places)
+        rough_forth, rough_back = (
+            self._at(directions, sign, Rounding(self._unit, seed_of_errors)) for sign in (STEP, -STEP)
+        )
+        shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._losses))
+        rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._losses))
+        bends = [
+            (a + b - 2 * c) / (2 * STEP * self._losses)
+            for one, other, still in zip(forth, back, self._still, strict=True)
+            for a, b, c in zip(one, other, still, strict=True)
+        ]
+        every = self._exchange.values({str(place): value for place, value in products.items()})
+        received = {place: sum(own[str(place)][0] for own in every if str(place) in own) for place in places}
+        squares = sum(value[1] for own in every for value in own.values())
+        rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
+        cancelled = 2.0**-52 * self._magnitude / (STEP * self._losses)
+        differences = 4 * math.hypot(*bends) / LIMIT
+        noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
+        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, received)
+
+    def _at(
+        self, directions: Mapping[int, Tensor], length: float, rounding: Rounding | None = None
+    ) -> list[list[float]]:
+        def compute() -> list[float]:
+            self._weights.move(directions, length)
+            return self._forward.terms(rounding)
+
+        return self._all(compute)
+
+
+def _combined(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], combine: Callable[[float, float], float]
+) -> list[list[float]]:
+    return [[combine(a, b) for a, b in zip(one, other, strict=True)] for one, other in zip(ours, theirs, strict=True)]

@@ -1,0 +1,138 @@
+"""The parameters of a joint forward: float64 leaves that are moved along directions."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plumbline.check.evidence.training import as_real, segment
+from plumbline.recording.observer import Facts
+from plumbline.recording.sharding import arrival_leaves, local, whole
+from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.unsharding import is_distributed
+
+
+class JointParameter:
+    """A parameter as this rank holds it: the whole of it, a part by its DTensor's layout, or one that FSDP2 shards.
+
+    ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``factor`` is by how much its
+    gradient was scaled or clipped since the backward passes.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, leaf: Tensor | None = None, factor: float = 1.0) -> None:
+        self.name = name
+        self.parameter = parameter
+        self._factor = factor
+        self._is_gathered = leaf is not None
+        laid_out: Any = parameter if leaf is None else leaf
+        self._layout = (laid_out.device_mesh, laid_out.placements) if is_distributed(laid_out) else None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that hold the parameter together: this one alone where it is no DTensor."""
+        mesh: Any = self.parameter
+        if is_distributed(self.parameter):
+            return [int(rank) for rank in mesh.device_mesh.mesh.flatten()]
+        return [torch.distributed.get_rank()]
+
+    def values(self) -> Tensor:
+        """Return the values with which the module computes; all ranks that hold them have to ask."""
+        values = self.parameter.detach()
+        return self._laid_out(whole(values)) if self._is_gathered else values
+
+    def gradient(self) -> Tensor | None:
+        """Return this rank's part of the gradient in float64, None without one; all ranks that hold it have to ask."""
+        if self.parameter.grad is None:
+            return None
+        gradient = self.parameter.grad.detach()
+        gradient = local(self._laid_out(whole(gradient)) if self._is_gathered else gradient)
+        return as_real(gradient.to_dense() if gradient.is_sparse else gradient).double() / self._factor
+
+    def described(self, gradient: Tensor | None) -> Facts:
+        """Return what a rank says about the parameter, as JSON values.
+
+        ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections.
+        """
+        values = as_real(local(self.parameter.detach()))
+        size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
+        return {
+            "name": self.name,
+            "shape": list(self.parameter.shape),
+            "ranks": self.ranks,
+            "size": size if math.isfinite(size) else 0.0,
+            "weights": segment(values).tolist(),
+            "gradient": [] if gradient is None else segment(gradient).tolist(),
+        }
+
+    def direction(self, seed: str, size: float) -> Tensor:
+        """Return this rank's part of a direction with normal entries times ``size``, as real numbers."""
+        digest = hashlib.blake2b(seed.encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        shape = (*self.parameter.shape, 2) if self.parameter.is_complex() else tuple(self.parameter.shape)
+        along = torch.randn(shape, generator=generator, dtype=torch.float64) * size
+        return local(self._laid_out(along.to(self.parameter.device)))
+
+    @property
+    def copies(self) -> int:
+        """How many of the ranks that hold the parameter together hold the same part of it."""
+        if self._layout is None:
+            return len(self.ranks)
+        mesh, placements = self._layout
+        parts = [size for one, size in zip(placements, mesh.mesh.shape, strict=True) if not one.is_replicate()]
+        return len(self.ranks) // math.prod(parts)
+
+    def _laid_out(self, values: Tensor) -> Tensor:
+        if self._layout is None:
+            return values
+        distribute: Any = torch.distributed.tensor.distribute_tensor
+        mesh, placements = self._layout
+        laid_out: Tensor = distribute(values, mesh, placements, src_data_rank=None)  # every rank has the whole
+        return laid_out
+
+
+class JointWeights(ParameterCopies):
+    """Leaves for the parameters of joint forwards, which keep their layout and can be moved."""
+
+    def __init__(self, precision: ReplayPrecision, parameters: Iterable[JointParameter]) -> None:
+        super().__init__(precision)
+        self._parameters = {id(one.parameter): one for one in parameters}
+        self._base: dict[int, Tensor] = {}
+
+    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return the leaf for a parameter, the same one each time."""
+        if id(parameter) not in self._copies:
+            one = self._parameters.get(id(parameter)) or JointParameter("", parameter)
+            leaf = nn.Parameter(self._copy(one.values(), dtype), requires_grad=False)
+            if not is_distributed(parameter):
+                vars(leaf).update(vars(parameter))
+            self._copies[id(parameter)] = parameter, leaf
+            self._base[id(parameter)] = as_real(local(leaf)).detach().clone()
+        leaf = self._copies[id(parameter)][1]
+        leaf.requires_grad_(requires_grad)
+        return leaf
+
+    def move(self, directions: Mapping[int, Tensor], length: float) -> None:
+        """Set each leaf to its parameter's values, and those that have a direction to so much further along it."""
+        with torch.no_grad():
+            for number, (_, leaf) in self._copies.items():
+                base = self._base[number]
+                as_real(local(leaf)).copy_(base if number not in directions else base + length * directions[number])
+
+
+def leaves_of(roots: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Return what FSDP2 puts in the places of shards, by the ids of the shards."""
+    return {id(shard): leaf for shard, leaf in arrival_leaves(roots)}
+
+
+def product(gradient: Tensor | None, along: Tensor, copies: int) -> tuple[float, float]:
+    """Return this rank's part of the scalar product of a gradient and a direction, and of its terms' squares."""
+    if gradient is None:
+        return 0.0, 0.0
+    terms = gradient * along
+    return float(terms.sum()) / copies, float(terms.square().sum()) / copies
