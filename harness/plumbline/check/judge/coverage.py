@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     NOT_FINITE,
@@ -35,6 +36,11 @@ RECOMPUTED = (
     "an activation checkpoint may have recomputed other values for it, and its gradient could not be computed again"
 )
 NO_ANSWER = "see the line about gradients for the reason"
+
+COPIES_OR_PARTS = (
+    "ranks hold the same values of it and receive different gradients, so it may be one parameter or parts of one"
+)
+TOO_SMALL = "its gradient is too small beside rounding errors, or not part of the recorded forwards"
 
 _REASONS = {
     ALIKE_PARTS: "all ranks compute the same gradient for it",
@@ -112,11 +118,32 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     gradients = dict.fromkeys(sorted(recomputed_unjudged(training)), RECOMPUTED) | gradients
     if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
         gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
+    replays = _replays_left_out(training)
+    joint = JointTruth(training)
+    if joint.compared:
+        left_out = dict(_not_compared_jointly(training, joint))
+        gradients = {key: _reason(key, why, gradients) for key, why in left_out.items()}
+        replays = {key: why for key, why in replays.items() if key in left_out}
     return Coverage(
         _share(entries, gradients | never),
         _share(entries, _updates_left_out(training, entries) | never),
-        _share(entries, _replays_left_out(training) | never),
+        _share(entries, replays | never),
     )
+
+
+def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iterator[tuple[Key, str]]:
+    """Yield each parameter that was not compared with the joint forward on every rank that holds it, and why."""
+    for rank in training.ranks:
+        for step in rank.steps:
+            for one in step.parameters:
+                if (one.name, rank.rank) not in joint.judged:
+                    is_doubtful = (one.name, rank.rank) in joint.doubtful
+                    yield (step.optimizer, one.name), COPIES_OR_PARTS if is_doubtful else TOO_SMALL
+
+
+def _reason(key: Key, why: str, others: Mapping[Key, str]) -> str:
+    known = others.get(key)
+    return known if why == TOO_SMALL and known in (NO_GRADIENT, ZERO_GRADIENT, NOT_SAMPLED) else why
 
 
 def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:

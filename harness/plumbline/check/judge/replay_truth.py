@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     DISTRIBUTED,
@@ -22,7 +23,7 @@ from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.shared_parameters import shared_numbers
-from plumbline.core.finding import Finding
+from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks.gradients import judge_by
 from plumbline.judge.findings import with_hint
@@ -44,8 +45,17 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
 
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield one finding: all gradients are right, or the worst one and its cause; and which were not judged."""
-    truth = ReplayTruth(training)
+    """Yield one finding: all gradients are right, or the worst one and its cause; and which were not judged.
+
+    If the forward that all ranks compute together could be differentiated, it decides what is right: ranks that hold
+    parts of a model may well receive no mean of what their backward passes compute.
+    """
+    truth, joint = ReplayTruth(training), JointTruth(training)
+    if joint.compared:
+        finding = judge_by(joint)
+        known = judge_by(truth) if finding.outcome is Outcome.FAILED else finding
+        yield finding if known.outcome is not Outcome.FAILED or is_unexplained(known) else known
+        return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
     yield judge_by(truth)

@@ -140,13 +140,11 @@ class _Comparison:
         """Compare the gradients of all parameters, in few directions."""
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
-        found: Facts = {"noise": [], "limit": LIMIT, "wrong": [], "losses": self._losses}
+        found: Facts = {"noise": [], "limit": LIMIT, "wrong": [], "groups": len(self.groups)}
         for number in range(ROUNDS):
             difference = self._difference(remaining, f"{number}")
             if difference.noise:
-                found["noise"].append(
-                    [difference.error(remaining) / difference.noise, difference.limit / difference.noise]
-                )
+                found["noise"].append(difference.error(remaining) / difference.noise)
             if difference.error(remaining) > difference.limit:
                 found["wrong"] = self._alone(remaining, difference)
                 judged += [place for place in remaining if self._shows(difference, place)]

@@ -84,7 +84,9 @@ class JointParameter:
         if self._layout is None:
             return len(self.ranks)
         mesh, placements = self._layout
-        parts = [size for one, size in zip(placements, mesh.mesh.shape, strict=True) if not one.is_replicate()]
+        parts: list[int] = [
+            size for one, size in zip(placements, mesh.mesh.shape, strict=True) if not one.is_replicate()
+        ]
         return len(self.ranks) // math.prod(parts)
 
     def _laid_out(self, values: Tensor) -> Tensor:

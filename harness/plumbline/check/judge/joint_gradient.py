@@ -1,0 +1,150 @@
+"""One parameter's gradient at one step, against a derivative of the forward that all ranks compute together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plumbline.check.evidence.training import Facts
+from plumbline.judge.causes.registry import register
+from plumbline.judge.hypothesis import Hypothesis, Match, holds
+from plumbline.judge.mistakes.case import GradientCase
+from plumbline.judge.mistakes.combination import Combination, SomeParameters, scaled
+
+
+@dataclass(frozen=True, eq=False)
+class JointGradient(GradientCase):
+    """What the optimizers on ``ranks`` received for one parameter, along a random direction.
+
+    ``received`` and ``shares`` are scalar products with the direction: of what was received, and of what each rank and
+    each of its backward passes adds to the right gradient. ``alone``: no other parameter was right at this step.
+    """
+
+    index: int
+    rank: int
+    name: str
+    ranks: tuple[int, ...]
+    received: float
+    shares: Sequence[Sequence[float]]
+    noise: float
+    limit_x_noise: float
+    accumulate_most: int
+    alone: bool
+    common_factor: float
+
+    @classmethod
+    def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
+        """Return a wrong gradient as a rank recorded it among the facts of a step."""
+        every = found["wrong"]
+        factors = [one["received"] / one["right"] if one["right"] else math.inf for one in every]
+        first = factors[0]
+        agree = all(
+            abs(one["received"] - first * one["right"]) <= found["limit"] * (1 + abs(first)) * one["noise"]
+            for one in every
+        )
+        return cls(
+            index,
+            wrong["ranks"][0],
+            wrong["name"],
+            tuple(wrong["ranks"]),
+            wrong["received"],
+            wrong["shares"],
+            wrong["noise"],
+            found["limit"],
+            window,
+            len(every) == found["groups"],
+            first if agree else math.nan,
+        )
+
+    @property
+    def world(self) -> int:
+        return len(self.shares)
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.shares[self.rank])
+
+    @property
+    def accumulate(self) -> int:
+        return self.accumulate_most
+
+    @property
+    def scales(self) -> Sequence[float | None]:
+        return [None] * self.world
+
+    @property
+    def has_shares(self) -> Sequence[bool]:
+        return [bool(one) for one in self.shares]
+
+    @property
+    def has_earlier_step(self) -> bool:
+        return False
+
+    @property
+    def zeros(self) -> Sequence[bool]:
+        return [self.received == 0] + ([] if self.alone else [False])
+
+    @property
+    def factor(self) -> float:
+        right = self.value(scaled(1.0))
+        return self.received / right if right else math.inf
+
+    @property
+    def limit(self) -> float:
+        return self.limit_x_noise
+
+    @property
+    def is_right(self) -> bool:
+        return self._misfit(scaled(1.0)) <= self.limit
+
+    def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
+        """Yield how far the gradient is from a prediction, infinite where another parameter's refutes it."""
+        if isinstance(prediction, Match):
+            yield 0.0
+        elif isinstance(prediction, SomeParameters):
+            yield self._misfit(prediction.combination)
+        else:
+            yield self._misfit(prediction) if self.alone else math.inf
+
+    def value(self, combination: Combination) -> float:
+        """Return the scalar product of a combination of this step's shares."""
+        return math.fsum(
+            combination.weight(rank, place, len(passes)) * share
+            for rank, passes in enumerate(self.shares)
+            for place, share in enumerate(passes)
+        )
+
+    def _misfit(self, combination: Combination) -> float:
+        if combination.earlier is not None or combination.left_over:
+            return math.inf
+        weights = [
+            combination.weight(rank, place, len(passes))
+            for rank, passes in enumerate(self.shares)
+            for place in range(len(passes))
+        ]
+        largest = max(map(abs, weights), default=0.0)
+        return abs(self.received - self.value(combination)) / (self.noise * max(1.0, largest))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {**super().figures, "name": self.name}
+
+
+def _scaled(case: JointGradient) -> Iterator[Match]:
+    if math.isfinite(case.common_factor):
+        yield Match()
+
+
+register(
+    JointGradient,
+    Hypothesis("some-tensors-scaled", "averaging", _scaled,
+        "{factor} × the right ones for some parameters, such as {name}",
+        "check whether ranks that are not replicas are summed or averaged over, or a loss is counted on each of them",
+        45),
+    Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
+        "not a known combination of what the ranks add to it, and several ranks compute the forward together",
+        "check the backward pass of what ranks exchange in the forward: that of a copy is a sum over ranks, and that of "
+        "an all-gather a reduce-scatter", 5),
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""The gradients of ranks that compute one forward together: right is its derivative, by central differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.check.judge.judged_gradients import judged_gradients
+from plumbline.check.judge.noted import listed, not_judged
+from plumbline.check.judge.received_gradient import RIGHT, ReceivedGradient
+from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.mistakes.combination import scaled
+from plumbline.judge.oracle.noise import PROJECTION_MARGIN
+from plumbline.judge.truth import GradientEvidence, Truth
+
+CHECK = "gradients"
+
+OBSERVER = "joint"
+
+BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
+"""Causes that a script's own code may have made on purpose."""
+
+
+class JointTruth(Truth[JointGradient]):
+    """What all optimizers received, along random directions, against the derivative of the joint forward."""
+
+    def __init__(self, training: RecordedTraining) -> None:
+        self.training = training
+        first = training.ranks[0]
+        # The same on all ranks: they exchanged what they found.
+        found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
+        self.compared: list[tuple[int, Facts]] = [(number, one) for number, one in found if one and "groups" in one]
+        self.obstacle = next((one["why"] for _, one in found if one and one.get("why")), "")
+
+    @property
+    def cases(self) -> Sequence[JointGradient]:
+        """The wrong gradients of the first step that has any: later steps begin at weights that are wrong."""
+        window = max((len(one) for _, found in self.compared for one in _passes(found)), default=1)
+        for number, found in self.compared:
+            if found["wrong"]:
+                return [JointGradient.of(number, one, found, window) for one in found["wrong"]]
+        return []
+
+    @cached_property
+    def judged(self) -> frozenset[tuple[str, int]]:
+        """The names and ranks of parameters whose gradient was compared with one that is not zero."""
+        return frozenset(
+            (name, rank) for _, found in self.compared for name, ranks in found["judged"] for rank in ranks
+        )
+
+    @cached_property
+    def doubtful(self) -> frozenset[tuple[str, int]]:
+        """Those that may be copies of one parameter or parts of one, in every step."""
+        return (
+            frozenset((name, rank) for _, found in self.compared for name, ranks in found["doubtful"] for rank in ranks)
+            - self.judged
+        )
+
+    def compare(self) -> Finding:
+        limit = max(found["limit"] for _, found in self.compared)
+        noise = [one for _, found in self.compared for one in found["noise"]]
+        wrong = self.cases
+        if not wrong:
+            right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
+            return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
+        worst = wrong[0]
+        error = max(abs(one.received - sum(map(sum, one.shares))) / one.noise for one in wrong)
+        names = list(dict.fromkeys(case.name for case in wrong))
+        return Finding(
+            CHECK,
+            Outcome.FAILED,
+            f"gradients of {listed(names)} at step {worst.index} are not the derivative of the forward that "
+            "all ranks compute together",
+            step=worst.index,
+            parameter=worst.name,
+            rank=worst.rank,
+            error_x_noise=error,
+            limit_x_noise=limit,
+        )
+
+    def evidence(self, wrong: Sequence[JointGradient]) -> GradientEvidence[JointGradient]:
+        return GradientEvidence(wrong)
+
+    def conclude(self, finding: Finding, wrong: Sequence[JointGradient]) -> Finding:
+        """Accuse nothing that the script's own code may have meant."""
+        if finding.cause not in BY_ELIMINATION or not _is_changed(self.training, finding.step):
+            return finding
+        arrived = judged_gradients(self.training).cases
+        if all(_is_exchanged(self.training, arrived, case) for case in wrong):
+            return finding
+        why = "the script changes gradients with its own code, and the result matches no known mistake"
+        return not_judged(CHECK, why, finding.step)
+
+
+def _members(lists: Iterable[Sequence[tuple[str, Sequence[int]]]]) -> frozenset[tuple[str, int]]:
+    return frozenset((name, rank) for one in lists for name, ranks in one for rank in ranks)
+
+
+def _passes(found: Facts) -> Iterator[Sequence[float]]:
+    for one in found["wrong"]:
+        yield from one["shares"]
+
+
+def _is_changed(training: RecordedTraining, index: int | None) -> bool:
+    steps = [step for rank in training.ranks for step in rank.steps if step.number == index]
+    return any(step.facts.get("clipping", {}).get("by_hand") or step.facts.get("gradient_hooks") for step in steps)
+
+
+def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient], wrong: JointGradient) -> bool:
+    """Return whether the script did nothing to a gradient but to exchange it between ranks, or to leave it as it is."""
+    own = [
+        ReceivedGradient(place, rank.rank, {rank.rank: step})
+        for rank in training.ranks
+        for place, step in enumerate(rank.steps)
+    ]
+    for rank in wrong.ranks:
+        fits = False
+        for case in (*own, *arrived):
+            if case.rank != rank or case.step.number != wrong.index:
+                continue
+            for number, parameter in enumerate(case.parameters):
+                if parameter.name == wrong.name and bool(case.compared[number]):
+                    summed = scaled(case.world)
+                    fits |= any(float(case.errors(one)[0][number]) <= PROJECTION_MARGIN for one in (RIGHT, summed))
+        if not fits:
+            return False
+    return True
