@@ -145,6 +145,6 @@ register(
         45),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "not a known combination of what the ranks add to it, and several ranks compute the forward together",
-        "check the backward pass of what ranks exchange in the forward: that of a copy is a sum over ranks, and that of "
-        "an all-gather a reduce-scatter", 5),
+        "check the backward passes of what ranks exchange in the forward: a copy needs a sum over ranks, an all-gather "
+        "a reduce-scatter", 5),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plumbline.recording.observer import Facts
@@ -81,8 +81,3 @@ def _near(ours: Sequence[float], theirs: Sequence[float], most: float) -> bool:
     apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
     size = max(sum(a * a for a in ours), sum(b * b for b in theirs))
     return apart <= most**2 * size
-
-
-def own_numbers(groups: Sequence[Group], rank: int) -> Mapping[int, Group]:
-    """Return the groups of the parameters that a rank holds, by their numbers on it."""
-    return {number: group for group in groups for holder, number in group.keys if holder == rank}

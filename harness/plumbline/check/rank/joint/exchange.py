@@ -8,12 +8,16 @@ from typing import Any
 
 import torch.distributed
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 """How long a rank waits for the others: they come here from the same optimizer step, or not at all."""
 
 
 class NoAgreementError(Exception):
-    """The ranks do not compute together; the message says why."""
+    """The ranks do not compute together at this step; the message, which all of them have, says why."""
+
+
+class AbsentRankError(Exception):
+    """A rank did not come, and nothing can be computed together any more."""
 
 
 class Exchange:
@@ -27,7 +31,7 @@ class Exchange:
         """Return what each rank gave, by rank.
 
         Raises:
-            NoAgreementError: a rank did not come.
+            AbsentRankError: a rank did not come.
         """
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self._store is None:
@@ -39,7 +43,7 @@ class Exchange:
         try:
             self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
         except Exception as error:
-            raise NoAgreementError("not every rank came to the same optimizer step") from error
+            raise AbsentRankError("not every rank came to the same optimizer step") from error
         found = [json.loads(self._store.get(key)) for key in keys]
         # All ranks are here, so all have read what was given in the round before.
         if self._round > 1:

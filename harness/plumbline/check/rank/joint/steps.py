@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -46,7 +47,7 @@ class JointSteps(Observer):
     ) -> None:
         """Compare the gradients of a step, if needed; ``reasons`` say why calls could not be computed again."""
         losses = [self._has_loss.pop(one.number, True) for one in passes]
-        if calls and (not all(losses) or _needs_all_ranks(calls, reasons)):
+        if calls and _are_several_ranks() and (not all(losses) or _needs_all_ranks(calls, reasons)):
             self._found = self._truth.compare(calls, list(self._held(calls)), has_loss=any(losses))
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -63,6 +64,11 @@ class JointSteps(Observer):
                 if id(one) in used:
                     factor = scale_left(optimizer) * self._divisors.of(one) * self._unclipped.factor(one)
                     yield JointParameter(self._names.of_one(one), used.pop(id(one)), leaves.get(id(one)), factor)
+
+
+def _are_several_ranks() -> bool:
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _needs_all_ranks(calls: Sequence[RecordedCall], reasons: Sequence[str]) -> bool:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.classes import Group, grouped, own_numbers
-from plumbline.check.rank.joint.exchange import Exchange, NoAgreementError
+from plumbline.check.rank.joint.classes import Group, grouped
+from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
 from plumbline.recording.observer import Facts
@@ -27,6 +28,10 @@ LIMIT = 2.0**7
 grow with the square root of their number (Higham, Accuracy and Stability of Numerical Algorithms, 2.8), and
 ``Rounding`` has only one for the whole of an operator."""
 
+LIMIT_16_BIT = 2.0**4
+"""The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
+numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
+
 ROUNDS = 4
 """Directions after which parameters with small gradients are left out."""
 
@@ -36,17 +41,16 @@ MOST_ALONE = 24
 
 @dataclass(frozen=True)
 class Difference:
-    """The derivative of S along a direction: its terms by rank and pass, and its noise; and what was received."""
+    """The derivative of S along a direction, and what was received for each parameter.
+
+    ``shares`` are its terms by rank and pass, ``right`` is their sum; ``limit`` is the largest right error.
+    """
 
     shares: list[list[float]]
     right: float
     noise: float
+    limit: float
     received: Mapping[int, float]
-
-    @property
-    def limit(self) -> float:
-        """The largest error of a right gradient."""
-        return LIMIT * self.noise
 
     def error(self, groups: Iterable[int]) -> float:
         """Return how far what was received for these groups together is from what is right."""
@@ -56,7 +60,7 @@ class Difference:
 class JointTruth:
     """Judges the gradients of one process's optimizers together with all other ranks.
 
-    A rank that could not take part once does so no more: ``obstacle`` says why.
+    After a rank did not come, or failed on its own, nothing is compared any more: ``obstacle`` says why.
     """
 
     def __init__(self) -> None:
@@ -73,8 +77,10 @@ class JointTruth:
         try:
             return _Comparison(self._exchange, calls, held, has_loss=has_loss).facts()
         except NoAgreementError as error:
+            return {"why": str(error)}
+        except AbsentRankError as error:
             self.obstacle = str(error)
-        except Exception as error:
+        except Exception as error:  # on this rank alone, perhaps: the others wait for it no longer than once
             self.obstacle = f"computing the forward of all ranks again failed: {type(error).__name__}: {error}"
         return {"why": self.obstacle}
 
@@ -103,8 +109,8 @@ class _Comparison:
             raise NoAgreementError("gradients were not finite")
         self._losses = sum(one["loss"] for one in theirs) or len(theirs)
         self._unit = max(one["unit"] for one in theirs)
+        self._limit = LIMIT if self._unit < torch.finfo(torch.float16).eps / 2 else LIMIT_16_BIT
         self.groups = grouped([one["held"] for one in theirs], self._unit)
-        self._own = own_numbers(self.groups, self._rank)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
@@ -140,7 +146,7 @@ class _Comparison:
         """Compare the gradients of all parameters, in few directions."""
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
-        found: Facts = {"noise": [], "limit": LIMIT, "wrong": [], "groups": len(self.groups)}
+        found: Facts = {"noise": [], "limit": self._limit, "wrong": [], "groups": len(self.groups)}
         for number in range(ROUNDS):
             difference = self._difference(remaining, f"{number}")
             if difference.noise:
@@ -230,9 +236,9 @@ class _Comparison:
         squares = sum(value[1] for own in every for value in own.values())
         rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
         cancelled = 2.0**-52 * self._magnitude / (STEP * self._losses)
-        differences = 4 * math.hypot(*bends) / LIMIT
+        differences = 4 * math.hypot(*bends) / self._limit
         noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
-        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, received)
+        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self._limit * noise, received)
 
     def _at(
         self, directions: Mapping[int, Tensor], length: float, rounding: Rounding | None = None

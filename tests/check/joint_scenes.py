@@ -1,0 +1,292 @@
+"""Trainings whose ranks compute one forward together, right ones and wrong ones: ``joint_scenes.py SCENE [MISTAKE]``.
+
+Each is written as people write it by hand or with torch, and takes five steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 5
+WIDTH = 16
+ROWS = 8
+MISTAKE = sys.argv[2] if len(sys.argv) > 2 else ""
+
+
+class Copied(torch.autograd.Function):
+    """The same activations on every rank: their gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if MISTAKE != "input-gradient-not-reduced":
+            dist.all_reduce(gradient)
+        return gradient
+
+
+class Summed(torch.autograd.Function):
+    """The sum of all ranks' activations: each gets the gradient as it is."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * (dist.get_world_size() if MISTAKE == "counted-on-each-rank" else 1)
+
+
+class Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        received = torch.empty_like(values)
+        dist.all_to_all_single(received, values.contiguous())
+        return received
+
+    backward = forward
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, values.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if MISTAKE != "gathered-gradient-not-reduced":
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Shifted(torch.autograd.Function):
+    """The neighbour's keys and values, as in ring attention."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return _shifted(values, 1)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient) if MISTAKE == "no-gradient-to-neighbours" else _shifted(gradient, -1)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    received, sent = torch.empty_like(values), values.contiguous()
+    operations = [
+        dist.P2POp(dist.isend, sent, (rank + by) % world),
+        dist.P2POp(dist.irecv, received, (rank - by) % world),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
+class Megatron(nn.Module):
+    """A block whose middle layer lies on all ranks, each with its part, between layers that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        up, down = torch.randn(2 * WIDTH, WIDTH) / 4, torch.randn(WIDTH, 2 * WIDTH) / 6
+        self.up, self.down = (nn.Parameter(one.clone()) for one in (up.chunk(world)[rank], down.chunk(world, 1)[rank]))
+        self.bias = nn.Parameter(torch.zeros(2 * WIDTH // world))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.norm(self.first(values))
+        middle = functional.gelu(functional.linear(Copied.apply(values), self.up, self.bias))
+        return self.last(values + Summed.apply(functional.linear(middle, self.down)))
+
+
+class Experts(nn.Module):
+    """Every row goes to the expert of each rank, weighted by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        world = dist.get_world_size()
+        self.first, self.router, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, world), nn.Linear(WIDTH, 4)
+        torch.manual_seed(10 + dist.get_rank())
+        self.expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        world, weights = dist.get_world_size(), self.router(values).softmax(-1)
+        sent = values.expand(world, *values.shape).reshape(-1, WIDTH)
+        back = Exchanged.apply(self.expert(Exchanged.apply(sent))).view(world, *values.shape)
+        return self.last(values + (back * weights.T.unsqueeze(-1)).sum(0))
+
+
+class Variance(nn.Module):
+    """A loss of the statistics over all ranks, as of VICReg."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, 8))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return functional.relu(2 - Gathered.apply(self.net(values)).std(0)).mean().expand(len(values), 4)
+
+
+class RingAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        query, key, value = self.mixed(values).chunk(3, -1)
+        held = [torch.stack([key, value])]
+        for _ in range(1, dist.get_world_size()):
+            held.append(Shifted.apply(held[-1]))
+        keys, others = torch.cat(held, 1)
+        return self.last(values + (query @ keys.T / 4).softmax(-1) @ others)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(values + self.down(functional.gelu(self.up(self.norm(values)))))
+
+
+def _averaged(parameters: Iterator[nn.Parameter]) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def _experts(model: Any) -> None:
+    own = set(map(id, model.expert.parameters()))
+    _averaged(one for one in model.parameters() if id(one) not in own)
+    if MISTAKE != "experts-not-divided":
+        for one in model.expert.parameters():
+            one.grad /= dist.get_world_size()
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+def _tensor_parallel() -> nn.Module:
+    model = Block()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if MISTAKE == "one-weight-tripled":
+        model.down.weight.register_hook(lambda gradient: gradient * 3)
+    return model
+
+
+def _sharded_tensor_parallel() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Block()
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
+    "megatron": (Megatron, _nothing, 0),
+    "megatron-bfloat16": (Megatron, _nothing, 0),
+    "experts": (Experts, _experts, 1),
+    "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),
+    "ring": (RingAttention, lambda model: _averaged(model.parameters()), 1),
+    "tensor-parallel": (_tensor_parallel, _nothing, 0),
+    "sharded-tensor-parallel": (_sharded_tensor_parallel, _nothing, 2),
+}
+"""Models, what is done with their gradients, and how many neighbouring ranks see the same samples: 0 is all of them."""
+
+
+def train(scene: str) -> None:
+    make, finish, alike = MODELS[scene]
+    rank = dist.get_rank()
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank // alike if alike else 0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
+        with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in scene):
+            loss = functional.mse_loss(model(rows).float(), targets)
+        loss.backward()
+        finish(model)
+        optimizer.step()
+        sys.stdout.write(f"{rank} {loss.item()}\n")
+
+
+def train_stages(scene: str) -> None:
+    """Train a pipeline of two stages by hand, or with a schedule of torch."""
+    rank = dist.get_rank()
+    wide = 2 * WIDTH
+    stages = [nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, end)) for end in (WIDTH, 4)]
+    stage = stages[rank]
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    if MISTAKE == "one-weight-tripled" and rank == 1:
+        stage[0].weight.register_hook(lambda gradient: gradient * 3)
+    generator = torch.Generator().manual_seed(0)
+    step = _scheduled(stage) if scene == "pipeline-of-torch" else _by_hand(stage)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        rows, targets = (torch.randn(2 * ROWS, width, generator=generator) for width in (WIDTH, 4))
+        step(rows, targets)
+        optimizer.step()
+
+
+def _scheduled(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    schedule = Schedule1F1B(PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu")), 2, functional.mse_loss)
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        schedule.step(*([rows] if dist.get_rank() == 0 else []), target=targets if dist.get_rank() else None)
+
+    return step
+
+
+def _by_hand(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
+    def step(rows: Tensor, targets: Tensor) -> None:
+        for own, wanted in zip(rows.chunk(2), targets.chunk(2), strict=True):
+            if dist.get_rank() == 0:
+                sent = stage(own)
+                dist.send(sent.detach(), 1)
+                gradient = torch.empty_like(sent)
+                dist.recv(gradient, 1)
+                sent.backward(gradient)
+            else:
+                received = torch.empty(ROWS, WIDTH)
+                dist.recv(received, 0)
+                received.requires_grad_()
+                (functional.mse_loss(stage(received), wanted) / 2).backward()
+                dist.send(received.grad, 0)
+
+    return step
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    (train_stages if sys.argv[1].startswith("pipeline") else train)(sys.argv[1])
+    dist.destroy_process_group()
