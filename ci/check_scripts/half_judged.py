@@ -32,14 +32,10 @@ def with_mistake(script: Script, name: str, says: str, accepted: tuple[str, ...]
 TENSOR_PARALLEL = two(
     "tensor_parallel",
     "DTensor tensor parallelism by parallelize_module",
-    accepted=(IN_PART, NOT_JUDGED),
-    because="tensors that ranks hold in parts are not judged",
 )
 PIPELINE = two(
     "pipeline_stages",
     "two stages of torch.distributed.pipelining",
-    accepted=(IN_PART, NOT_JUDGED),
-    because="each rank has different layers, which are not judged together",
 )
 MUON = two(
     "muon",

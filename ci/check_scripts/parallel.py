@@ -141,13 +141,8 @@ PARALLEL = (
     tensor_parallel("tensor_parallel_example", "tensor parallelism by DTensor"),
     tensor_parallel("sequence_parallel_example", "sequence parallelism by DTensor"),
     picotron("dp", "hooks sum the gradients of all micro-batches separately, and reduce them in buckets"),
-    picotron(
-        "tp",
-        "tensor parallelism by hand",
-        accepted=("not judged",),
-        because="the ranks hold parts of the matrices",
-    ),
-    picotron("pp", "a pipeline by hand", accepted=("not judged",), because="the ranks hold different layers"),
+    picotron("tp", "tensor parallelism by hand"),
+    picotron("pp", "a pipeline by hand"),
     picotron(
         "cp",
         "ring attention over two halves of a sequence",

@@ -9,10 +9,10 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.noted import listed, not_judged
-from plumbline.check.judge.received_gradient import RIGHT, ReceivedGradient
+from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.mistakes.combination import scaled
+from plumbline.judge.mistakes.combination import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
 from plumbline.judge.truth import GradientEvidence, Truth
 
