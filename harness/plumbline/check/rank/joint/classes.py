@@ -10,6 +10,9 @@ from plumbline.recording.observer import Facts
 ROUNDINGS = 128
 """Copies of one parameter differ by no more than so many: ranks may add up gradients in different orders."""
 
+Kind = tuple[str, tuple[int, ...], int]
+"""A parameter's name, its shape, and the number of ranks that hold it together."""
+
 Key = tuple[int, int]
 """A rank, and the number of a parameter among those that it holds."""
 
@@ -18,8 +21,8 @@ Key = tuple[int, int]
 class Group:
     """One parameter: its ``instances``, each of which has the keys of the ranks that hold it together.
 
-    Instances are copies of each other. ``size`` is the typical size of an entry. ``is_doubtful``: others have the same
-    weights and another gradient, so that they may be copies of this one, or parts that begin alike.
+    Instances are copies of each other. ``size`` is the typical size of an entry. ``is_doubtful``: others of the same
+    name began with the same values, so that they may be meant as copies of this one, or as parts.
     """
 
     name: str
@@ -36,32 +39,54 @@ class Group:
         return sorted(rank for rank, _ in self.keys)
 
 
-def grouped(held: Sequence[Sequence[Facts]], unit: float) -> list[Group]:
+class Beginnings:
+    """Which parameters the ranks held alike when they were compared for the first time.
+
+    Parts of a layer mostly begin with values of their own. Where they begin alike, such as biases of zeros, nothing
+    tells them from copies of one parameter whose gradients somebody forgot to add up, unless the layer has other
+    parameters that began apart.
+    """
+
+    def __init__(self) -> None:
+        self._alike: dict[Kind, bool] = {}
+
+    def note(self, kind: Kind, *, alike: bool) -> None:
+        """Note how a parameter begins, once."""
+        self._alike.setdefault(kind, alike)
+
+    def may_be_copies(self, kind: Kind) -> bool:
+        """Return whether different instances of a parameter may have been meant as one."""
+        layer = kind[0].rpartition(".")[0]
+        apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
+        return self._alike[kind] and not apart
+
+
+def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings) -> list[Group]:
     """Return the parameters of a model from what each rank says, which is the same on all ranks.
 
     ``unit`` is the unit roundoff of the training.
     """
     most = ROUNDINGS * unit
-    instances: dict[tuple[object, ...], list[Key]] = {}
+    instances: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Key]] = {}
     for rank, own in enumerate(held):
         for number, one in enumerate(own):
-            key = one["name"], tuple(one["shape"]), tuple(one["ranks"])
-            instances.setdefault(key, []).append((rank, number))
-    alike: dict[tuple[object, ...], list[list[list[Key]]]] = {}
+            instances.setdefault((one["name"], tuple(one["shape"]), tuple(one["ranks"])), []).append((rank, number))
+    kinds: dict[Kind, list[list[list[Key]]]] = {}
     for (name, shape, _), keys in instances.items():
-        found = alike.setdefault((name, shape, len(keys)), [])
+        found = kinds.setdefault((name, shape, len(keys)), [])
         of = next((one for one in found if _same(held, one[0], keys, ("weights", "gradient"), most)), None)
         if of is None:
             found.append([keys])
         else:
             of.append(keys)
+    for kind, found in kinds.items():
+        beginnings.note(kind, alike=all(_same(held, found[0][0], one[0], ("weights",), most) for one in found))
     groups = []
-    for (name, *_), found in alike.items():
+    for kind, found in kinds.items():
         for copies in found:
-            others = (other for other in found if other is not copies)
-            doubtful = any(_same(held, copies[0], other[0], ("weights",), most) for other in others)
             size = max(held[rank][number]["size"] for rank, number in copies[0]) or 1.0
-            groups.append(Group(str(name), tuple(map(tuple, copies)), size, doubtful))
+            doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
+            groups.append(Group(kind[0], tuple(map(tuple, copies)), size, doubtful))
     return groups
 
 

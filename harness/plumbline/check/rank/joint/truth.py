@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.classes import Group, grouped
+from plumbline.check.rank.joint.classes import Beginnings, Group, grouped
 from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
@@ -65,6 +65,7 @@ class JointTruth:
 
     def __init__(self) -> None:
         self._exchange = Exchange()
+        self._beginnings = Beginnings()
         self.obstacle = ""
 
     def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool) -> Facts:
@@ -75,7 +76,7 @@ class JointTruth:
         if self.obstacle:
             return {"why": self.obstacle}
         try:
-            return _Comparison(self._exchange, calls, held, has_loss=has_loss).facts()
+            return _Comparison(self._exchange, self._beginnings, calls, held, has_loss=has_loss).facts()
         except NoAgreementError as error:
             return {"why": str(error)}
         except AbsentRankError as error:
@@ -87,7 +88,13 @@ class JointTruth:
 
 class _Comparison:
     def __init__(
-        self, exchange: Exchange, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool
+        self,
+        exchange: Exchange,
+        beginnings: Beginnings,
+        calls: Sequence[RecordedCall],
+        held: Sequence[JointParameter],
+        *,
+        has_loss: bool,
     ) -> None:
         self._exchange = exchange
         self._rank = torch.distributed.get_rank()
@@ -110,7 +117,7 @@ class _Comparison:
         self._losses = sum(one["loss"] for one in theirs) or len(theirs)
         self._unit = max(one["unit"] for one in theirs)
         self._limit = LIMIT if self._unit < torch.finfo(torch.float16).eps / 2 else LIMIT_16_BIT
-        self.groups = grouped([one["held"] for one in theirs], self._unit)
+        self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
@@ -153,7 +160,8 @@ class _Comparison:
                 found["noise"].append(difference.error(remaining) / difference.noise)
             if difference.error(remaining) > difference.limit:
                 found["wrong"] = self._alone(remaining, difference)
-                judged += [place for place in remaining if self._shows(difference, place)]
+                seen = [place for place in remaining if self._shows(difference, place)]
+                judged += [place for place in seen if not self.groups[place].is_doubtful]
                 break
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self.groups[place].is_doubtful]
