@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 5
 WIDTH = 16
 ROWS = 8
-MISTAKE = sys.argv[2] if len(sys.argv) > 2 else ""
+MISTAKE = ""
+"""What the present training does wrong; "" is a right one."""
 
 
 class Copied(torch.autograd.Function):
@@ -285,8 +286,15 @@ def _by_hand(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
     return step
 
 
+def run(scene: str, mistake: str = "") -> None:
+    """Train on the ranks of the present process group."""
+    global MISTAKE
+    MISTAKE = mistake
+    torch.manual_seed(0)
+    (train_stages if scene.startswith("pipeline") else train)(scene)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    (train_stages if sys.argv[1].startswith("pipeline") else train)(sys.argv[1])
+    run(*sys.argv[1:])
     dist.destroy_process_group()

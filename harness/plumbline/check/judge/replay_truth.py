@@ -53,8 +53,9 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = judge_by(joint)
-        known = judge_by(truth) if finding.outcome is Outcome.FAILED else finding
-        yield finding if known.outcome is not Outcome.FAILED or is_unexplained(known) else known
+        known = judge_by(truth) if finding.outcome is Outcome.FAILED or joint.doubtful else finding
+        is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
+        yield known if is_known else finding
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)

@@ -120,6 +120,7 @@ class _Comparison:
         self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
+        self._parts: set[int] = set()
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
         self._magnitude = sum(exchange.values(self._forward.magnitude))
 
@@ -156,20 +157,20 @@ class _Comparison:
         found: Facts = {"noise": [], "limit": self._limit, "wrong": [], "groups": len(self.groups)}
         for number in range(ROUNDS):
             difference = self._difference(remaining, f"{number}")
+            if difference.error(remaining) > difference.limit:
+                found["wrong"], right = self._alone(remaining, difference)
+                judged += right
+                break
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
-            if difference.error(remaining) > difference.limit:
-                found["wrong"] = self._alone(remaining, difference)
-                seen = [place for place in remaining if self._shows(difference, place)]
-                judged += [place for place in seen if not self.groups[place].is_doubtful]
-                break
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self.groups[place].is_doubtful]
             remaining = [place for place in remaining if place not in seen]
             if not seen or not remaining:
                 break
-        found["judged"] = [self._named(place) for place in sorted(set(judged))]
-        found["doubtful"] = [self._named(place) for place, one in enumerate(self.groups) if one.is_doubtful]
+        doubtful = [place for place, one in enumerate(self.groups) if one.is_doubtful or place in self._parts]
+        found["judged"] = [self._named(place) for place in sorted(judged)]
+        found["doubtful"] = [self._named(place) for place in doubtful]
         return found
 
     def _shows(self, difference: Difference, place: int) -> bool:
@@ -179,23 +180,24 @@ class _Comparison:
     def _named(self, place: int) -> list[object]:
         return [self.groups[place].name, self.groups[place].ranks]
 
-    def _alone(self, places: Sequence[int], together: Difference) -> list[Facts]:
-        """Return what is wrong about single parameters, or about all of them together where no single one is."""
+    def _alone(self, places: Sequence[int], together: Difference) -> tuple[list[Facts], list[int]]:
+        """Return what is wrong about single parameters, or about all if no single one is, and which were judged."""
         largest = sorted(places, key=lambda place: -abs(together.received[place]))[:MOST_ALONE]
-        wrong, are_parts = [], False
+        wrong, judged = [], []
         for place in largest:
             difference = self._difference([place], f"alone {place}")
-            if difference.error([place]) > difference.limit:
-                if self._is_a_part(place):
-                    are_parts = True
-                else:
-                    wrong.append(self._wrong(place, difference))
-        if wrong or are_parts:
-            return wrong
-        return [self._wrong(largest[0], together)]
+            if difference.error([place]) <= difference.limit:
+                if self._shows(difference, place) and not self.groups[place].is_doubtful:
+                    judged.append(place)
+            elif self._is_a_part(place):
+                self._parts.add(place)
+            else:
+                wrong.append(self._wrong(place, difference))
+                judged.append(place)
+        return wrong if wrong or self._parts else [self._wrong(largest[0], together)], judged
 
     def _is_a_part(self, place: int) -> bool:
-        """Return whether the gradient is right for a parameter that is each rank's own, and began as the others did."""
+        """Return whether the gradient is right if each rank's copy is a part of its own, alike as they are."""
         group = self.groups[place]
         if len(group.instances) == 1:
             return False
