@@ -111,7 +111,7 @@ def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], N
         notes.append(f"{len(files)} wheels before the interpreter's own packages")
     packages = _asked(python, root)["packages"]
     site = Path(_output([str(own), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], root).strip())
-    lines = [str(root), str(extra), *(f"import site; site.addsitedir({path!r})" for path in packages)]
+    lines = [str(root / "harness"), str(extra), *(f"import site; site.addsitedir({path!r})" for path in packages)]
     (site / "plumbline-lane.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
     project = _asked(str(own), root)
     _register(project, site, folder / "bin", own)
