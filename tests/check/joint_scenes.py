@@ -148,6 +148,45 @@ class Variance(nn.Module):
         return functional.relu(2 - Gathered.apply(self.net(values)).std(0)).mean().expand(len(values), 4)
 
 
+class Similarity(Variance):
+    """Features against those of all ranks, to which no gradient goes, and against a target that is detached."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        own = self.net(values)
+        with torch.no_grad():
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, own)
+        every[dist.get_rank()] = own
+        near = (own @ torch.cat(every).T).topk(3).values.logsumexp(-1).mean()
+        return (near + (own - 2 * self.net(-values).detach()).square().mean()).expand(len(values), 4)
+
+
+class Rounded(torch.autograd.Function):
+    """A rounding that passes gradients on: a derivative of its own."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return (values * 8).round() / 8
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Quantised(Megatron):
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(Rounded.apply(self.first(values)))
+
+
+class Reversed(Megatron):
+    """Gradients change their sign on the way to the first layer, as in adversarial training."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        values.register_hook(lambda gradient: -gradient)
+        return super().forward(values)
+
+
 class RingAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -214,6 +253,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
     "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),
+    "similarity": (lambda: DistributedDataParallel(Similarity()), _nothing, 1),
+    "quantised": (Quantised, _nothing, 0),
+    "reversed": (Reversed, _nothing, 0),
     "ring": (RingAttention, lambda model: _averaged(model.parameters()), 1),
     "tensor-parallel": (_tensor_parallel, _nothing, 0),
     "sharded-tensor-parallel": (_sharded_tensor_parallel, _nothing, 2),

@@ -17,8 +17,8 @@ from plumbline.check.verdict.verdict import Answer, answer_of
 START = "import sys; from plumbline.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 RIGHT = (
-    "megatron", "megatron-bfloat16", "experts", "variance", "ring", "tensor-parallel", "sharded-tensor-parallel",
-    "pipeline-by-hand", "pipeline-of-torch",
+    "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
+    "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch",
 )  # fmt: skip
 
 WRONG = {
@@ -43,6 +43,12 @@ def checked(plumbline: Any, *scene: str) -> CheckedTraining:
 def test_all_of_a_right_training_is_judged(plumbline: Any, scene: str) -> None:
     training = checked(plumbline, scene)
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+
+
+@pytest.mark.parametrize("scene", ["quantised", "reversed"])
+def test_a_derivative_of_the_script_s_own_is_not_judged(plumbline: Any, scene: str) -> None:
+    training = checked(plumbline, scene)
+    assert answer_of(training) is Answer.NOT_JUDGED
 
 
 @pytest.mark.parametrize(("scene", "mistake"), WRONG)

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from plumbline.replay.autocast_state import autocast
 from plumbline.replay.call import TrackedCall, sample
+from plumbline.replay.derivatives import Constants, custom_functions
 from plumbline.replay.draws import Draws, UnknownDrawError
 from plumbline.replay.forward_draws import ForwardDraws
 from plumbline.replay.module_state import ModuleState
@@ -103,22 +104,30 @@ def forward_together(
     precision: ReplayPrecision,
     copies: ParameterCopies,
     drawn: list[torch.dtype] | None = None,
+    constants: Constants | None = None,
     rounding: Rounding | None = None,
+    *,
+    verify: bool = False,
 ) -> tuple[list[Tensor], list[torch.dtype] | None]:
     """Run ``call`` again while all other ranks run theirs, and return its outputs and the dtypes of its random draws.
 
-    Its collectives run. See ``replay`` for the arguments; a ``rounding`` is put on the result of each operator.
+    Its collectives run. See ``replay`` for the first arguments. ``constants`` are values without a gradient, to be
+    recorded or to be used again, ``rounding`` has errors for the result of each operator. ``verify``: refuse a forward
+    that defines a derivative of its own.
 
     Raises:
         UnknownDrawError: where it has to be run in the training's own precision first.
+        OwnDerivativeError: it defines a derivative of its own.
     """
     leaves = copies.leaves(call)
     state, mode = copies.state(call.module), _mode(call, precision, drawn)
     mode.may_communicate = True
-    if isinstance(mode, WideMode):
-        mode.rounding = rounding
+    functions: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if isinstance(mode, WideMode) and constants is not None:
+        mode.rounding, mode.constants = rounding, constants
+        functions = custom_functions(constants, verify=verify)
     try:
-        with _conditions(call, precision, mode):
+        with _conditions(call, precision, mode), functions:
             outputs = _forward(call, state, _replacement(call, precision, leaves), mode)
             return [one.detach() for one in outputs], mode.drawn if isinstance(mode, NativeMode) else None
     finally:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
+from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, is_drawn, leading, widened
 from plumbline.replay.forward_draws import ForwardDraws
 from plumbline.replay.precision import ReplayPrecision
@@ -122,10 +123,13 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         self._precision = precision
         self._random = random
         self.rounding: Rounding | None = None
+        self.constants: Constants | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         kwargs, kind = kwargs or {}, self._noted(func)
+        if self.constants is not None and kind is not _Kind.COMMUNICATES:  # whose schemas do not say what they write to
+            args, kwargs = self.constants.put(func, args, kwargs)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             if is_drawn(args):

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from plumbline.check.rank.joint.exchange import NoAgreementError
 from plumbline.check.rank.joint.weights import JointWeights
-from plumbline.recording.sharding import whole
+from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall, sample
+from plumbline.replay.derivatives import Constants, OwnDerivativeError
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_together
 from plumbline.replay.replay_modes import Rounding
+from plumbline.replay.unsharding import computing_dtypes
 
 
 @dataclass(frozen=True)
@@ -28,47 +30,83 @@ class RecordedCall:
 
 
 class JointForward:
-    """The calls of this rank since the last step, in their order."""
+    """The calls of this rank since the last step, in their order.
+
+    ``magnitude`` is the sum of ‖output‖ · ‖what arrived at it‖, which S cannot exceed. ``spread`` is the relative
+    distance of the training's outputs from exact ones.
+    """
 
     def __init__(self, calls: Sequence[RecordedCall], weights: JointWeights) -> None:
         self._calls = calls
         self._weights = weights
         self._drawn: list[list[torch.dtype] | None] = [None] * len(calls)
+        self._constants = [Constants() for _ in calls]
+        self._rough_constants = [Constants() for _ in calls]
         self.passes = sorted({number for one in calls for number in one.cotangents})
         self.magnitude = 0.0
-        """The sum of ‖output‖ · ‖what arrived at it‖, which S cannot exceed."""
+        self.spread = 0.0
 
     def rehearse(self, native: JointWeights) -> list[float]:
         """Run the calls in the training's own precision and in float64, and return this rank's terms of S, by pass.
 
         Raises:
-            NoAgreementError: outputs are not those of the script.
+            NoAgreementError: outputs are not those of the script, or the forward has a derivative of its own.
         """
-        outputs = []
+        rounded = []
         for place, one in enumerate(self._calls):
             own, self._drawn[place] = forward_together(one.call, ReplayPrecision.NATIVE, native)
-            outputs.append(tuple(map(sample, own)))
-        exact: list[list[Tensor]] = []
-        terms = self.terms(kept=exact)
-        for one, native_outputs, right in zip(self._calls, outputs, exact, strict=True):
-            if not agreement.reproduces(one.call.outputs, native_outputs, tuple(map(sample, right)), one.call.eps):
+            rounded.append(tuple(map(sample, own)))
+        try:
+            exact = [
+                forward_together(
+                    one.call, ReplayPrecision.FLOAT64, self._weights, self._drawn[place], constants, verify=True
+                )[0]
+                for place, (one, constants) in enumerate(zip(self._calls, self._constants, strict=True))
+            ]
+        except OwnDerivativeError as error:
+            raise NoAgreementError(str(error)) from error
+        for one, own_outputs, right in zip(self._calls, rounded, exact, strict=True):
+            samples = tuple(map(sample, right))
+            if not agreement.reproduces(one.call.outputs, own_outputs, samples, one.call.eps):
                 raise NoAgreementError(f"{one.call.name}: run again, its forward gave another result")
-        return terms
+            self.spread = max(self.spread, agreement.distance(own_outputs, samples))
+        return self._terms(exact)
 
-    def terms(self, rounding: Rounding | None = None, kept: list[list[Tensor]] | None = None) -> list[float]:
-        """Return this rank's terms of S at the present weights, by pass."""
+    def rehearse_roughly(self, unit: float) -> list[float]:
+        """Run the calls in float64 with errors as of a format of this unit roundoff, and return the terms of S."""
+        return self._terms(self._outputs(self._rough_constants, unit))
+
+    def terms(self, unit: float | None = None) -> list[float]:
+        """Return this rank's terms of S at the present weights, by pass; see ``rehearse_roughly`` for ``unit``."""
+        constants = self._constants if unit is None else self._rough_constants
+        for one in constants:
+            one.replay()
+        return self._terms(self._outputs(constants, unit))
+
+    def _outputs(self, constants: Sequence[Constants], unit: float | None) -> list[list[Tensor]]:
+        return [
+            forward_together(
+                one.call,
+                ReplayPrecision.FLOAT64,
+                self._weights,
+                self._drawn[place],
+                constants[place],
+                None if unit is None else Rounding(unit, place),
+            )[0]
+            for place, one in enumerate(self._calls)
+        ]
+
+    def _terms(self, outputs: Sequence[Sequence[Tensor]]) -> list[float]:
         found = dict.fromkeys(self.passes, 0.0)
         magnitude = 0.0
-        for one, drawn in zip(self._calls, self._drawn, strict=True):
-            outputs, _ = forward_together(one.call, ReplayPrecision.FLOAT64, self._weights, drawn, rounding)
-            if kept is not None:
-                kept.append(outputs)
+        for one, own in zip(self._calls, outputs, strict=True):
             for number, cotangents in one.cotangents.items():
-                for output, cotangent in zip(outputs, cotangents, strict=True):
+                scale = one.scales.get(number, 1.0)
+                for output, cotangent in zip(own, cotangents, strict=True):
                     if cotangent is not None:
                         ours, theirs = whole(output), whole(cotangent).to(output.dtype)
-                        found[number] += _product(ours, theirs) / one.scales.get(number, 1.0)
-                        magnitude += float(ours.norm() * theirs.norm()) / one.scales.get(number, 1.0)
+                        found[number] += _product(ours, theirs) / scale
+                        magnitude += float(ours.norm() * theirs.norm()) / scale
         self.magnitude = max(self.magnitude, magnitude)
         return [found[number] for number in self.passes]
 
@@ -80,7 +118,10 @@ def recorded_calls(calls: Sequence[TrackedCall], scales: Mapping[int, float]) ->
 
 def unit_of(calls: Sequence[RecordedCall]) -> float:
     """Return the unit roundoff of the coarsest format in which the calls compute."""
-    return max((one.call.eps for one in calls), default=0.0) / 2
+    roots = [one.call.module for one in calls]
+    sharded = [dtype for root in roots for dtype in computing_dtypes(root).values()]
+    formats = [one for one in (*sharded, *reduction_dtypes(roots).values()) if one.is_floating_point]
+    return max([one.call.eps for one in calls] + [torch.finfo(one).eps for one in formats], default=0.0) / 2
 
 
 def _product(ours: Tensor, theirs: Tensor) -> float:

@@ -17,7 +17,6 @@ from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
 from plumbline.recording.observer import Facts
 from plumbline.replay.precision import ReplayPrecision
-from plumbline.replay.replay_modes import Rounding
 
 STEP = 1e-7
 """How far weights are moved, in multiples of their size: float64 keeps nine digits of the difference, and few units of
@@ -31,6 +30,12 @@ grow with the square root of their number (Higham, Accuracy and Stability of Num
 LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
 numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
+
+COARSE = 2.0**-12
+"""The unit roundoff from which on a format counts as one of 16 bits: that of float16 is 2⁻¹¹."""
+
+SPREAD = 4.0
+"""By how many roundings the outputs of an ordinary forward differ from exact ones."""
 
 ROUNDS = 4
 """Directions after which parameters with small gradients are left out."""
@@ -116,13 +121,17 @@ class _Comparison:
             raise NoAgreementError("gradients were not finite")
         self._losses = sum(one["loss"] for one in theirs) or len(theirs)
         self._unit = max(one["unit"] for one in theirs)
-        self._limit = LIMIT if self._unit < torch.finfo(torch.float16).eps / 2 else LIMIT_16_BIT
         self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
         self._parts: set[int] = set()
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
-        self._magnitude = sum(exchange.values(self._forward.magnitude))
+        measured = exchange.values([self._forward.magnitude, self._forward.spread])
+        self._magnitude = sum(magnitude for magnitude, _ in measured)
+        # A forward may compute in a coarser format than its parameters and outputs show.
+        self._unit = max([self._unit, *(spread / SPREAD for _, spread in measured)])
+        self._limit = LIMIT if self._unit < COARSE else LIMIT_16_BIT
+        self._all(lambda: self._forward.rehearse_roughly(self._unit))
 
     def _agree(self, collectives: Mapping[str, list[int]]) -> None:
         """Make sure that the members of each process group used it as often in each of their calls."""
@@ -230,10 +239,7 @@ class _Comparison:
                     if (rank, number) in group.instances[0]:
                         products[place] = product(self._gradients[number], along, one.copies)
         forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
-        seed_of_errors = len(places)
-        rough_forth, rough_back = (
-            self._at(directions, sign, Rounding(self._unit, seed_of_errors)) for sign in (STEP, -STEP)
-        )
+        rough_forth, rough_back = (self._at(directions, sign, self._unit) for sign in (STEP, -STEP))
         shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._losses))
         rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._losses))
         bends = [
@@ -248,14 +254,14 @@ class _Comparison:
         cancelled = 2.0**-52 * self._magnitude / (STEP * self._losses)
         differences = 4 * math.hypot(*bends) / self._limit
         noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
+        if not math.isfinite(noise):
+            raise NoAgreementError("the forward of all ranks is not finite")
         return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self._limit * noise, received)
 
-    def _at(
-        self, directions: Mapping[int, Tensor], length: float, rounding: Rounding | None = None
-    ) -> list[list[float]]:
+    def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:
         def compute() -> list[float]:
             self._weights.move(directions, length)
-            return self._forward.terms(rounding)
+            return self._forward.terms(unit)
 
         return self._all(compute)
 

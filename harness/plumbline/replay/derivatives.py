@@ -1,0 +1,168 @@
+"""What a forward's derivative leaves out: values that autograd takes for constants, and derivatives of a script's own.
+
+A difference of two forwards sees through ``detach`` and ``no_grad``. So these values are recorded in one forward, and
+used again in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.replay.collectives import collectives
+from plumbline.replay.nested import map_tensors, tensors_in
+
+EPS = 1e-7
+"""How far the inputs of a custom function are moved, in multiples of their size."""
+
+LARGEST = 1e-4
+"""The largest relative error of a custom function's derivative: float64 leaves nine digits of a difference, and some
+inputs may lie at a bend."""
+
+
+class OwnDerivativeError(Exception):
+    """A forward defines a derivative that is not that of its values."""
+
+
+class Constants:
+    """The arguments without a gradient of every operator that has others with one, in the order of one forward.
+
+    They are recorded until ``replay`` is called, and take the places of those of each forward after that.
+    """
+
+    def __init__(self) -> None:
+        self.inside_function = 0
+        self._values: list[Any] = []
+        self._place: int | None = None
+
+    def replay(self) -> None:
+        """Use the recorded values in the next forward, from the first one on."""
+        self._place = 0
+
+    def put(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of an operator with the recorded constants in their places."""
+        if self.inside_function:
+            return args, kwargs
+        written, named = _written(func)
+        read_args = tuple(one for place, one in enumerate(args) if place not in written)
+        read_kwargs = {name: one for name, one in kwargs.items() if name not in named}
+        new_args, new_kwargs = self.exchanged((read_args, read_kwargs))
+        left = iter(new_args)
+        return (
+            tuple(one if place in written else next(left) for place, one in enumerate(args)),
+            {**kwargs, **new_kwargs},
+        )
+
+    def exchanged(self, arguments: Any) -> Any:
+        """Return arguments with the recorded constants, if any of them has a gradient."""
+        if not any(one.requires_grad for one in tensors_in(arguments)):
+            return arguments
+        return map_tensors(arguments, lambda one: one if one.requires_grad else self._constant(one))
+
+    def _constant(self, value: Tensor) -> Tensor:
+        if self._place is None:
+            self._values.append(value)
+            return value
+        recorded: Tensor = self._values[self._place]
+        self._place += 1
+        if recorded.shape != value.shape or recorded.dtype != value.dtype:
+            raise OwnDerivativeError("its forward takes another way when weights move by a little")
+        return recorded
+
+
+@cache
+def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Return the places and the names of arguments that an operator writes to."""
+    arguments = list(enumerate(func._schema.arguments))
+    written = [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return frozenset(place for place, _ in written), frozenset(name for _, name in written)
+
+
+@contextmanager
+def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
+    """Give constants to custom autograd functions as to operators, inside the block.
+
+    Args:
+        constants: those of the forward that runs.
+        verify: make sure that functions that do not communicate have the derivative of their values: otherwise it is
+            the script's own, as that of a rounding that passes gradients on.
+
+    Raises:
+        OwnDerivativeError: by the forward, where a function or a hook on a tensor has another derivative.
+    """
+    function: Any = torch.autograd.Function
+    apply, register = function.__dict__["apply"], torch.Tensor.register_hook
+
+    def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        run = apply.__get__(None, kind)
+        if constants.inside_function or kind.__module__.startswith("torch."):
+            return _inside(constants, lambda: run(*args, **kwargs))
+        args, kwargs = constants.exchanged((args, kwargs))
+        if verify:
+            _inside(constants, lambda: _verify(kind, run, args, kwargs))
+        return _inside(constants, lambda: run(*args, **kwargs))
+
+    def hooked(tensor: Tensor, hook: Any) -> Any:
+        raise OwnDerivativeError("its forward has hooks that may change gradients")
+
+    function.apply = classmethod(applied)
+    torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        function.apply = apply
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
+    constants.inside_function += 1
+    try:
+        return run()
+    finally:
+        constants.inside_function -= 1
+
+
+def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compare the derivative of a custom function with a difference of its values, in a random direction."""
+    before = collectives()
+    inputs = [one for one in tensors_in((args, kwargs)) if one.requires_grad and one.is_floating_point()]
+    generator = torch.Generator().manual_seed(0)
+    along = {id(one): _normal(one, generator) * float(one.detach().square().mean().sqrt() or 1.0) for one in inputs}
+
+    def outputs(length: float) -> tuple[list[Tensor], list[Tensor]]:
+        leaves: dict[int, Tensor] = {}
+
+        def moved(one: Tensor) -> Tensor:
+            if id(one) not in along:
+                return one.detach().clone()
+            leaves[id(one)] = (one.detach() + length * along[id(one)]).requires_grad_()
+            return leaves[id(one)].view_as(leaves[id(one)])
+
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            new_args, new_kwargs = map_tensors((args, kwargs), moved)
+            found = [one for one in tensors_in(run(*new_args, **new_kwargs)) if one.requires_grad]
+        return found, [leaves[id(one)] for one in inputs]
+
+    given, leaves = outputs(0.0)
+    if not given:
+        return
+    cotangents = [_normal(one, generator) for one in given]
+    gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)
+    (forth, _), (back, _) = outputs(EPS), outputs(-EPS)
+    if collectives() != before:
+        return  # what it exchanges is for the comparison of all ranks
+    terms = [(a.detach() - b.detach()) * c / (2 * EPS) for a, b, c in zip(forth, back, cotangents, strict=True)]
+    due = [g * along[id(one)] for g, one in zip(gradients, inputs, strict=True) if g is not None]
+    apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))
+    size = max(sum(float(one.abs().sum()) for one in terms), sum(float(one.abs().sum()) for one in due))
+    if apart > LARGEST * size:
+        raise OwnDerivativeError(f"{kind.__name__} defines a derivative that is not that of its values")
+
+
+def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
