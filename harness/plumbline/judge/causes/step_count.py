@@ -196,7 +196,7 @@ BATCHES_PER_STEP = (
         "the count of micro-batches continued from one epoch into the next",
         "step at the end of each epoch, and restart the count", 220),
     StepHypothesis("windows-of-another-length", "accumulation", _windows_where(_other_windows),
-        "steps used {taken} micro-batches instead of {expected}",
+        "steps used {taken} instead of {expected} micro-batches",
         "check when the trainer decides that a window is complete", 210),
     StepHypothesis("skipped-unseen", "amp", _windows_where(_skipped_unseen),
         "steps used {taken} batches: some were skipped, but not by a GradScaler, whose skips are recorded",

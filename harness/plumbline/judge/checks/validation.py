@@ -69,4 +69,5 @@ def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
 
 
 def _position(steps: int, micro_batches: int) -> str:
-    return f"{steps} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")
+    micro = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    return f"{steps} step{'' if steps == 1 else 's'}" + (f" and {micro}" if micro_batches else "")
