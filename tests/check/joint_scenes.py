@@ -270,7 +270,8 @@ def train(scene: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank // alike if alike else 0)
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        if MISTAKE != "gradients-not-zeroed":
+            optimizer.zero_grad()
         rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
         with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in scene):
             loss = functional.mse_loss(model(rows).float(), targets)

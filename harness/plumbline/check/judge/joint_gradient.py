@@ -18,8 +18,9 @@ from plumbline.judge.mistakes.combination import Combination, SomeParameters, sc
 class JointGradient(GradientCase):
     """What the optimizers on ``ranks`` received for one parameter, along a random direction.
 
-    ``received`` and ``shares`` are scalar products with the direction: of what was received, and of what each rank and
-    each of its backward passes adds to the right gradient. ``alone``: no other parameter was right at this step.
+    ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
+    before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
+    ``alone``: no other parameter was right at this step.
     """
 
     index: int
@@ -27,6 +28,7 @@ class JointGradient(GradientCase):
     name: str
     ranks: tuple[int, ...]
     received: float
+    left: float
     shares: Sequence[Sequence[float]]
     noise: float
     limit_x_noise: float
@@ -50,11 +52,12 @@ class JointGradient(GradientCase):
             wrong["name"],
             tuple(wrong["ranks"]),
             wrong["received"],
+            wrong["left"],
             wrong["shares"],
             wrong["noise"],
             found["limit"],
             window,
-            len(every) == found["groups"],
+            len(every) == len(found["judged"]),
             first if agree else math.nan,
         )
 
@@ -80,7 +83,7 @@ class JointGradient(GradientCase):
 
     @property
     def has_earlier_step(self) -> bool:
-        return False
+        return self.left != 0
 
     @property
     def zeros(self) -> Sequence[bool]:
@@ -117,7 +120,7 @@ class JointGradient(GradientCase):
         )
 
     def _misfit(self, combination: Combination) -> float:
-        if combination.earlier is not None or combination.left_over:
+        if combination.earlier is not None:
             return math.inf
         weights = [
             combination.weight(rank, place, len(passes))
@@ -125,7 +128,8 @@ class JointGradient(GradientCase):
             for place in range(len(passes))
         ]
         largest = max(map(abs, weights), default=0.0)
-        return abs(self.received - self.value(combination)) / (self.noise * max(1.0, largest))
+        value = self.value(combination) + combination.left_over * self.left
+        return abs(self.received - value) / (self.noise * max(1.0, largest))
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -48,7 +48,8 @@ MOST_ALONE = 24
 class Difference:
     """The derivative of S along a direction, and what was received for each parameter.
 
-    ``shares`` are its terms by rank and pass, ``right`` is their sum; ``limit`` is the largest right error.
+    ``shares`` are its terms by rank and pass, ``right`` is their sum; ``limit`` is the largest right error. ``left`` is
+    what the step before left in the gradients.
     """
 
     shares: list[list[float]]
@@ -56,6 +57,7 @@ class Difference:
     noise: float
     limit: float
     received: Mapping[int, float]
+    left: Mapping[int, float]
 
     def error(self, groups: Iterable[int]) -> float:
         """Return how far what was received for these groups together is from what is right."""
@@ -71,6 +73,7 @@ class JointTruth:
     def __init__(self) -> None:
         self._exchange = Exchange()
         self._beginnings = Beginnings()
+        self._left: dict[int, Tensor | None] = {}
         self.obstacle = ""
 
     def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool) -> Facts:
@@ -81,9 +84,14 @@ class JointTruth:
         if self.obstacle:
             return {"why": self.obstacle}
         try:
-            return _Comparison(self._exchange, self._beginnings, calls, held, has_loss=has_loss).facts()
-        except NoAgreementError as error:
-            return {"why": str(error)}
+            try:
+                found = _Comparison(
+                    self._exchange, self._beginnings, calls, held, self._left, has_loss=has_loss
+                ).facts()
+            except NoAgreementError as error:
+                found = {"why": str(error)}
+            self._left = {id(one.parameter): one.received() for one in held}
+            return found
         except AbsentRankError as error:
             self.obstacle = str(error)
         except Exception as error:  # on this rank alone, perhaps: the others wait for it no longer than once
@@ -98,12 +106,14 @@ class _Comparison:
         beginnings: Beginnings,
         calls: Sequence[RecordedCall],
         held: Sequence[JointParameter],
+        left: Mapping[int, Tensor | None],
         *,
         has_loss: bool,
     ) -> None:
         self._exchange = exchange
         self._rank = torch.distributed.get_rank()
         self._held = held
+        self._left = left
         collectives: dict[str, list[int]] = {}
         for one in calls:
             for group, count in one.call.collectives.items():
@@ -223,13 +233,14 @@ class _Comparison:
             "right": difference.right,
             "noise": difference.noise,
             "shares": difference.shares,
+            "left": difference.left[place],
         }
 
     def _difference(self, places: Sequence[int], seed: str, instead: Mapping[int, Group] | None = None) -> Difference:
         """Return the derivative of S along a direction through some of the parameters."""
         groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
         directions: dict[int, Tensor] = {}
-        products: dict[int, tuple[float, float]] = {}
+        products: dict[int, tuple[float, float, float]] = {}
         for place, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
@@ -237,7 +248,8 @@ class _Comparison:
                     along = one.direction(f"{seed} {place}", group.size)
                     directions[id(one.parameter)] = along
                     if (rank, number) in group.instances[0]:
-                        products[place] = product(self._gradients[number], along, one.copies)
+                        left, _ = product(self._left.get(id(one.parameter)), along, one.copies)
+                        products[place] = *product(self._gradients[number], along, one.copies), left
         forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
         rough_forth, rough_back = (self._at(directions, sign, self._unit) for sign in (STEP, -STEP))
         shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._losses))
@@ -248,7 +260,10 @@ class _Comparison:
             for a, b, c in zip(one, other, still, strict=True)
         ]
         every = self._exchange.values({str(place): value for place, value in products.items()})
-        received = {place: sum(own[str(place)][0] for own in every if str(place) in own) for place in places}
+        received, left_over = (
+            {place: sum(own[str(place)][kind] for own in every if str(place) in own) for place in places}
+            for kind in (0, 2)
+        )
         squares = sum(value[1] for own in every for value in own.values())
         rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
         cancelled = 2.0**-52 * self._magnitude / (STEP * self._losses)
@@ -256,7 +271,7 @@ class _Comparison:
         noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
         if not math.isfinite(noise):
             raise NoAgreementError("the forward of all ranks is not finite")
-        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self._limit * noise, received)
+        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self._limit * noise, received, left_over)
 
     def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:
         def compute() -> list[float]:

@@ -48,11 +48,16 @@ class JointParameter:
 
     def gradient(self) -> Tensor | None:
         """Return this rank's part of the gradient in float64, None without one; all ranks that hold it have to ask."""
+        received = self.received()
+        return None if received is None else received / self._factor
+
+    def received(self) -> Tensor | None:
+        """Return the same as the optimizer receives it, scaled and clipped: the next backward pass may add to it."""
         if self.parameter.grad is None:
             return None
         gradient = self.parameter.grad.detach()
         gradient = local(self._laid_out(whole(gradient)) if self._is_gathered else gradient)
-        return as_real(gradient.to_dense() if gradient.is_sparse else gradient).double() / self._factor
+        return as_real(gradient.to_dense() if gradient.is_sparse else gradient).to(torch.float64, copy=True)
 
     def described(self, gradient: Tensor | None) -> Facts:
         """Return what a rank says about the parameter, as JSON values.
