@@ -48,6 +48,7 @@ class TrackedCall:
     ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
     ``compiled`` says whether the module or a part of it ran as compiled code. ``collectives`` counts, by the names of
     process groups, how often it communicated. ``is_distributed``: parameters are DTensors that no replay gathers.
+    ``receives_activations``: it was given a leaf with a gradient, as a stage of a pipeline is.
     """
 
     number: int
@@ -68,6 +69,7 @@ class TrackedCall:
     obstacle: str = ""
     collectives: dict[str, int] = field(default_factory=dict)
     is_distributed: bool = False
+    receives_activations: bool = False
     discarded: bool = False
     graph: weakref.ref[Any] | None = None
 

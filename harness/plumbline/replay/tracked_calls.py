@@ -190,6 +190,10 @@ class TrackedCalls:
             buffers=self._copied_buffers(module),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
+            receives_activations=any(
+                one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)
+                for one in tensors_in((args, kwargs))
+            ),
         )
 
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:

@@ -32,7 +32,9 @@ class JointTruth(Truth[JointGradient]):
         first = training.ranks[0]
         # The same on all ranks: they exchanged what they found.
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
-        self.compared: list[tuple[int, Facts]] = [(number, one) for number, one in found if one and "groups" in one]
+        compared = [(number, one) for number, one in found if one and "judged" in one]
+        self.is_sum = _is_sum(compared)
+        self.compared = [(number, _of_sum(one)) for number, one in compared] if self.is_sum else compared
         self.obstacle = next((one["why"] for _, one in found if one and one.get("why")), "")
 
     @property
@@ -65,6 +67,7 @@ class JointTruth(Truth[JointGradient]):
         wrong = self.cases
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
+            right += "; the loss is the sum of the ranks' losses, not their mean" if self.is_sum else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
         error = max(abs(one.received - sum(map(sum, one.shares))) / one.noise for one in wrong)
@@ -93,6 +96,27 @@ class JointTruth(Truth[JointGradient]):
             return finding
         why = "the script changes gradients with its own code, and the result matches no known mistake"
         return not_judged(CHECK, why, finding.step)
+
+
+def _is_sum(compared: Sequence[tuple[int, Facts]]) -> bool:
+    """Return whether all gradients are those of the sum of the ranks' losses: ranks may hold parts of one loss."""
+    if not compared or compared[0][1]["losses"] == 1:
+        return False
+    first = compared[0][1]
+    wrong_everywhere = all(len(one["wrong"]) == len(one["judged"]) for _, one in compared)
+    return bool(first["wrong"]) and wrong_everywhere and not _of_sum(first)["wrong"]
+
+
+def _of_sum(found: Facts) -> Facts:
+    """Return what was found with the sum over ranks in place of the mean."""
+    times = found["losses"]
+    wrong = []
+    for one in found["wrong"]:
+        right, noise = times * one["right"], times * one["noise"]
+        if abs(one["received"] - right) > found["limit"] * noise:
+            shares = [[times * share for share in rank] for rank in one["shares"]]
+            wrong.append({**one, "right": right, "noise": noise, "shares": shares})
+    return {**found, "wrong": wrong}
 
 
 def _members(lists: Iterable[Sequence[tuple[str, Sequence[int]]]]) -> frozenset[tuple[str, int]]:

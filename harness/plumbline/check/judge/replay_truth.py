@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.joint_truth import JointTruth
+from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     DISTRIBUTED,
@@ -53,7 +53,9 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = judge_by(joint)
-        known = judge_by(truth) if finding.outcome is Outcome.FAILED or joint.doubtful else finding
+        has_failed = finding.outcome is Outcome.FAILED
+        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.is_sum or bool(joint.doubtful)
+        known = judge_by(truth) if is_open else finding
         is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
         yield known if is_known else finding
         return

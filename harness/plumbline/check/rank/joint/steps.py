@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.forward import RecordedCall
@@ -19,7 +19,6 @@ from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
-from plumbline.replay.nested import tensors_in
 from plumbline.replay.reasons import COMMUNICATES
 
 
@@ -73,8 +72,6 @@ def _are_several_ranks() -> bool:
 
 def _needs_all_ranks(calls: Sequence[RecordedCall], reasons: Sequence[str]) -> bool:
     """Return whether no rank can compute its gradients alone: a model is in parts, or a forward communicates."""
-    if any(COMMUNICATES in why for why in reasons) or any(one.call.is_distributed for one in calls):
+    if any(COMMUNICATES in why for why in reasons):
         return True
-    given = (tensor for one in calls for tensor in tensors_in((one.call.args, one.call.kwargs)))
-    # A stage of a pipeline receives activations, and sends their gradients back.
-    return any(one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter) for one in given)
+    return any(one.call.is_distributed or one.call.receives_activations for one in calls)

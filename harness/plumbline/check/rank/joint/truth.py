@@ -173,7 +173,7 @@ class _Comparison:
         """Compare the gradients of all parameters, in few directions."""
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
-        found: Facts = {"noise": [], "limit": self._limit, "wrong": [], "groups": len(self.groups)}
+        found: Facts = {"noise": [], "wrong": [], "limit": self._limit, "losses": self._losses}
         for number in range(ROUNDS):
             difference = self._difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
