@@ -37,9 +37,7 @@ RECOMPUTED = (
 )
 NO_ANSWER = "see the line about gradients for the reason"
 
-COPIES_OR_PARTS = (
-    "ranks hold the same values of it and receive different gradients, so it may be one parameter or parts of one"
-)
+COPIES_OR_PARTS = "ranks began with the same values of it, and it is right only if each rank holds a part of its own"
 TOO_SMALL = "its gradient is too small beside rounding errors, or not part of the recorded forwards"
 
 _REASONS = {
@@ -137,7 +135,7 @@ def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iter
         for step in rank.steps:
             for one in step.parameters:
                 if (one.name, rank.rank) not in joint.judged:
-                    is_doubtful = (one.name, rank.rank) in joint.doubtful
+                    is_doubtful = (one.name, rank.rank) in joint.doubtful | joint.alike
                     yield (step.optimizer, one.name), COPIES_OR_PARTS if is_doubtful else TOO_SMALL
 
 

@@ -54,6 +54,11 @@ class JointTruth(Truth[JointGradient]):
         )
 
     @cached_property
+    def alike(self) -> frozenset[tuple[str, int]]:
+        """Those that are the same on several ranks, and right only if each is a part of its own."""
+        return _members(found["alike"] for _, found in self.compared) - self.judged
+
+    @cached_property
     def doubtful(self) -> frozenset[tuple[str, int]]:
         """Those that may be copies of one parameter or parts of one, in every step."""
         return (

@@ -19,7 +19,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
-from plumbline.check.judge.noted import listed, not_judged
+from plumbline.check.judge.noted import headline_note, listed, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.shared_parameters import shared_numbers
@@ -54,10 +54,18 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if joint.compared:
         finding = judge_by(joint)
         has_failed = finding.outcome is Outcome.FAILED
-        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.is_sum or bool(joint.doubtful)
+        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.is_sum or bool(joint.doubtful or joint.alike)
         known = judge_by(truth) if is_open else finding
         is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
         yield known if is_known else finding
+        if joint.alike and not is_known:
+            names = sorted({name for name, _ in joint.alike})
+            yield headline_note(
+                CHECK,
+                f"Ranks hold the same values of {listed(names)}, and receive the same gradients, which are right for "
+                "parts of a layer. If they are parts, they stay the same and do the same work: draw each rank's part "
+                "with a seed of its own. If they are copies, their gradients are divided once too often.",
+            )
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)

@@ -25,10 +25,14 @@ class Group:
     name began with the same values, so that they may be meant as copies of this one, or as parts.
     """
 
-    name: str
+    kind: Kind
     instances: tuple[tuple[Key, ...], ...]
     size: float
     is_doubtful: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.kind[0]
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -49,6 +53,8 @@ class Beginnings:
 
     def __init__(self) -> None:
         self._alike: dict[Kind, bool] = {}
+        self.parts: set[Kind] = set()
+        """Those that are the same on several ranks, and turned out right only as parts."""
 
     def note(self, kind: Kind, *, alike: bool) -> None:
         """Note how a parameter begins, once."""
@@ -75,7 +81,7 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
     for (name, shape, _), keys in instances.items():
         found = kinds.setdefault((name, shape, len(keys)), [])
         of = next((one for one in found if _same(held, one[0], keys, ("weights", "gradient"), most)), None)
-        if of is None:
+        if of is None or (name, shape, len(keys)) in beginnings.parts:
             found.append([keys])
         else:
             of.append(keys)
@@ -86,7 +92,7 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
         for copies in found:
             size = max(held[rank][number]["size"] for rank, number in copies[0]) or 1.0
             doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
-            groups.append(Group(kind[0], tuple(map(tuple, copies)), size, doubtful))
+            groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
     return groups
 
 

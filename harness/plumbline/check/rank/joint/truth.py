@@ -112,6 +112,7 @@ class _Comparison:
     ) -> None:
         self._exchange = exchange
         self._rank = torch.distributed.get_rank()
+        self._beginnings = beginnings
         self._held = held
         self._left = left
         collectives: dict[str, list[int]] = {}
@@ -187,7 +188,8 @@ class _Comparison:
             remaining = [place for place in remaining if place not in seen]
             if not seen or not remaining:
                 break
-        doubtful = [place for place, one in enumerate(self.groups) if one.is_doubtful or place in self._parts]
+        doubtful = [place for place, one in enumerate(self.groups) if one.is_doubtful]
+        found["alike"] = [self._named(place) for place in sorted(self._parts)]
         found["judged"] = [self._named(place) for place in sorted(judged)]
         found["doubtful"] = [self._named(place) for place in doubtful]
         return found
@@ -210,6 +212,7 @@ class _Comparison:
                     judged.append(place)
             elif self._is_a_part(place):
                 self._parts.add(place)
+                self._beginnings.parts.add(self.groups[place].kind)
             else:
                 wrong.append(self._wrong(place, difference))
                 judged.append(place)
@@ -220,7 +223,7 @@ class _Comparison:
         group = self.groups[place]
         if len(group.instances) == 1:
             return False
-        first = Group(group.name, group.instances[:1], group.size)
+        first = Group(group.kind, group.instances[:1], group.size)
         difference = self._difference([place], f"one {place}", {place: first})
         return difference.error([place]) <= difference.limit
 
