@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 """How long a rank waits for the others: they come here from the same optimizer step, or not at all."""
 
 

@@ -49,6 +49,11 @@ class JointSteps(Observer):
         if calls and _are_several_ranks() and (not all(losses) or _needs_all_ranks(calls, reasons)):
             self._found = self._truth.compare(calls, list(self._held(calls)), has_loss=any(losses))
 
+    def stop(self) -> None:
+        """Let go of gradients."""
+        super().stop()
+        self._truth.forget()
+
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return what came of the comparison before the step."""
         found, self._found = self._found, None

@@ -40,8 +40,8 @@ SPREAD = 4.0
 ROUNDS = 4
 """Directions after which parameters with small gradients are left out."""
 
-MOST_ALONE = 24
-"""Parameters that are compared one by one, where a direction through all of them is wrong."""
+MOST_HALVES = 48
+"""Comparisons by which single parameters are found, where a direction through all of them is wrong."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class JointTruth:
         self._beginnings = Beginnings()
         self._left: dict[int, Tensor | None] = {}
         self.obstacle = ""
+
+    def forget(self) -> None:
+        """Let go of gradients."""
+        self._left = {}
 
     def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
@@ -178,7 +182,7 @@ class _Comparison:
         for number in range(ROUNDS):
             difference = self._difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
-                found["wrong"], right = self._alone(remaining, difference)
+                found["wrong"], right = self._apart(remaining)
                 judged += right
                 break
             if difference.noise:
@@ -201,22 +205,27 @@ class _Comparison:
     def _named(self, place: int) -> list[object]:
         return [self.groups[place].name, self.groups[place].ranks]
 
-    def _alone(self, places: Sequence[int], together: Difference) -> tuple[list[Facts], list[int]]:
-        """Return what is wrong about single parameters, or about all if no single one is, and which were judged."""
-        largest = sorted(places, key=lambda place: -abs(together.received[place]))[:MOST_ALONE]
-        wrong, judged = [], []
-        for place in largest:
-            difference = self._difference([place], f"alone {place}")
-            if difference.error([place]) <= difference.limit:
-                if self._shows(difference, place) and not self.groups[place].is_doubtful:
-                    judged.append(place)
-            elif self._is_a_part(place):
-                self._parts.add(place)
-                self._beginnings.parts.add(self.groups[place].kind)
-            else:
-                wrong.append(self._wrong(place, difference))
-                judged.append(place)
-        return wrong if wrong or self._parts else [self._wrong(largest[0], together)], judged
+    def _apart(self, places: Sequence[int]) -> tuple[list[Facts], list[int]]:
+        """Return what is wrong about single parameters, found by halving, and which were judged."""
+        wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
+        while suspects and budget > 0:
+            half = suspects.pop(0)
+            middle = len(half) // 2
+            for part in [half[:middle], half[middle:]] if middle else [half]:
+                budget -= 1
+                difference = self._difference(part, f"apart {part[0]} {len(part)}")
+                if difference.error(part) <= difference.limit:
+                    shown = [place for place in part if self._shows(difference, place)]
+                    judged += [place for place in shown if not self.groups[place].is_doubtful]
+                elif len(part) > 1:
+                    suspects.append(part)
+                elif self._is_a_part(part[0]):
+                    self._parts.add(part[0])
+                    self._beginnings.parts.add(self.groups[part[0]].kind)
+                else:
+                    wrong.append(self._wrong(part[0], difference))
+                    judged.append(part[0])
+        return wrong, judged
 
     def _is_a_part(self, place: int) -> bool:
         """Return whether the gradient is right if each rank's copy is a part of its own, alike as they are."""
