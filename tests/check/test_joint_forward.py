@@ -59,6 +59,12 @@ def test_a_mistake_is_named(plumbline: Any, scene: str, mistake: str) -> None:
     assert ("gradients", WRONG[scene, mistake]) in {(one.check, one.cause) for one in bad}
 
 
+def test_ranks_that_clip_by_norms_of_their_own_parts_are_named(plumbline: Any) -> None:
+    training = checked(plumbline, "megatron", "clipped-by-own-norm")
+    bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
+    assert [(one.check, one.cause) for one in bad] == [("clipping", "clipped-shard-by-shard")]
+
+
 @pytest.mark.parametrize("scene", ["megatron", pytest.param("experts", marks=pytest.mark.nightly)])
 def test_the_script_trains_as_it_does_alone(scene: str) -> None:
     script = Path(joint_scenes.__file__)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.noted import (
     ObserverFacts,
     failed_observers,
@@ -43,6 +44,8 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
     if not found and (apart := _shards_by_hand(training)) is not None:
         found = [apart]
+    if not found and (copies := _copies_apart(training)) is not None:
+        found = [copies]
     if not found and (other := _other_length(training)) is not None:  # than asked for, which those may be the cause of
         found = [other]
     yield from found
@@ -189,6 +192,26 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
                 family="clipping",
                 step=next(iter(ranks.values())).step.number,
             )
+    return None
+
+
+def _copies_apart(training: RecordedTraining) -> Finding | None:
+    """Find ranks that clip copies of one parameter by different factors: each by the norm of what it holds."""
+    judged = [ranks for _, found in JointTruth(training).compared for _, ranks in found["judged"]]
+    copies = {tuple(ranks) for ranks in judged if len(ranks) > 1}
+    for steps, calls in _last_calls(training, sharded=False):
+        for ranks in copies:
+            factors = [calls[rank]["factor"] for rank in ranks]
+            if _differ(factors, NORM_KNOWN_TO):
+                return failed_with_hint(
+                    "clipping",
+                    f"ranks {listed(ranks)} hold the same parameters, and scaled their gradients by different factors "
+                    f"({listed(f'{one:.6g}' for one in factors)}), first",
+                    "clip by the norm of the whole model: add the squared norms of all parts, and count copies once",
+                    cause="clipped-shard-by-shard",
+                    family="clipping",
+                    step=next(iter(steps.values())).step.number,
+                )
     return None
 
 
