@@ -119,6 +119,19 @@ class Megatron(nn.Module):
         return self.last(values + Summed.apply(functional.linear(middle, self.down)))
 
 
+class Deep(nn.Module):
+    """Twelve blocks: more parameters than are compared one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Megatron() for _ in range(12))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = values + functional.pad(block(values), (0, WIDTH - 4))
+        return values[:, :4]
+
+
 class Experts(nn.Module):
     """Every row goes to the expert of each rank, weighted by a router."""
 
@@ -250,6 +263,7 @@ def _sharded_tensor_parallel() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
     "megatron": (Megatron, _nothing, 0),
+    "deep": (Deep, _nothing, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
     "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),

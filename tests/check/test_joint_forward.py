@@ -24,6 +24,7 @@ RIGHT = (
 WRONG = {
     ("megatron", "input-gradient-not-reduced"): "some-parameters-not-synchronised",
     ("megatron", "counted-on-each-rank"): "exchanged-otherwise",
+    ("deep", "counted-on-each-rank"): "exchanged-otherwise",
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",

@@ -71,7 +71,7 @@ class Constants:
         recorded: Tensor = self._values[self._place]
         self._place += 1
         if recorded.shape != value.shape or recorded.dtype != value.dtype:
-            raise OwnDerivativeError("its forward takes another way when weights move by a little")
+            raise OwnDerivativeError("the forward takes a different branch when weights change slightly")
         return recorded
 
 
@@ -108,7 +108,7 @@ def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
         return _inside(constants, lambda: run(*args, **kwargs))
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
-        raise OwnDerivativeError("its forward has hooks that may change gradients")
+        raise OwnDerivativeError("the forward registers hooks on tensors, which may change gradients")
 
     function.apply = classmethod(applied)
     torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))
     size = max(sum(float(one.abs().sum()) for one in terms), sum(float(one.abs().sum()) for one in due))
     if apart > LARGEST * size:
-        raise OwnDerivativeError(f"{kind.__name__} defines a derivative that is not that of its values")
+        raise OwnDerivativeError(f"the backward of {kind.__name__} is not the derivative of its forward")
 
 
 def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:

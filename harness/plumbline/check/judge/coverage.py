@@ -37,8 +37,10 @@ RECOMPUTED = (
 )
 NO_ANSWER = "see the line about gradients for the reason"
 
-COPIES_OR_PARTS = "ranks began with the same values of it, and it is right only if each rank holds a part of its own"
-TOO_SMALL = "its gradient is too small beside rounding errors, or not part of the recorded forwards"
+COPIES_OR_PARTS = (
+    "it started with equal values on several ranks; its gradient is right only if these are shards, not replicas"
+)
+TOO_SMALL = "its gradient is too small compared with rounding errors, or no recorded forward uses it"
 
 _REASONS = {
     ALIKE_PARTS: "all ranks compute the same gradient for it",

@@ -145,10 +145,10 @@ register(
     JointGradient,
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
-        "check whether ranks that are not replicas are summed or averaged over, or a loss is counted on each of them",
-        45),
+        "check whether gradients are reduced over ranks that are not replicas, or each of these ranks adds the same "
+        "loss", 45),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
-        "not a known combination of what the ranks add to it, and several ranks compute the forward together",
-        "check the backward passes of what ranks exchange in the forward: a copy needs a sum over ranks, an all-gather "
-        "a reduce-scatter", 5),
+        "no known mistake explains the difference",
+        "check the backward of each collective in the forward: that of a broadcast is an all-reduce, that of an "
+        "all-gather is a reduce-scatter", 5),
 )  # fmt: skip

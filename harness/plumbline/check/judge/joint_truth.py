@@ -72,7 +72,7 @@ class JointTruth(Truth[JointGradient]):
         wrong = self.cases
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
-            right += "; the loss is the sum of the ranks' losses, not their mean" if self.is_sum else ""
+            right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
         error = max(abs(one.received - sum(map(sum, one.shares))) / one.noise for one in wrong)

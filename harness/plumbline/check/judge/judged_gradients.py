@@ -18,15 +18,10 @@ NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters; gradients cannot be followed if the script copies them from "
     "other tensors, such as those of master weights, or computes them with torch.autograd.grad or torch.func"
 )
-DISTRIBUTED = "the parameters and their gradients are DTensors; only DTensors that fully_shard made are judged"
-IN_PARTS = (
-    "each rank holds a different part of the model, as in expert or tensor parallelism; gradients of such parts are "
-    "not judged yet"
-)
-ALIKE_PARTS = (
-    "the forward communicates, and all ranks compute the same gradients: they may hold equal parts of one model, as "
-    "in tensor parallelism, and gradients of such parts are not judged yet"
-)
+NOT_TOGETHER = "the ranks' forwards could not be computed again together"
+DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
+IN_PARTS = f"each rank holds a part of the model, and {NOT_TOGETHER}"
+ALIKE_PARTS = f"the forward communicates, all ranks compute the same gradients, and {NOT_TOGETHER}"
 ZERO = "every gradient was zero in the recorded steps, so no difference could show"
 REDUCED_IN_STEP = (
     "the optimizer's step communicates, and all ranks hold the same weights after it although each steps with its own "

@@ -62,14 +62,17 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(
                 CHECK,
-                f"Ranks hold the same values of {listed(names)}, and receive the same gradients, which are right for "
-                "parts of a layer. If they are parts, they stay the same and do the same work: draw each rank's part "
-                "with a seed of its own. If they are copies, their gradients are divided once too often.",
+                f"{listed(names)} have equal values and equal gradients on several ranks. The gradients are right if "
+                "these parameters are shards. Shards that start equal stay equal and do the same work: initialize each "
+                "with a different seed. If they are replicas, their gradients are divided too often.",
             )
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
-    yield judge_by(truth)
+    finding = judge_by(truth)
+    if finding.outcome is Outcome.SKIPPED and joint.obstacle:
+        finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
+    yield finding
 
 
 class ReplayTruth(Truth[ReceivedGradient]):
@@ -182,8 +185,8 @@ def _why_no_case(training: RecordedTraining) -> str:
         return "ranks stepped different optimizers, or at different times"
     if not any(shared_numbers(steps).values()):
         return (
-            "no parameter is in every rank's optimizer: the ranks hold different parts of a model, as in a pipeline, "
-            "which is not judged yet"
+            "no parameter is in every rank's optimizer: the ranks hold different parts of a model, and their forwards "
+            "could not be computed again together"
         )
     return "every step was skipped"
 

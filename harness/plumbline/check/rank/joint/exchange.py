@@ -43,7 +43,7 @@ class Exchange:
         try:
             self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
         except Exception as error:
-            raise AbsentRankError("not every rank came to the same optimizer step") from error
+            raise AbsentRankError(f"not all ranks reached the same optimizer step within {TIMEOUT_S:.0f} s") from error
         found = [json.loads(self._store.get(key)) for key in keys]
         # All ranks are here, so all have read what was given in the round before.
         if self._round > 1:

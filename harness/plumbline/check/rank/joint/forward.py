@@ -68,7 +68,9 @@ class JointForward:
         for one, own_outputs, right in zip(self._calls, rounded, exact, strict=True):
             samples = tuple(map(sample, right))
             if not agreement.reproduces(one.call.outputs, own_outputs, samples, one.call.eps):
-                raise NoAgreementError(f"{one.call.name}: run again, its forward gave another result")
+                raise NoAgreementError(
+                    f"{one.call.name}: its forward returned a different result when it was run again"
+                )
             self.spread = max(self.spread, agreement.distance(own_outputs, samples))
         return self._terms(exact)
 

@@ -8,9 +8,9 @@ import torch.distributed
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.pipelines import PipelineDivisors
-from plumbline.check.rank.joint.truth import JointTruth
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
@@ -32,7 +32,7 @@ class JointSteps(Observer):
         self._names = names
         self._unclipped = unclipped
         self._divisors = PipelineDivisors()
-        self._truth = JointTruth()
+        self._comparison = JointComparison()
         self._has_loss: dict[int, bool] = {}
         self._found: Facts | None = None
 
@@ -47,12 +47,12 @@ class JointSteps(Observer):
         """Compare the gradients of a step, if needed; ``reasons`` say why calls could not be computed again."""
         losses = [self._has_loss.pop(one.number, True) for one in passes]
         if calls and _are_several_ranks() and (not all(losses) or _needs_all_ranks(calls, reasons)):
-            self._found = self._truth.compare(calls, list(self._held(calls)), has_loss=any(losses))
+            self._found = self._comparison.compare(calls, list(self._held(calls)), has_loss=any(losses))
 
     def stop(self) -> None:
         """Let go of gradients."""
         super().stop()
-        self._truth.forget()
+        self._comparison.forget()
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return what came of the comparison before the step."""

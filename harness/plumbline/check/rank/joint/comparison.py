@@ -64,8 +64,8 @@ class Difference:
         return abs(sum(self.received[one] for one in groups) - self.right)
 
 
-class JointTruth:
-    """Judges the gradients of one process's optimizers together with all other ranks.
+class JointComparison:
+    """Compares the gradients of one process's optimizers together with all other ranks.
 
     After a rank did not come, or failed on its own, nothing is compared any more: ``obstacle`` says why.
     """
@@ -161,7 +161,7 @@ class _Comparison:
         for own in everywhere:
             for name, (ranks, given) in own.items():
                 if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
-                    raise NoAgreementError("ranks communicated in different orders in the forward")
+                    raise NoAgreementError("ranks ran different numbers of collectives in the forward")
 
     def _all(self, compute: Callable[[], list[float]]) -> list[list[float]]:
         """Compute together, and return what each rank has; all ranks give up where one of them failed."""
@@ -208,8 +208,9 @@ class _Comparison:
     def _apart(self, places: Sequence[int]) -> tuple[list[Facts], list[int]]:
         """Return what is wrong about single parameters, found by halving, and which were judged."""
         wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
+        unresolved: dict[int, tuple[int, Difference]] = {}
         while suspects and budget > 0:
-            half = suspects.pop(0)
+            half = suspects.pop()  # the latest: to reach single parameters before the comparisons are used up
             middle = len(half) // 2
             for part in [half[:middle], half[middle:]] if middle else [half]:
                 budget -= 1
@@ -219,12 +220,15 @@ class _Comparison:
                     judged += [place for place in shown if not self.groups[place].is_doubtful]
                 elif len(part) > 1:
                     suspects.append(part)
+                    unresolved[len(part)] = part[0], difference
                 elif self._is_a_part(part[0]):
                     self._parts.add(part[0])
                     self._beginnings.parts.add(self.groups[part[0]].kind)
                 else:
                     wrong.append(self._wrong(part[0], difference))
                     judged.append(part[0])
+        if suspects and not wrong and not self._parts:
+            wrong.append(self._wrong(*unresolved[min(unresolved)]))
         return wrong, judged
 
     def _is_a_part(self, place: int) -> bool:
