@@ -133,11 +133,12 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
 
 def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iterator[tuple[Key, str]]:
     """Yield each parameter that was not compared with the joint forward on every rank that holds it, and why."""
+    doubtful = joint.doubtful | joint.alike
     for rank in training.ranks:
         for step in rank.steps:
             for one in step.parameters:
                 if (one.name, rank.rank) not in joint.judged:
-                    is_doubtful = (one.name, rank.rank) in joint.doubtful | joint.alike
+                    is_doubtful = (one.name, rank.rank) in doubtful
                     yield (step.optimizer, one.name), COPIES_OR_PARTS if is_doubtful else TOO_SMALL
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
@@ -49,22 +49,20 @@ class JointTruth(Truth[JointGradient]):
     @cached_property
     def judged(self) -> frozenset[tuple[str, int]]:
         """The names and ranks of parameters whose gradient was compared with one that is not zero."""
-        return frozenset(
-            (name, rank) for _, found in self.compared for name, ranks in found["judged"] for rank in ranks
-        )
+        return self._members("judged")
 
     @cached_property
     def alike(self) -> frozenset[tuple[str, int]]:
         """Those that are the same on several ranks, and right only if each is a part of its own."""
-        return _members(found["alike"] for _, found in self.compared) - self.judged
+        return self._members("alike") - self.judged
 
     @cached_property
     def doubtful(self) -> frozenset[tuple[str, int]]:
         """Those that may be copies of one parameter or parts of one, in every step."""
-        return (
-            frozenset((name, rank) for _, found in self.compared for name, ranks in found["doubtful"] for rank in ranks)
-            - self.judged
-        )
+        return self._members("doubtful") - self.judged
+
+    def _members(self, kind: str) -> frozenset[tuple[str, int]]:
+        return frozenset((name, rank) for _, found in self.compared for name, ranks in found[kind] for rank in ranks)
 
     def compare(self) -> Finding:
         limit = max(found["limit"] for _, found in self.compared)
@@ -124,10 +122,6 @@ def _of_sum(found: Facts) -> Facts:
     return {**found, "wrong": wrong}
 
 
-def _members(lists: Iterable[Sequence[tuple[str, Sequence[int]]]]) -> frozenset[tuple[str, int]]:
-    return frozenset((name, rank) for one in lists for name, ranks in one for rank in ranks)
-
-
 def _passes(found: Facts) -> Iterator[Sequence[float]]:
     for one in found["wrong"]:
         yield from one["shares"]
@@ -145,11 +139,10 @@ def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient
         for rank in training.ranks
         for place, step in enumerate(rank.steps)
     ]
+    cases = [case for case in (*own, *arrived) if case.step.number == wrong.index]
     for rank in wrong.ranks:
         fits = False
-        for case in (*own, *arrived):
-            if case.rank != rank or case.step.number != wrong.index:
-                continue
+        for case in (one for one in cases if one.rank == rank):
             for number, parameter in enumerate(case.parameters):
                 if parameter.name == wrong.name and bool(case.compared[number]):
                     summed = scaled(case.world)

@@ -119,7 +119,6 @@ class JointWeights(ParameterCopies):
             if not is_distributed(parameter):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
-            self._base[id(parameter)] = as_real(local(leaf)).detach().clone()
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
@@ -128,8 +127,10 @@ class JointWeights(ParameterCopies):
         """Set each leaf to its parameter's values, and those that have a direction to so much further along it."""
         with torch.no_grad():
             for number, (_, leaf) in self._copies.items():
-                base = self._base[number]
-                as_real(local(leaf)).copy_(base if number not in directions else base + length * directions[number])
+                if number in directions or number in self._base:  # the others have never been moved
+                    own = as_real(local(leaf))
+                    base = self._base.setdefault(number, own.detach().clone())
+                    own.copy_(base if number not in directions else base + length * directions[number])
 
 
 def leaves_of(roots: Iterable[nn.Module]) -> dict[int, Tensor]:
