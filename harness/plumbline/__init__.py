@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plumbline.core.mesh import FlatPart
+    from plumbline.core.mesh import FlatPart, Part
     from plumbline.slurm.grid_search import HyperOptArgumentParser, SlurmCluster
     from plumbline.subjects.declare import subject
     from plumbline.trainer import Module, Trainer, TrainLoop
@@ -19,6 +19,7 @@ __all__ = [
     "FlatPart",
     "HyperOptArgumentParser",
     "Module",
+    "Part",
     "SlurmCluster",
     "TrainLoop",
     "Trainer",
@@ -28,6 +29,7 @@ __all__ = [
 
 _HOMES = {
     "FlatPart": "plumbline.core.mesh",
+    "Part": "plumbline.core.mesh",
     "HyperOptArgumentParser": "plumbline.slurm.grid_search",
     "SlurmCluster": "plumbline.slurm.grid_search",
     "subject": "plumbline.subjects.declare",

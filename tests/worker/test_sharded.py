@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plumbline.core.errors import TraceError
-from plumbline.core.mesh import FlatPart
+from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.trace import Shard
 from plumbline.launch.cell_launch import launch
@@ -100,19 +100,38 @@ PART = FlatPart(torch.zeros(8), offset=2, length=6, begin=0)
 @pytest.mark.parametrize(
     ("name", "part", "said"),
     [
-        ("other", PART, "'other', which is no parameter of job.model()"),
-        ("weight", PART._replace(begin=1), "entries 1 to 7 of weight, of 6"),
-        ("weight", PART._replace(offset=3), "weight in entries 3 to 9 of a tensor of [8]"),
-        ("weight", PART._replace(tensor=torch.zeros(8, 1)), "weight in entries 2 to 8 of a tensor of [8, 1]"),
-        ("weight", PART._replace(length=-1), "entries 0 to -1 of weight"),
+        ("other", PART, "'other': job.model() has no such parameter"),
+        ("weight", PART._replace(begin=1), "entries 1 to 7 exceed weight, which has 6"),
+        ("weight", PART._replace(offset=3), "weight cannot be entries 3 to 9 of a tensor of [8]"),
+        ("weight", PART._replace(tensor=torch.zeros(8, 1)), "weight cannot be entries 2 to 8 of a tensor of [8, 1]"),
+        ("weight", PART._replace(length=-1), "entries 0 to -1 exceed weight"),
+        ("weight", Part(torch.zeros(2, 2), (0, 2)), "a block of [2, 2] at [0, 2] exceeds weight, which is [2, 3]"),
+        ("weight", Part(torch.zeros(2), (0,)), "a block of [2] at [0] exceeds weight, which is [2, 3]"),
     ],
 )
-def test_a_flat_part_that_cannot_be_one_is_an_error_that_names_it(name, part, said):
+def test_a_part_that_cannot_be_one_is_an_error_that_names_it(name, part, said):
     recorder = Recorder()
     recorder.watch(nn.Linear(3, 2, bias=False))
     with pytest.raises(TraceError) as raised:
-        recorder.flat_parts({name: part}, range(2))
+        recorder.parts({name: part}, range(2))
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("topology", ["1x2", "1x4"])
+def test_blocks_that_are_declared_are_put_together(topology, trained):
+    """Columns, tiles and rows of weights, and parts without entries: at 4 ranks two of them have none of the bias."""
+    shared, _ = trained("tiles", topology)
+    copies, _ = trained("copies", topology)
+    found, expected = dict(tensors(shared)), dict(tensors(copies))
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[place], expected[place], rtol=1e-12, atol=1e-15) for place in expected)
+
+
+def test_a_part_that_nobody_declared_is_refused_and_the_sentence_says_what_to_do(trained):
+    trace, _ = trained("undeclared-tiles", "1x2")
+    for rank in trace.ranks:
+        assert "layers.0.weight is [32, 8] on this rank and [32, 16] in job.model()" in rank.error
+        assert "job.parts" in rank.error
 
 
 @pytest.mark.parametrize("precision", ["64", "32"], ids=["pieces with names", "vectors without"])

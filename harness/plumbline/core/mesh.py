@@ -95,6 +95,17 @@ class Mesh:
         return " × ".join(f"{name} {size}" for name, size in self.dimensions) or "one member"
 
 
+class Part(NamedTuple):
+    """A block of a parameter: ``tensor``, whose ``grad`` has the block's gradient.
+
+    ``begin`` is the index of the block's first entry in the parameter, which has as many dimensions. A ``tensor``
+    without entries says that this rank has no part of the parameter.
+    """
+
+    tensor: Any
+    begin: tuple[int, ...]
+
+
 class FlatPart(NamedTuple):
     """Entries ``begin`` to ``begin + length`` of a flattened parameter.
 

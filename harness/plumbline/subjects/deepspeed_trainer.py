@@ -75,7 +75,7 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=settings(job)
         )
-    job.flat_parts(flat_parts(engine, parameters))
+    job.parts(flat_parts(engine, parameters))
     sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     val_loader = DataLoader(job.val_dataset, batch_size=job.batch_size)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plumbline.core.mesh import FlatPart
+from plumbline.core.mesh import FlatPart, Part
 from plumbline.own_workloads.load import workload_of
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepHooks
@@ -146,8 +146,10 @@ class Job:
         """
         return self._recorder.holding(names)
 
-    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int] | None = None) -> None:
-        """Tell where this rank has its parts of parameters, if its trainer uses flat tensors of many parameters.
+    def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int] | None = None) -> None:
+        """Tell where this rank has its parts of parameters, if plain tensors hold them.
+
+        Parts that are DTensors need not be declared.
 
         Args:
             parts: this rank's part of each parameter, which may be empty, by the parameter's name in ``model()``.
@@ -155,9 +157,9 @@ class Job:
             ranks: the ranks whose parts make up these parameters; by default all ranks.
 
         Raises:
-            TraceError: A parameter is unknown, or a part exceeds it or its flat tensor.
+            TraceError: A parameter is unknown, or a part exceeds it or the tensor in which it lies.
         """
-        self._recorder.flat_parts(parts, range(self.world_size) if ranks is None else ranks)
+        self._recorder.parts(parts, range(self.world_size) if ranks is None else ranks)
 
     def skipped(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Tell that the trainer's own loss scaler skips the next step because of an overflow.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from plumbline.core.mesh import FlatPart
+from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.trace import RankTrace
 from plumbline.recording.grad_scaler import follow_scaled_steps
 from plumbline.recording.optimizer_steps import OptimizerSteps
@@ -62,8 +62,8 @@ class StepHooks(ABC):
         """Return a context in which the model has values only for the parameters and buffers ``names``."""
         return nullcontext()
 
-    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:  # noqa: B027
-        """Note where this rank has its part of flattened parameters."""
+    def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:  # noqa: B027
+        """Note where this rank has its parts of parameters."""
 
     def skipped(self, optimizer: Optimizer, scale: float) -> None:  # noqa: B027
         """Note that the trainer's own loss scaler skips a step of ``optimizer`` at this ``scale``."""

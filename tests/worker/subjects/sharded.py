@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from plumbline import FlatPart, subject
+from plumbline import FlatPart, Part, subject
 
 PRECISIONS = ["64", "32"]
 
@@ -78,7 +78,7 @@ def flat_parts(job):
             group["params"][0].grad = torch.zeros_like(group["params"][0])
             optimizer.param_groups = [group]
             optimizer.step()
-    job.flat_parts(parts)
+    job.parts(parts)
     for batch in batches(job):
         job.loss(model(batch), batch).backward()
         for group in groups:
@@ -128,6 +128,52 @@ class Flat:
         for one in self.held.values():
             one.data.copy_(flat[: one.numel()].view(one.shape))
             flat = flat[one.numel() :]
+
+
+@subject(name="tiles", backends=["fsdp"], precisions=PRECISIONS)
+def tiles(job):
+    """Each rank steps a block of every parameter: columns or tiles of matrices, and half a vector or nothing of it."""
+    dist.init_process_group(job.comm)
+    model = DistributedDataParallel(job.model())
+    held = dict(model.module.named_parameters())
+    places = {name: block_of(one.shape, job.rank, job.world_size) for name, one in held.items()}
+    own = {name: one.detach()[places[name]].clone() for name, one in held.items()}
+    optimizer = job.optimizer(list(own.values()))
+    job.parts({name: Part(one, tuple(place.start for place in places[name])) for name, one in own.items()})
+    for batch in batches(job):
+        job.loss(model(batch), batch).backward()
+        for name, one in own.items():
+            one.grad = held[name].grad[places[name]].clone()
+        optimizer.step()
+        for name, one in held.items():
+            whole = torch.zeros_like(one)
+            whole[places[name]] = own[name]
+            dist.all_reduce(whole)
+            one.data.copy_(whole)
+        model.zero_grad()
+
+
+def block_of(shape, rank, ranks):
+    """Return the index of a rank's block: of two columns of blocks and ``ranks / 2`` rows, or half of a vector."""
+    row, column = divmod(rank, 2)
+    if len(shape) == 1:
+        half = shape[0] // 2
+        return (slice(column * half, column * half + half) if row == 0 else slice(shape[0], shape[0]),)
+    height, width = shape[0] // (ranks // 2), shape[1] // 2
+    return slice(row * height, row * height + height), slice(column * width, column * width + width)
+
+
+@subject(name="undeclared-tiles", backends=["fsdp"], precisions=PRECISIONS)
+def undeclared_tiles(job):
+    dist.init_process_group(job.comm)
+    model = job.model()
+    first = model.layers[0]
+    columns = block_of(first.weight.shape, job.rank, job.world_size)
+    first.weight = torch.nn.Parameter(first.weight.detach()[columns].clone())
+    optimizer = job.optimizer(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 @subject(name="astray", backends=["fsdp"], precisions=PRECISIONS)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from plumbline.core.mesh import FlatPart
+from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from plumbline.recording.backward_passes import in_backward
@@ -71,8 +71,8 @@ class Recorder(StepHooks):
         """Record the parameters and buffers ``names`` alone, as if the model had no others."""
         return self._tensors.holding(names)
 
-    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
-        self._tensors.flat_parts(parts, ranks)
+    def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:
+        self._tensors.parts(parts, ranks)
 
     @property
     def has_steps(self) -> bool:
@@ -164,7 +164,7 @@ class Recorder(StepHooks):
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if not self.steps:
-            self._tensors.refuse_flattened()
+            self._tensors.refuse_undeclared_parts()
         self._before = self._current_weights()
         self._gradients = self._tensors.received(optimizer) if has_closure else {}  # it may never be called
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from plumbline.evidence.tensor_store import TensorStore, reference
 from plumbline.evidence.trace import Shard, StoredTensor
-from plumbline.worker.recording.flat_shards import FlatShard
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are known to hold no DTensor."""
@@ -21,22 +20,22 @@ BLOCKS = ("Shard", "_StridedShard", "Replicate")
 """Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
 
 
-def kept(tensor: Tensor | FlatShard, store: TensorStore | None) -> Any:
+def kept(tensor: Tensor | Shard, store: TensorStore | None) -> Any:
     """Return what is kept of weights or gradients, on the cpu.
 
-    It is the shard of a DTensor, as FSDP2's are, or of a flattened tensor, which no other rank has. Of any other one it
-    is a reference where ``store`` takes it, and a dense copy else.
+    It is the shard of a DTensor, as FSDP2's are, or a declared part, which no other rank has. Of any other one it is a
+    reference where ``store`` takes it, and a dense copy else.
     """
-    if isinstance(tensor, FlatShard) or _is_shared_out(tensor):
+    if isinstance(tensor, Shard) or _is_shared_out(tensor):
         return _shard(tensor)
     dense = _dense(tensor)
     return store.keep(dense) if store is not None and store.takes(dense) else copied(dense)
 
 
-def is_still(tensor: Tensor | FlatShard, recorded: Any) -> bool:
+def is_still(tensor: Tensor | Shard, recorded: Any) -> bool:
     """Return whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
-    sharded = isinstance(tensor, FlatShard) or _is_shared_out(tensor)
-    if isinstance(tensor, FlatShard) or sharded or isinstance(recorded, Shard):
+    sharded = isinstance(tensor, Shard) or _is_shared_out(tensor)
+    if isinstance(tensor, Shard) or sharded or isinstance(recorded, Shard):
         if not (sharded and isinstance(recorded, Shard)):
             return False
         values, *place = _placed(tensor)
@@ -75,7 +74,7 @@ def _is_shared_out(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
-def _shard(tensor: Tensor | FlatShard) -> Shard:
+def _shard(tensor: Tensor | Shard) -> Shard:
     values, *place = _placed(tensor)
     return Shard(copied(values), *place)
 
@@ -83,13 +82,12 @@ def _shard(tensor: Tensor | FlatShard) -> Shard:
 def _placed(tensor: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return this rank's part of a tensor, where in it that begins, the whole's shape, and whose parts make it up.
 
-    Of what is flat the entries are counted, so that the part begins at one number.
     Along each dimension of its mesh a DTensor is replicated, or sharded along one of its own as ``torch.chunk`` would.
     What is strided is divided after everything else, outer dimensions last: fully_shard divides the blocks of tensor
     parallelism, whose dimension of the mesh is an inner one.
     """
-    if isinstance(tensor, FlatShard):
-        return tensor.values, (tensor.begin,), tensor.shape, tensor.ranks
+    if isinstance(tensor, Shard):
+        return tensor.values, tensor.begin, tensor.shape, tensor.ranks
     with torch.no_grad():  # else autograd would note it down
         values: Tensor = tensor.to_local()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
