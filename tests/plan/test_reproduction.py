@@ -108,9 +108,9 @@ def test_launches_are_kept_where_they_are_measured():
 def test_the_suite_is_named_as_it_is_reached_from_here(tmp_path, monkeypatch):
     asked = options_of()
     planned = next(iter(planned_with(asked)))
-    reproduction = Reproduction(asked, matrix_of(asked))
 
     def said(suite):
+        reproduction = Reproduction(asked, matrix_of(asked))
         return reproduction.command(planned, LOCATOR, Path(suite)).partition(" --cell ")[0].rpartition("/bin/")[2]
 
     monkeypatch.chdir(suites().parent)

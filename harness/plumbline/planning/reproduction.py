@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Reproduction:
         self._given = given
         self._matrix = matrix
         self._own = {one.name: one.locator for one in own}
+        self._suite_command = cache(lambda suite: suite_command(suite=suite))  # it looks at files; cells are thousands
 
     def command(self, planned: Planned, locator: str, suite: Path) -> str:
         """Return the command that runs only this cell. ``locator`` is what the user typed after ``--subject``."""
@@ -39,7 +41,7 @@ class Reproduction:
             words += ["--backends", cell.backend]
         for name in self._settings(measured=cell.workload in PERFORMANCE):
             words += self._option(name)
-        return shlex.join(suite_command(*words, suite=suite))
+        return shlex.join([*self._suite_command(suite), *words])
 
     def _option(self, name: str) -> list[str]:
         value = self._given[name]
