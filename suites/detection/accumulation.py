@@ -9,7 +9,12 @@ from expect import any_check, failing, known_bad
 from loop import alone, ddp, loader, windows
 from otherwise import by_iterations
 
-CELLS = ["accumulation/none/1x1/32", "accumulation/ddp/1x2/32", "accumulation/ddp/1x3/16"]
+CELLS = [
+    "accumulation/none/1x1/32",
+    "accumulation/ddp/1x2/32",
+    "accumulation/ddp/1x3/16",
+    "accumulation/ddp/1x2/bf16-true",
+]
 DDP = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/64"]
 ITERATED = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x4/32"]
 

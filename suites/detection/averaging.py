@@ -11,7 +11,10 @@ from base_trainer import ManualAverage
 from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader, sharded
 
-ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
+ANYWHERE = [
+    "mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16",
+    "mlp/ddp/1x2/bf16-true",
+]  # fmt: skip
 
 
 @known_bad(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-PLAIN = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "mlp/ddp/1x4/bf16", "linear-exact/ddp/1x4/32"]
+PLAIN = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "mlp/ddp/1x4/bf16", "mlp/ddp/1x3/bf16-true", "linear-exact/ddp/1x4/32"]
 ITERATIONS = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"]
 ITERATED_WINDOWS = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/32"]
 ORDERED = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "sequential/ddp/1x3/32"]

@@ -10,7 +10,10 @@ from loop import alone, average, ddp, loader, mesh_of, sharded, zero
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "contrastive/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
+ANYWHERE = [
+    "mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "contrastive/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16",
+    "mlp/ddp/1x3/bf16-true",
+]  # fmt: skip
 
 
 @known_bad(

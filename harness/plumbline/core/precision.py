@@ -11,13 +11,15 @@ from plumbline.core.named_registry import NamedRegistry
 class Precision:
     """A precision, by its name on the command line. Dtypes are given by their names in torch.
 
-    ``storage`` is the dtype of weights and gradients. ``scaled``: a GradScaler scales the loss.
+    ``storage`` is the dtype of weights, gradients and the optimizer's state. ``scaled``: a GradScaler scales the loss.
+    ``opt_in``: its cells are planned only for a subject that declares it, or if the user names it.
     """
 
     name: str
     storage: str
     autocast: str | None = None
     scaled: bool = False
+    opt_in: bool = False
 
     @property
     def is_16_bit(self) -> bool:
@@ -31,5 +33,6 @@ PRECISIONS: NamedRegistry[Precision] = NamedRegistry(
         Precision("32", storage="float32"),
         Precision("16", storage="float32", autocast="float16", scaled=True),
         Precision("bf16", storage="float32", autocast="bfloat16"),
+        Precision("bf16-true", storage="bfloat16", opt_in=True),
     ),
 )

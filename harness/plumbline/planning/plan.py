@@ -83,6 +83,16 @@ class Matrix:
         """Say whether a backend is planned for a subject. An opt-in backend must be declared or named."""
         return not backend.opt_in or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
+    def precisions_for(self, declared: Declaration) -> list[str]:
+        """Return the precisions that are planned for a subject. An opt-in precision must be declared or named.
+
+        Raises:
+            PlanError: a name is unknown.
+        """
+        names = _known("precision", self.precisions, PRECISIONS)
+        offered = declared.precisions[self.accelerator]
+        return [name for name in names if not PRECISIONS[name].opt_in or name in offered or self.precisions]
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -124,7 +134,6 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         PlanError: a name is unknown, or two subjects share one.
     """
     backends = [BACKENDS[name] for name in _known("backend", matrix.backends, BACKENDS)]
-    precisions = _known("precision", matrix.precisions, PRECISIONS)
     workloads = [EVERY[name] for name in _known("workload", matrix.workloads, EVERY) if name in among]
     _refuse_namesakes(subjects)
     sizes = matrix.topologies
@@ -136,7 +145,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         if topology not in places[backend.name] or not matrix.includes(backend, declared):
             continue
         sampled = backend.sampled and not matrix.meshes and backend.name not in (matrix.backends or ())
-        for workload, precision in product(workloads, precisions):
+        for workload, precision in product(workloads, matrix.precisions_for(declared)):
             if sampled and not is_sampled(workload, backend, topology, precision):
                 continue
             per_rank = declared.behavior.stages_per_rank

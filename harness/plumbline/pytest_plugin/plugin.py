@@ -71,7 +71,11 @@ def add_options(add: Callable[..., object]) -> None:
         metavar="A,B",
         help=f"backends: {', '.join(BACKENDS)} (default: all, but only a few cells of {sampled})",
     )
-    add("--precisions", metavar="A,B", help="precisions: 64, 32, 16, bf16 (default: all)")
+    add(
+        "--precisions",
+        metavar="A,B",
+        help="precisions: 64, 32, 16, bf16, bf16-true (default: all; bf16-true if declared)",
+    )
     add("--workloads", metavar="A,B", help="built-in workloads (default: all; with --workload, none)")
     add(
         "--workload",

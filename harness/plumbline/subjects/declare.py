@@ -103,8 +103,8 @@ def subject(
         name: its name in reports.
         backends: the backends that it supports: ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2``, …
             If some of them support less than others, declare two functions with the same name, each for its backends.
-        precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``. If they depend on the
-            accelerator, give a dict with the keys ``cpu`` and ``cuda``.
+        precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``, ``bf16-true``. If they
+            depend on the accelerator, give a dict with the keys ``cpu`` and ``cuda``.
         capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
         library: pip's name of the package under test. Reports show its version.
         launch: ``rank``: the harness starts a process per rank, which calls ``train``. ``node``: it starts a process

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.subjects.loop import windows
 
-PRECISIONS = ["64", "32", "16", "bf16"]
+PRECISIONS = ["64", "32", "16", "bf16", "bf16-true"]
 
 BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
 

@@ -16,7 +16,7 @@ from plumbline.subjects.torch_checkpoint import load_parts, save_parts
 from plumbline.subjects.torch_fsdp import broadcast_buffers
 
 # GradScaler checks only the gradients of its own rank, and ranks have different experts: no float16.
-PRECISIONS = ["64", "32", "bf16"]
+PRECISIONS = ["64", "32", "bf16", "bf16-true"]
 REFUSED = {"sparse-gradients", "unused-parameters", "several-optimizers"}
 
 

@@ -19,7 +19,7 @@ from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, REFUSED, Fsdp, broadcast_buffers, joined_mesh, shard
 
 # GradScaler checks only the gradients of its own rank, and some of them are parts: no float16.
-PRECISIONS = ["64", "32", "bf16"] if COMPUTES_ON_A_CPU else []
+PRECISIONS = ["64", "32", "bf16", "bf16-true"] if COMPUTES_ON_A_CPU else []
 
 
 @subject(

@@ -55,7 +55,7 @@ class MixtureOfExperts(Mlp):
     blocks = 2
     experts = EXPERTS
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16")
+    precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16", "bf16-true")
 
     def build(self) -> nn.Module:
         return _Mixture()

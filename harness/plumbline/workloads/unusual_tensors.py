@@ -128,6 +128,7 @@ class Transformer(Workload):
     blocks = 5
     sequence = LENGTH
     narrow = True
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
     couples_stages = True
     batch_size = 12
 

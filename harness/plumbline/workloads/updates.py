@@ -31,7 +31,7 @@ class AdamW(Mlp):
     exposes = "parameter groups merged or reordered, decay where none is meant, moments that are lost"
     blocks = 4
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("32", "64")
+    precisions: ClassVar[tuple[str, ...]] = ("32", "64", "bf16-true")
 
     def build(self) -> nn.Module:
         return Perceptron(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
@@ -74,6 +74,7 @@ class Clipping(Mlp):
     exposes = "clipping left out, after the step, before unscaling, before averaging, tensor by tensor, by value"
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
     couples_stages = True
     clip_norm = 0.05
 

@@ -51,7 +51,7 @@ IN_A_WORD: Final = {
     "-": "unsupported",
 }
 
-_PRECISION_ORDER = ("32", "16", "bf16", "64")
+_PRECISION_ORDER = ("32", "16", "bf16", "bf16-true", "64")
 
 
 def mark_columns() -> tuple[str, ...]:
