@@ -13,8 +13,7 @@ from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.learning_rate import LearningRateCase
-from plumbline.judge.causes.registry import HYPOTHESES
-from plumbline.judge.hypothesis import Hypothesis, Match
+from plumbline.judge.hypothesis import HYPOTHESES, Hypothesis, Match
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.generated import Generated, Recipe
 

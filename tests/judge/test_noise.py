@@ -15,6 +15,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.buffer_replay import buffer_errors, buffers_after
 from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.checks.gradients import _factor_before_clipping, compare_gradients
 from plumbline.judge.oracle.noise import (
     FALSE_ALARM,
     NoiseScale,
@@ -28,7 +29,6 @@ from plumbline.judge.oracle.noise import (
     rounding_unit,
 )
 from plumbline.judge.oracle.oracle import Oracle, clipped
-from plumbline.judge.oracle_truth import _factor_before_clipping, compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.generated import Generated, Recipe

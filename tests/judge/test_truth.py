@@ -9,9 +9,7 @@ import pytest
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.checks.gradients import judge_by
-from plumbline.judge.mistakes.case import GradientCase
-from plumbline.judge.mistakes.combination import RIGHT, Combination
+from plumbline.judge.mistakes.case import RIGHT, Combination, GradientCase
 from plumbline.judge.truth import GradientEvidence, Truth
 
 OF_RANKS = ((1.0, -2.0, 0.5), (3.0, 1.0, 4.0), (-1.0, 2.5, 1.0))
@@ -77,7 +75,7 @@ class Directions(Truth[Projected]):
     ],
 )
 def test_mistakes_are_named_by_what_they_make_of_projections(received, cause):
-    finding = judge_by(Directions(received))
+    finding = Directions(received).judge()
     assert finding.cause == cause
     assert finding.outcome is (Outcome.PASSED if cause is None else Outcome.FAILED)
 

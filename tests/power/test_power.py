@@ -13,9 +13,9 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import USAGE
 from plumbline.core.topology import Topology
 from plumbline.evidence.trace import Logged, MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.oracle.oracle import Oracle
-from plumbline.judge.oracle_truth import compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.power.injection import Place, gradient_off, places, update_off
 from plumbline.power.measure import Power

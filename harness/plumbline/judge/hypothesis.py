@@ -1,4 +1,4 @@
-"""The one type of a hypothesis about a cause, and the engine that picks the most specific one that fits.
+"""What a hypothesis about a cause is, where all are registered, and ``explain``, which finds the one that fits best.
 
 A hypothesis predicts what a mistake would have left in the evidence. How a prediction is compared with what is there
 depends on the evidence: gradients and reported metrics within noise, learning rates to nine digits. A hypothesis about
@@ -104,6 +104,46 @@ class TraceCase(CountedCase):
     analysis: TraceAnalysis
 
 
+HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {}
+"""The hypotheses about each kind of case, in any order: their specificities decide which is tried first.
+
+``plumbline.judge.causes`` registers ours.
+"""
+
+
+def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
+    """Add hypotheses about a kind of case, which may be new.
+
+    Raises:
+        TypeError: the kind of case is left out, or there is no hypothesis.
+    """
+    if not isinstance(kind, type) or not hypotheses or not all(isinstance(one, Hypothesis) for one in hypotheses):
+        raise TypeError("register takes a kind of case, then hypotheses: register(GradientCase, Hypothesis(…))")
+    HYPOTHESES.setdefault(kind, []).extend(hypotheses)
+
+
+def explain(finding: Finding, evidence: Evidence) -> Finding:
+    """Return the finding with the cause that the most specific fitting hypothesis names, else ``unexplained``.
+
+    Hypotheses about the evidence's kind of case are tried, and those about its base classes.
+    """
+    best = most_specific([one for each in evidence.kind.__mro__ for one in HYPOTHESES.get(each, ())], evidence)
+    if best is None:
+        return replace(finding, cause=UNEXPLAINED)
+    hypothesis, match = best
+    description, hint = (text.format(**match.figures) for text in (hypothesis.description, hypothesis.hint))
+    return replace(
+        finding,
+        cause=hypothesis.name,
+        family=hypothesis.family,
+        message=evidence.message(finding, description, hint, match),
+        step=finding.step if match.step is None else match.step,
+        rank=finding.rank if match.rank is None else match.rank,
+        hint=hint,
+        cause_x_noise=match.error,
+    )
+
+
 def most_specific(
     hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence
 ) -> tuple[Hypothesis[Any, Any], Match] | None:
@@ -118,27 +158,6 @@ def most_specific(
         if match is not None and best is None:
             best = hypothesis, match
     return best
-
-
-def explained(finding: Finding, hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence) -> Finding:
-    """Return the finding with its cause; without a hypothesis that fits, the cause is ``unexplained``."""
-    best = most_specific(hypotheses, evidence)
-    return replace(finding, cause=UNEXPLAINED) if best is None else with_cause(finding, *best, evidence)
-
-
-def with_cause(finding: Finding, hypothesis: Hypothesis[Any, Any], match: Match, evidence: Evidence) -> Finding:
-    """Return the finding with the cause that the hypothesis names."""
-    description, hint = (text.format(**match.figures) for text in (hypothesis.description, hypothesis.hint))
-    return replace(
-        finding,
-        cause=hypothesis.name,
-        family=hypothesis.family,
-        message=evidence.message(finding, description, hint, match),
-        step=finding.step if match.step is None else match.step,
-        rank=finding.rank if match.rank is None else match.rank,
-        hint=hint,
-        cause_x_noise=match.error,
-    )
 
 
 def failed_by(check: str, observed: str, mistake: Hypothesis[Any, Any], **place: Any) -> Finding:

@@ -13,10 +13,10 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.launch import LaunchCase
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.checks import CHECKS, run_check, run_checks
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
 from plumbline.judge.consequences import RULES, Rule, mark_consequences
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")

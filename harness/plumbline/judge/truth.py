@@ -1,7 +1,7 @@
 """What a right gradient is: how the check of gradients asks, whoever knows the answer.
 
-``oracle``: the workload is known, so one device in float64 computes the gradient (``plumbline.judge.oracle_truth``).
-``replay``: a script's own calls, computed again on each rank (``plumbline.check.judge.replay_truth``).
+``oracle``: the workload is known, so one device computes the gradient in float64 (``judge.checks.gradients``).
+``replay``: a script's own calls, computed again on each rank (``check.judge.replay_truth``).
 A truth need not hold a gradient. A case says how far it is from a prediction; the scalar products of both with the same
 directions are enough for that.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from plumbline.core.finding import Finding
-from plumbline.judge.hypothesis import OCCASIONAL, Evidence, Hypothesis, Match
+from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.hypothesis import OCCASIONAL, Evidence, Hypothesis, Match, explain
 from plumbline.judge.mistakes.case import GradientCase
 
 Case = TypeVar("Case", bound=GradientCase)
@@ -28,6 +29,19 @@ class Truth(ABC, Generic[Case]):
     @abstractmethod
     def cases(self) -> Sequence[Case]:
         """The gradients that can be judged, in the order of the steps."""
+
+    def judge(self) -> Finding:
+        """Compare all gradients with the right ones, and explain the wrong ones by the known mistakes."""
+        finding = self.compare()
+        if finding.outcome is not Outcome.FAILED or finding.cause is not None:
+            return finding
+        wrong = [case for case in self.cases if not case.is_right]
+        finding = self.place(finding, wrong)
+        if finding.outcome is not Outcome.FAILED or finding.cause is not None:
+            return finding
+        evidence = self.evidence(wrong)
+        finding = replace(finding, cause=UNEXPLAINED) if evidence is None else explain(finding, evidence)
+        return self.conclude(finding, wrong)
 
     @abstractmethod
     def compare(self) -> Finding:

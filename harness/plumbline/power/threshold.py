@@ -10,9 +10,9 @@ from dataclasses import replace
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Trace
+from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
-from plumbline.judge.oracle_truth import compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.power.injection import Place, gradient_off, places, update_off
 

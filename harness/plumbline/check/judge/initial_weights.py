@@ -17,9 +17,9 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import UnequalStartCase, differing_parameters
 from plumbline.judge.findings import failed, failed_with_hint, passed
+from plumbline.judge.hypothesis import explain
 
 CHECK = "initial-weights"
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbline.check.evidence.training import Facts
-from plumbline.judge.causes.registry import register
-from plumbline.judge.hypothesis import Hypothesis, Match, holds
-from plumbline.judge.mistakes.case import GradientCase
-from plumbline.judge.mistakes.combination import Combination, SomeParameters, scaled
+from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
+from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters, scaled
 
 
 @dataclass(frozen=True, eq=False)

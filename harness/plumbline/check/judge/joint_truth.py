@@ -12,7 +12,7 @@ from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.mistakes.combination import RIGHT, scaled
+from plumbline.judge.mistakes.case import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
 from plumbline.judge.truth import GradientEvidence, Truth
 

@@ -10,7 +10,7 @@ from plumbline.check.judge.model_parts import forward_communicates, model_parts
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.recorded_weights import weights_at
 from plumbline.check.judge.shared_parameters import shared_part
-from plumbline.judge.mistakes.combination import RIGHT, Combination
+from plumbline.judge.mistakes.case import RIGHT, Combination
 from plumbline.judge.mistakes.synchronisation import only
 
 NOT_FINITE = "gradients were not finite"

@@ -13,7 +13,7 @@ from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.core.finding import Finding, is_unexplained
-from plumbline.judge.mistakes.combination import RIGHT
+from plumbline.judge.mistakes.case import RIGHT
 
 MULTIPLES = frozenset(
     {"summed-over-ranks", "averaged-twice", "divided-by-another-count", "divided-twice", "not-divided-by-micro-batches"}

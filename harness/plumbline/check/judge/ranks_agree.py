@@ -16,11 +16,10 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import failed, passed
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, explain
 from plumbline.report.text import counted
 
 CHECK = "ranks-agree"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
 from plumbline.judge.hypothesis import Match
-from plumbline.judge.mistakes.case import GradientCase
-from plumbline.judge.mistakes.combination import RIGHT, Combination, SomeParameters, Weight
+from plumbline.judge.mistakes.case import RIGHT, Combination, GradientCase, SomeParameters, Weight
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, UNDERFLOW, Deviation, coarsest_unit, sum_bound
 
 

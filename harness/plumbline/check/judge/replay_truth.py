@@ -25,9 +25,8 @@ from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.judge.checks.gradients import judge_by
 from plumbline.judge.findings import with_hint
-from plumbline.judge.mistakes.combination import RIGHT
+from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 
@@ -52,10 +51,10 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     """
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
-        finding = judge_by(joint)
+        finding = joint.judge()
         has_failed = finding.outcome is Outcome.FAILED
         is_open = finding.cause in BY_ELIMINATION if has_failed else joint.is_sum or bool(joint.doubtful or joint.alike)
-        known = judge_by(truth) if is_open else finding
+        known = truth.judge() if is_open else finding
         is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
         yield known if is_known else finding
         if joint.alike and not is_known:
@@ -69,7 +68,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
-    finding = judge_by(truth)
+    finding = truth.judge()
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
     yield finding

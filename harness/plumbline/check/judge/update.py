@@ -14,10 +14,9 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, information, listed, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.registry import HYPOTHESES, explain
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
-from plumbline.judge.hypothesis import Hypothesis, holds
+from plumbline.judge.hypothesis import HYPOTHESES, Hypothesis, explain, holds
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.judge.causes.metric_case import MetricCase, MetricHypothesis
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.expected_metrics import TRAINING, LossTable, ReportedValue
-from plumbline.judge.hypothesis import Evidence, Match
+from plumbline.judge.hypothesis import Evidence, Match, explain
 
 
 @dataclass(frozen=True)

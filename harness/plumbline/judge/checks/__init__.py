@@ -18,7 +18,6 @@ from typing import Any
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.step_count import VacuousCase
 from plumbline.judge.checks.buffers import buffers
 from plumbline.judge.checks.checkpoint import checkpoint
@@ -37,6 +36,7 @@ from plumbline.judge.checks.training import training
 from plumbline.judge.checks.update import update
 from plumbline.judge.checks.validation import validation
 from plumbline.judge.findings import Vacuous
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Check = Callable[[Any], Finding | Iterable[Finding] | None]

@@ -12,7 +12,6 @@ from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Step
 from plumbline.judge.causes.optimizer_state import OptimizerStateCase
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
 from plumbline.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from plumbline.judge.checks.gradients import gradients
@@ -23,6 +22,7 @@ from plumbline.judge.checks.skipped_steps import skipped_steps
 from plumbline.judge.checks.stillness import stillness
 from plumbline.judge.checks.update import update
 from plumbline.judge.findings import Vacuous, error_at, failed, from_deviation, with_parameters
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.interrupted_training import Interruption, saving_cell
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit
 from plumbline.judge.trace_analysis import TraceAnalysis, same

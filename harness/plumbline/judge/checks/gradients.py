@@ -1,32 +1,312 @@
-"""Is the gradient that the optimizer got the right one?"""
+"""Is the gradient that the optimizer got the right one? Of a subject, an oracle knows the workload."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from plumbline.core.finding import UNEXPLAINED, Finding
+import torch
+
+from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.registry import explain
-from plumbline.judge.oracle_truth import OracleTruth
-from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.judge.truth import Truth
+from plumbline.evidence.trace import Step, Tensors
+from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
+from plumbline.judge.causes.counterfactuals import Counterfactuals
+from plumbline.judge.causes.occasions import occasion
+from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase, Pattern
+from plumbline.judge.causes.rank_shares import rank_shares
+from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
+from plumbline.judge.error_grid import with_error_grid
+from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, times
+from plumbline.judge.hypothesis import Match
+from plumbline.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, length, norm
+from plumbline.judge.trace_analysis import ExpectedGradients, TraceAnalysis
+from plumbline.judge.truth import GradientEvidence, Truth
+
+PROMISE = "what the backend promises for these samples"
 
 
 def gradients(analysis: TraceAnalysis) -> Finding:
     """Judge the gradients of a subject, whose workload is known."""
-    return judge_by(OracleTruth(analysis))
+    return OracleTruth(analysis).judge()
 
 
-def judge_by(truth: Truth[Any]) -> Finding:
-    """Compare all gradients with what a truth knows to be right, and explain the wrong ones by the known mistakes."""
-    finding = truth.compare()
-    if finding.outcome is not Outcome.FAILED or finding.cause is not None:
-        return finding
-    wrong = [case for case in truth.cases if not case.is_right]
-    finding = truth.place(finding, wrong)
-    if finding.outcome is not Outcome.FAILED or finding.cause is not None:
-        return finding
-    evidence = truth.evidence(wrong)
-    finding = replace(finding, cause=UNEXPLAINED) if evidence is None else explain(finding, evidence)
-    return truth.conclude(finding, wrong)
+class OracleTruth(Truth[OracleGradientCase]):
+    """Each rank's gradient at each step, at the subject's own weights and samples, against ℓ(B) and the contract."""
+
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self.analysis = analysis
+
+    @cached_property
+    def cases(self) -> Sequence[OracleGradientCase]:
+        counterfactuals = Counterfactuals(self.analysis)
+        different = self.analysis.differing_ranks("gradients")
+        return [OracleGradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
+
+    def compare(self) -> Finding:
+        if not self.analysis.steps_taken:
+            raise Vacuous("no optimizer step was taken on all ranks")
+        _refuse_vacuous(self.analysis)
+        finding = compare_gradients(self.analysis)
+        if finding.outcome is Outcome.FAILED or (undue := _undue_gradient(self.analysis)) is None:
+            return finding
+        return replace(undue, error_grid=finding.error_grid)
+
+    def place(self, finding: Finding, wrong: Sequence[OracleGradientCase]) -> Finding:
+        if not wrong:
+            return _slightly_scaled(finding, self.cases)
+        first = self._accused(wrong)[0]
+        parameter = _worst_parameter(first)
+        rank = self.analysis.holder(first.rank, parameter)
+        names = [name for name in first.expected.units if self.analysis.holder(first.rank, name) == rank]
+        finding = replace(
+            finding,
+            step=first.index,
+            rank=rank,
+            parameter=parameter,
+            parameters=tuple((name, first.least_error(name)) for name in names),
+        )
+        if not first.is_finite:
+            return replace(
+                finding,
+                cause="not-finite",
+                family="amp",
+                message=f"gradients at {first.location} are not finite ({parameter}), but the optimizer stepped: "
+                "check for infinities on every rank, after the average",
+            )
+        if not first.is_predictable:
+            return finding
+        return replace(finding, rank_shares=rank_shares(self.analysis.steps[first.index], self.analysis))
+
+    def evidence(self, wrong: Sequence[OracleGradientCase]) -> _OracleEvidence | None:
+        if not any(one.is_predictable for one in wrong):
+            return None
+        every = [one for one in self.cases if one.is_predictable]
+        return _OracleEvidence.of([one for one in self._accused(wrong) if one.is_finite], every)
+
+    def conclude(self, finding: Finding, wrong: Sequence[OracleGradientCase]) -> Finding:
+        if not is_unexplained(finding):
+            return finding
+        return replace(finding, message=f"{finding.message}; unexplained: {_figures(self._accused(wrong)[0])}")
+
+    def _accused(self, wrong: Sequence[OracleGradientCase]) -> Sequence[OracleGradientCase]:
+        """Return the wrong gradients that can be predicted, all if none can.
+
+        If ranks hold different weights, or weights that are not finite, no common gradient can be predicted.
+        """
+        return [one for one in wrong if one.is_predictable] or wrong
+
+
+@dataclass(frozen=True, eq=False)
+class _OracleEvidence(GradientEvidence[OracleGradientCase]):
+    """``every`` has the wrong and the right gradients of all steps that can be predicted."""
+
+    wrong: Sequence[OracleGradientCase]
+    right: Sequence[OracleGradientCase] = ()
+    every: Sequence[OracleGradientCase] = ()
+
+    @classmethod
+    def of(cls, wrong: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]) -> _OracleEvidence:
+        """Return the evidence, each case with the pattern of all wrong gradients."""
+        pattern = _pattern(wrong, every)
+        accused = [replace(one, pattern=pattern) for one in wrong]
+        judged = [replace(one, pattern=pattern) for one in every]
+        right = [one for one in judged if not any(one.step is other.step for other in wrong)]
+        return cls(accused, right, judged)
+
+    def occasion(self, refuting: Sequence[OracleGradientCase]) -> str | None:
+        return occasion(self.wrong, refuting, self.every)
+
+    def in_noise(self, misfit: float) -> float:
+        return misfit
+
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
+        errors = f"{times(finding.error_x_noise or 0.0)} from right"
+        if match.error is not None:
+            errors = f"{times(match.error)} from that; {errors}"
+        when = f"; it happens {match.when}" if match.when else ""
+        return f"gradients at {self.wrong[0].location} are {description} ({errors}): {hint}{when}"
+
+
+def compare_gradients(analysis: TraceAnalysis) -> Finding:
+    """Return the result of the comparison, without a cause."""
+    # One device may take the micro-batches one by one or all samples at once.
+    comparison = TwoWayComparison()
+    errors: list[Deviation] = []
+    for global_step, rank, step in analysis.differing_ranks("gradients"):
+        expected = analysis.expected[global_step.index]
+        for name, promised in expected.contract.items():
+            given = step.gradients.get(name, torch.zeros_like(promised))
+            ways = [gradient[name] for gradient in expected.one_device]
+            at = Deviation(0.0, global_step.index, name, analysis.holder(rank, name))
+            noise = analysis.noise.at(name, expected.units[name])
+            off, *others = (distance(given, right) for right in (promised, *ways))
+            comparison.add(at, noise, off, others, [distance(way, promised) for way in ways])
+            errors.append(replace(at, x_noise=in_noise(min(off, *others), noise)))
+        comparison.add(
+            Deviation(0.0, global_step.index, TOGETHER, rank),
+            analysis.noise.at(TOGETHER, math.hypot(*expected.units.values())),
+            error_along(step.gradients, expected.contract),
+            [error_along(step.gradients, way) for way in expected.one_device],
+        )
+    finding = comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
+    return with_error_grid(finding, errors)
+
+
+def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure where the optimizer got a gradient of a parameter that no loss of the step depends on.
+
+    A gradient of zeros counts where weight decay makes something of it: a parameter without a gradient so far must not
+    change. Later on zeros may be what is left of an earlier step.
+    """
+    for global_step, rank, step in analysis.differing_ranks("gradients"):
+        for name in step.gradients:
+            if name in analysis.expected[global_step.index].contract:
+                continue
+            frozen = name not in analysis.oracle.trained
+            if norm(step.gradients[name]):
+                what = f"of a parameter that is {'frozen' if frozen else 'unused in this step'}"
+            elif not frozen and name not in _used_until(global_step.index, analysis) and not _still(name, step):
+                what = "of zeros and moved a parameter that no loss has depended on so far"
+            else:
+                continue
+            finding = failed(
+                "gradients",
+                f"the optimizer got a gradient {what}",
+                cause="frozen-parameter-trained" if frozen else "unused-parameter-moved",
+                family="optimizer" if frozen else "unused-params",
+                step=global_step.index,
+                rank=analysis.holder(rank, name),
+                parameter=name,
+            )
+            return replace(finding, error_x_noise=math.inf)
+    return None
+
+
+def _still(name: str, step: Step) -> bool:
+    return step.after[name].equal(step.before[name])
+
+
+def _used_until(index: int, analysis: TraceAnalysis) -> set[str]:
+    return {name for step, expected in analysis.expected.items() if step <= index for name in expected.contract}
+
+
+def _refuse_vacuous(analysis: TraceAnalysis) -> None:
+    """Raise where a wrong trainer would have passed too."""
+    expected = analysis.expected.values()
+    if all(norm(value) == 0 for each in expected for value in each.contract.values()):
+        raise Vacuous("every gradient is zero")
+    several = [each for each in expected if sum(len(groups) for groups in each.parts) > 1]
+    if several and not any(_shares_differ(each, analysis) for each in several):
+        raise Vacuous("all shares have the same gradient, so a missing average would not show")
+
+
+def _shares_differ(expected: ExpectedGradients, analysis: TraceAnalysis) -> bool:
+    parts: list[Tensors] = [part for groups in expected.parts for part in groups]
+    return any(
+        # Numbers that are not finite do not make the check vacuous.
+        not distance(part[name], mean) <= analysis.limit * analysis.noise.at(name, expected.units[name])
+        for name, mean in expected.raw.items()
+        for part in parts
+        if name in part
+    )
+
+
+def _slightly_scaled(finding: Finding, cases: Sequence[OracleGradientCase]) -> Finding:
+    """Explain gradients that are each right within noise, but all wrong in the same direction."""
+    factor = statistics.median(factor_between(one.expected.contract, one.observed) for one in cases)
+    before = _factor_before_clipping(cases)
+    return replace(
+        finding,
+        cause="slightly-scaled" if before is None else "scaled-before-clipping",
+        family="loss-normalisation",
+        message=f"gradients are {factor:.9g} × the right ones: rounding could explain the difference in each tensor "
+        f"alone, but not in all of them together ({times(finding.error_x_noise or 0.0)}): "
+        + ("" if before is None else f"their norm was about {before:.2g} × as large before clipping added 1e-6 to it: ")
+        + "check what the loss is multiplied by or weighted with",
+    )
+
+
+def _factor_before_clipping(cases: Sequence[OracleGradientCase]) -> float | None:
+    """Return how much longer gradients were before they were clipped to nearly the right length.
+
+    ``clip_grad_norm_`` divides by the norm plus 1e-6, so shorter gradients end a little shorter. None if they are not
+    shorter, or not clipped.
+    """
+    factors = []
+    for one in cases:
+        limit, observed, raw = one.clip_norm or 0.0, length(one.observed), length(one.expected.raw)
+        if raw > limit > observed > 0:
+            factors.append(1e-6 * observed / (limit - observed) / raw)
+    return statistics.median(factors) if factors else None
+
+
+def _pattern(wrong: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]) -> Pattern:
+    return Pattern(
+        factor=_common_factor(wrong),
+        odd_factor=statistics.median(map(_odd_factor, wrong)),
+        clip_limit=statistics.median(clip_limit_of(length(one.observed), length(one.expected.raw)) for one in wrong),
+        clip_limits=_common_clip_limits(wrong),
+        steps=len({one.index for one in wrong}),
+        every_step=len(wrong) == len(every),
+        only_scaled=all(map(_is_multiple, wrong)),
+        stages=_stages(wrong),
+    )
+
+
+def _is_multiple(case: OracleGradientCase) -> bool:
+    multiple = scaled(_common_factor([case]), case.expected.raw)
+    return case.world > 1 and case.error(multiple) <= case.limit
+
+
+def _stages(wrong: Sequence[OracleGradientCase]) -> StagePattern:
+    """Return what is wrong on each rank, judged by the parameters that are wrong at the first wrong step."""
+    first = wrong[0]
+    if not first.in_stages:
+        return StagePattern()
+    allowed = first.counterfactuals.analysis.allowed(first.limit)
+    names = [name for name in first.held.holders if first.least_error(name) > allowed]
+    return stage_pattern(first.held, names, [(one.expected.raw, one.observed) for one in wrong])
+
+
+def _common_factor(cases: Sequence[OracleGradientCase]) -> float:
+    return statistics.median(factor_between(one.expected.raw, one.observed) for one in cases)
+
+
+def _odd_factor(case: OracleGradientCase) -> float:
+    """Return the factor of the tensor that is furthest from right, relative to the factor of most tensors."""
+    multiple = scaled(case.common_factor, case.expected.raw)
+    odd = max(multiple, key=lambda name: case.error_of(name, multiple))
+    return factor_between({odd: multiple[odd]}, case.observed)
+
+
+def _common_clip_limits(cases: Sequence[OracleGradientCase]) -> tuple[float, ...]:
+    """Return the median norm to which each rank's share would have to be clipped; empty if it is unknown."""
+    limits = []
+    for one in cases:
+        parts = one.expected.parts[0]
+        weights = fit_weights(parts, one.observed, list(one.observed))
+        if one.micro_batches > 1 or weights is None or len(parts) != one.world:
+            return ()
+        lengths = [length(part) for part in parts]
+        limits.append([clip_limit_of(w * own * len(parts), own) for w, own in zip(weights, lengths, strict=True)])
+    return tuple(map(statistics.median, zip(*limits, strict=True)))
+
+
+def _worst_parameter(case: OracleGradientCase) -> str | None:
+    return max(case.expected.units, key=lambda name: case.error_of(name, case.expected.contract), default=None)
+
+
+def _figures(case: OracleGradientCase) -> str:
+    """Describe the wrong gradient relative to the right one by its length and direction."""
+    names = list(case.expected.contract)
+    right, observed = (
+        flat(gradient, case.expected.contract, names) for gradient in (case.expected.contract, case.observed)
+    )
+    cosine = float(torch.nn.functional.cosine_similarity(observed, right, dim=0))
+    ratio = norm(observed) / norm(right) if norm(right) else float("inf")
+    return f"at {case.location} it is {ratio:.4g} × as long as the right one, cosine {cosine:.4f}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import InitialWeightsCase
 from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 

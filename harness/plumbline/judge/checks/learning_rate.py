@@ -10,9 +10,8 @@ from dataclasses import replace
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.judge.causes.learning_rate import EVERY_MICRO_BATCH, LearningRateCase, ScheduleCase
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.findings import failed, passed
-from plumbline.judge.hypothesis import failed_by
+from plumbline.judge.hypothesis import explain, failed_by
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 CHECK = "learning-rate"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import TraceStep
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import DivergedRanksCase
 from plumbline.judge.checks.skipped_steps import decided_alone, skipped_on_some_ranks
 from plumbline.judge.findings import error_at, from_deviation
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
 from plumbline.judge.trace_analysis import TraceAnalysis, differing
 

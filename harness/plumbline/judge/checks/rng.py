@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.rng import AlikeMasksCase, KeptShareCase, NothingDrawnCase, RedrawnCase, StreamCase
 from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.dropout_masks import (
     SampleMask,
     agreements,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from plumbline.core.finding import Finding
 from plumbline.judge import sampler_draws
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.samples import sample_case
 from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.dropout_masks import surprise_limit
 from plumbline.judge.sampler_draws import drawn
 from plumbline.judge.trace_analysis import TraceAnalysis

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from plumbline.core.finding import Finding
 from plumbline.evidence.trace import RankTrace, Tensors
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.weights import ChangedWeightsCase
 from plumbline.judge.findings import failed, passed
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis, same
 
 

@@ -7,10 +7,10 @@ import torch
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace
-from plumbline.judge.causes.registry import explain
 from plumbline.judge.causes.update import update_case
 from plumbline.judge.error_grid import with_error_grid
 from plumbline.judge.findings import Vacuous, compare_with_one, with_parameters
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, largest, limit
 from plumbline.judge.trace_analysis import TraceAnalysis, same
 from plumbline.judge.update_replay import update_errors

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
-from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, even, scaled
+from plumbline.judge.mistakes.case import (
+    Combination,
+    GradientCase,
+    GradientMistake,
+    Predictions,
+    SomeParameters,
+    Weight,
+    even,
+    scaled,
+)
 
 
 def _not_divided(case: GradientCase) -> Predictions:

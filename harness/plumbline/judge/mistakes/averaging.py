@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
-from plumbline.judge.mistakes.combination import Combination, SomeParameters, scaled
+from plumbline.judge.mistakes.case import (
+    Combination,
+    GradientCase,
+    GradientMistake,
+    Predictions,
+    SomeParameters,
+    scaled,
+)
 
 
 def _summed(case: GradientCase) -> Predictions:

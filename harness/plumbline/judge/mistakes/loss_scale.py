@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
-from plumbline.judge.mistakes.combination import Combination, scaled
+from plumbline.judge.mistakes.case import Combination, GradientCase, GradientMistake, Predictions, scaled
 
 
 def _left_in(case: GradientCase) -> Predictions:

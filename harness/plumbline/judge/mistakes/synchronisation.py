@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
-from plumbline.judge.mistakes.combination import Combination, SomeParameters, Weight, even
+from plumbline.judge.mistakes.case import (
+    Combination,
+    GradientCase,
+    GradientMistake,
+    Predictions,
+    SomeParameters,
+    Weight,
+    even,
+)
 
 MOST_RANKS = 16
 """Up to this world size, every evenly spaced set of ranks is tried; above it, only this rank's own groups, for time."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions
-from plumbline.judge.mistakes.combination import SomeParameters, scaled
+from plumbline.judge.mistakes.case import GradientCase, GradientMistake, Predictions, SomeParameters, scaled
 
 
 def _zero(case: GradientCase) -> Predictions:

@@ -6,7 +6,7 @@ import torch
 
 from plumbline.judge.causes.combinations import mean
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
-from plumbline.judge.mistakes.combination import Combination, SomeParameters
+from plumbline.judge.mistakes.case import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
