@@ -24,7 +24,7 @@ import torch._dynamo  # isort: skip  # what DistributedDataParallel imports, onc
 from torch._C._distributed_c10d import FileStore
 
 from plumbline.check.evidence.options import RecordingOptions, write_options
-from plumbline.check.judge.judge import judged_trainings
+from plumbline.check.judge.script_checks import judged_trainings
 from plumbline.check.rank.install import make_recorder
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome

@@ -9,7 +9,7 @@ from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.coverage import coverage_of
-from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome
 

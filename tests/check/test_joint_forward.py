@@ -11,7 +11,7 @@ from typing import Any
 import joint_scenes
 import pytest
 
-from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.verdict import Answer, answer_of
 
 START = "import sys; from plumbline.cli.main import main; sys.exit(main(sys.argv[1:]))"

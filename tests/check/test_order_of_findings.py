@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.judge import judge
+from plumbline.check.judge.script_checks import judge
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.check.evidence.options import RecordingOptions, write_options
-from plumbline.check.judge.judge import CheckedTraining, judged_trainings
+from plumbline.check.judge.script_checks import CheckedTraining, judged_trainings
 from plumbline.check.rank.install import make_recorder
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding

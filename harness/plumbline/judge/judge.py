@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +14,37 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.launch import LaunchCase
-from plumbline.judge.checks import CHECKS, run_check, run_checks
+from plumbline.judge.causes.step_count import VacuousCase
+from plumbline.judge.checks import CHECKS, Check, checks_of
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
 from plumbline.judge.consequences import RULES, Rule, mark_consequences
+from plumbline.judge.findings import Vacuous
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
 """The checks that have nothing to compare once numbers are out of range; those by step are judged until then."""
+
+
+def run_checks(evidence: Recording) -> list[Finding]:
+    """Return what every check finds, in the order of the registry."""
+    checks = checks_of(type(evidence))
+    return [finding for name, check in checks.items() for finding in run_check(name, check, evidence)]
+
+
+def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]:
+    """Yield what one check finds. A check that raises has no verdict, and does not hide what it found before."""
+    try:
+        found = check(evidence)
+        if found is not None:
+            yield from [found] if isinstance(found, Finding) else found
+    except Vacuous as reason:
+        finding = Finding(name, Outcome.ERRORED, f"vacuous: {reason}")
+        yield explain(finding, VacuousCase(evidence)) if isinstance(evidence, TraceAnalysis) else finding
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        yield Finding(name, Outcome.ERRORED, f"it could not be judged: {raised}")
 
 
 @dataclass(frozen=True)

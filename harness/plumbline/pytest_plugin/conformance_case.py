@@ -16,7 +16,7 @@ from plumbline.planning.expectations import expected
 from plumbline.planning.plan import Planned
 from plumbline.pytest_plugin.session import Session
 from plumbline.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties
-from plumbline.report.tables.failures import as_consequence, is_wrong, parameter_table
+from plumbline.report.tables.failures import describe, is_wrong
 from plumbline.report.text import printable_lines
 from plumbline.results.records import KNOWN, Measurement, Result, ending
 
@@ -113,20 +113,3 @@ class ConformanceCase:
 def _cause(results: Sequence[Result]) -> str:
     first = next((result for result in results if is_wrong(result)), None)
     return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
-
-
-def describe(result: Result) -> str:
-    if (entry := result.expected) is None:
-        if result.consequence_of is not None:
-            return as_consequence(result)
-        table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
-        return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
-    seen = f"The failure was seen with {entry.measured}. " if entry.measured else ""
-    if result.is_known:
-        known = f"known failure of {entry.library}" if entry.library else "known failure"
-        place = f"{entry.entry}; {entry.link}" if entry.link else entry.entry
-        return f"{result.check}: {result.outcome.value}, {known}: {entry.reason} ({place})"
-    return (
-        f"{result.check}: {result.outcome.value}, but {entry.outcome.value} was expected: {entry.reason}\n"
-        f"  {seen}If it has been fixed, remove this cell, or the entry, from {entry.entry}"
-    )

@@ -15,12 +15,11 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from plumbline.check.command.process_notes import PythonProcess, read_processes
-from plumbline.check.command.running import CommandEnd, CommandError, run_command
-from plumbline.check.command.watch import ProcessWatch
+from plumbline.check.command.running import CommandEnd, CommandError, ProcessWatch, run_command
 from plumbline.check.evidence.options import RecordingOptions, write_options
 
 if TYPE_CHECKING:
-    from plumbline.check.judge.judge import CheckedTraining
+    from plumbline.check.judge.script_checks import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
@@ -65,7 +64,7 @@ def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit:
     with _folder() as folder:
         write_options(folder, options)
         # Importing torch takes a second or more: the command runs meanwhile.
-        loading = Thread(target=import_module, args=("plumbline.check.judge.judge",), daemon=True)
+        loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
         loading.start()
         with closing(ProcessWatch(folder)) as watch:
             ended = options.stop or options.dry_run
@@ -74,7 +73,7 @@ def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit:
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
-        from plumbline.check.judge.judge import judged_trainings
+        from plumbline.check.judge.script_checks import judged_trainings
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)

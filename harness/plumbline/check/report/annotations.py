@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plumbline.check.command.checked_command import CheckedCommand
-from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations
 from plumbline.core.finding import Finding, is_unexplained

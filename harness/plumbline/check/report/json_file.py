@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.judge.coverage import Coverage
-from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding

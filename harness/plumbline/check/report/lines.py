@@ -10,8 +10,8 @@ from enum import Enum
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
-from plumbline.check.judge.judge import CheckedTraining
 from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation
 from plumbline.core.finding import Finding

@@ -7,7 +7,7 @@ from typing import Final
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.estimate import estimate_lines
-from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
 from plumbline.check.verdict.obstacles import why_no_estimate
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, notes_on, sentence_on

@@ -8,9 +8,9 @@ from enum import Enum
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import EndedBy
-from plumbline.check.judge.judge import CheckedTraining
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.replay_truth import CHECK as GRADIENTS
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.errors import TROUBLE

@@ -10,15 +10,12 @@ CHECKS[Recording]["my-check"] = my_check
 
 from __future__ import annotations
 
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from plumbline.core.finding import Finding
-from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
-from plumbline.judge.causes.step_count import VacuousCase
 from plumbline.judge.checks.buffers import buffers
 from plumbline.judge.checks.checkpoint import checkpoint
 from plumbline.judge.checks.gradients import gradients
@@ -35,8 +32,6 @@ from plumbline.judge.checks.stillness import stillness
 from plumbline.judge.checks.training import training
 from plumbline.judge.checks.update import update
 from plumbline.judge.checks.validation import validation
-from plumbline.judge.findings import Vacuous
-from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Check = Callable[[Any], Finding | Iterable[Finding] | None]
@@ -68,25 +63,4 @@ def checks_of(kind: type) -> dict[str, Check]:
     return {name: check for each in kind.__mro__ for name, check in CHECKS.get(each, {}).items()}
 
 
-def run_checks(evidence: Recording) -> list[Finding]:
-    """Return what every check finds, in the order of the registry."""
-    checks = checks_of(type(evidence))
-    return [finding for name, check in checks.items() for finding in run_check(name, check, evidence)]
-
-
-def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]:
-    """Yield what one check finds. A check that raises has no verdict, and does not hide what it found before."""
-    try:
-        found = check(evidence)
-        if found is not None:
-            yield from [found] if isinstance(found, Finding) else found
-    except Vacuous as reason:
-        finding = Finding(name, Outcome.ERRORED, f"vacuous: {reason}")
-        yield explain(finding, VacuousCase(evidence)) if isinstance(evidence, TraceAnalysis) else finding
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
-        yield Finding(name, Outcome.ERRORED, f"it could not be judged: {raised}")
-
-
-__all__ = ["CHECKS", "Check", "Recording", "checks_of", "run_check", "run_checks"]
+__all__ = ["CHECKS", "Check", "Recording", "checks_of"]

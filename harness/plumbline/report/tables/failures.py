@@ -91,6 +91,24 @@ def as_consequence(result: Result) -> str:
     return f"consequence of {result.consequence_of}: {result.check}: {in_one_line(result, LONGEST_CONSEQUENCE)}"
 
 
+def describe(result: Result) -> str:
+    """Return a finding in words, for the test of its cell: what was found, the wrong parameters, what was expected."""
+    if (entry := result.expected) is None:
+        if result.consequence_of is not None:
+            return as_consequence(result)
+        table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
+        return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
+    seen = f"The failure was seen with {entry.measured}. " if entry.measured else ""
+    if result.is_known:
+        known = f"known failure of {entry.library}" if entry.library else "known failure"
+        place = f"{entry.entry}; {entry.link}" if entry.link else entry.entry
+        return f"{result.check}: {result.outcome.value}, {known}: {entry.reason} ({place})"
+    return (
+        f"{result.check}: {result.outcome.value}, but {entry.outcome.value} was expected: {entry.reason}\n"
+        f"  {seen}If it has been fixed, remove this cell, or the entry, from {entry.entry}"
+    )
+
+
 def outcome_in_words(result: Result) -> str:
     return UNEXPECTED_PASS if result.is_unexpectedly_good else result.outcome.value.replace("_", " ")
 
