@@ -30,16 +30,15 @@ from plumbline.judge.causes.gradient_hypotheses import (
     data,
     meshes,
     micro_batches,
-    misplaced_tensors,
     normalisation,
     optimizers,
+    parameters,
     stages,
-    unused,
 )
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.hypothesis import HYPOTHESES, Evidence, Hypothesis, Match, explain, register
-from plumbline.judge.mistakes import accumulation, averaging, loss_scale, synchronisation, zeros
+from plumbline.judge.mistakes import accumulation, scaling, synchronisation
 from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters
 
 register(launch.LaunchCase, *launch.HYPOTHESES)
@@ -60,10 +59,8 @@ register(rng.AlikeMasksCase, *rng.ALIKE_MASKS)
 register(
     GradientCase,
     *accumulation.MISTAKES,
-    *averaging.MISTAKES,
-    *loss_scale.MISTAKES,
+    *scaling.MISTAKES,
     *synchronisation.MISTAKES,
-    *zeros.MISTAKES,
 )
 register(
     OracleGradientCase,
@@ -73,11 +70,10 @@ register(
     *data.HYPOTHESES,
     *meshes.HYPOTHESES,
     *micro_batches.HYPOTHESES,
-    *misplaced_tensors.HYPOTHESES,
     *normalisation.HYPOTHESES,
     *optimizers.HYPOTHESES,
+    *parameters.HYPOTHESES,
     *stages.HYPOTHESES,
-    *unused.HYPOTHESES,
 )
 register(learning_rate.LearningRateCase, *learning_rate.OF_ANY_TRAINING)
 register(learning_rate.ScheduleCase, *learning_rate.OF_A_SCHEDULE)

@@ -1,4 +1,4 @@
-"""One wrong value of a reported metric: everything that a hypothesis about it may predict from."""
+"""The wrong values of one metric: what a hypothesis about it predicts from, and how hypotheses are tried."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, ReportedValue, mean
-from plumbline.judge.hypothesis import Hypothesis
+from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.judge.expected_metrics import (
+    HELD_OUT,
+    RIGHT,
+    TRAINING,
+    BatchShares,
+    LossMode,
+    LossTable,
+    ReportedValue,
+    mean,
+)
+from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, explain
 
 Values = Iterable[float]
 """What a hypothesis about a metric predicts."""
@@ -82,3 +92,37 @@ def mean_of_means(parts: Sequence[BatchShares]) -> float:
 
 def sample_count(shares: BatchShares) -> int:
     return sum(len(share.samples) for share in shares)
+
+
+@dataclass(frozen=True)
+class MetricEvidence(Evidence):
+    """The wrong values of one metric."""
+
+    wrong: Sequence[MetricCase]
+
+    @property
+    def kind(self) -> type:
+        return MetricCase
+
+    def match(self, hypothesis: MetricHypothesis) -> Match | None:
+        """Return a match at the first wrong value if the hypothesis predicts all of them within noise."""
+        first = self.wrong[0].report
+        return Match(first.step, first.rank) if all(_fits(hypothesis, one) for one in self.wrong) else None
+
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        """Return the message with the metric's name, unless it is the training loss."""
+        name = self.wrong[0].report.name
+        return super().message(finding, description if name == TRAINING else f"{name}: {description}", hint, match)
+
+
+def explain_metrics(finding: Finding, wrong: Sequence[ReportedValue], losses: LossTable) -> Finding:
+    """Return the finding with the cause of the first metric whose wrong values have one."""
+    for name in dict.fromkeys(report.name for report in wrong):
+        explained = explain(finding, MetricEvidence([MetricCase(losses, one) for one in wrong if one.name == name]))
+        if explained.cause != UNEXPLAINED:
+            return explained
+    return replace(finding, cause=UNEXPLAINED, family="metrics")
+
+
+def _fits(hypothesis: MetricHypothesis, case: MetricCase) -> bool:
+    return any(case.losses.error(case.report, value) <= case.losses.limit for value in hypothesis.predict(case))

@@ -6,7 +6,7 @@ import math
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.metric_evidence import explain_metrics
+from plumbline.judge.causes.metric_case import explain_metrics
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
 from plumbline.judge.findings import Vacuous, error_at, from_deviation, times
 from plumbline.judge.oracle.noise import Deviation, larger

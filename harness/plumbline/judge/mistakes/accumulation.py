@@ -10,28 +10,13 @@ from plumbline.judge.mistakes.case import (
     SomeParameters,
     Weight,
     even,
-    scaled,
+    multiplied,
+    several,
 )
 
 
-def _not_divided(case: GradientCase) -> Predictions:
-    if case.micro_batches > 1:
-        yield scaled(case.micro_batches)
-
-
-def _divided_twice(case: GradientCase) -> Predictions:
-    if case.micro_batches > 1:
-        yield scaled(1 / case.micro_batches)
-
-
-def _divided_by_full_window_too(case: GradientCase) -> Predictions:
-    if case.accumulate > 1:
-        yield scaled(1 / case.accumulate)
-
-
-def _short_window_divided_by_full_length(case: GradientCase) -> Predictions:
-    if case.micro_batches < case.accumulate:
-        yield scaled(case.micro_batches / case.accumulate)
+def _part_of_a_window(case: GradientCase) -> list[float]:
+    return [case.micro_batches / case.accumulate] if case.micro_batches < case.accumulate else []
 
 
 def _kept(first: int, end: int, case: GradientCase) -> Predictions:
@@ -113,10 +98,12 @@ PREVIOUS_STEP_NOT_ZEROED = GradientMistake(
 )  # fmt: skip
 
 MISTAKES = (
-    GradientMistake("not-divided-by-micro-batches", "accumulation", _not_divided,
+    GradientMistake("not-divided-by-micro-batches", "accumulation",
+        multiplied(lambda case: several(case.micro_batches)),
         "the sum over {micro_batches} micro-batches, not their mean",
         "divide the loss, or the gradients, by the number of micro-batches", 675),
-    GradientMistake("short-window-divided-by-full-length", "accumulation", _short_window_divided_by_full_length,
+    GradientMistake("short-window-divided-by-full-length", "accumulation",
+        multiplied(_part_of_a_window),
         "divided by the {accumulate} micro-batches of a full window, although this one has only {micro_batches}",
         "divide the last window of an epoch by its own length", 670),
     GradientMistake("only-last-micro-batch", "accumulation", _only_last,
@@ -131,10 +118,11 @@ MISTAKES = (
     GradientMistake("micro-batch-missing", "accumulation", _middle_missing,
         "without one of {micro_batches} micro-batches",
         "check what loses or overwrites the gradient of a micro-batch", 650),
-    GradientMistake("divided-twice", "accumulation", _divided_twice,
+    GradientMistake("divided-twice", "accumulation",
+        multiplied(lambda case: [1 / n for n in several(case.micro_batches)]),
         "divided by the number of micro-batches twice",
         "divide once: in the loss, or after the backward pass", 645),
-    GradientMistake("divided-twice", "accumulation", _divided_by_full_window_too,
+    GradientMistake("divided-twice", "accumulation", multiplied(lambda case: [1 / n for n in several(case.accumulate)]),
         "divided by the number of micro-batches, and again by that of a full window",
         "divide once: in the loss, or after the backward pass", 640),
     PREVIOUS_STEP_NOT_ZEROED,

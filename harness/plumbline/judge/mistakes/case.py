@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,3 +146,26 @@ Predictions = Iterator[Combination | SomeParameters | Match]
 
 GradientMistake = Hypothesis[GradientCase, Combination | SomeParameters | Match]
 """A mistake that is known by how it combines the shares of ranks and micro-batches."""
+
+
+def multiplied(factors: Callable[[GradientCase], Iterable[float]]) -> Callable[[GradientCase], Predictions]:
+    """Return the prediction of the right gradient times each factor."""
+
+    def predict(case: GradientCase) -> Predictions:
+        yield from map(scaled, factors(case))
+
+    return predict
+
+
+def in_some_parameters(predict: Callable[[GradientCase], Predictions]) -> Callable[[GradientCase], Predictions]:
+    """Return the prediction of a mistake in some parameters, while the others are right."""
+
+    def predict_in_some(case: GradientCase) -> Predictions:
+        yield from (SomeParameters(one) for one in predict(case) if isinstance(one, Combination))
+
+    return predict_in_some
+
+
+def several(count: int) -> list[float]:
+    """Return the number as a factor, nothing if it is not more than 1."""
+    return [float(count)] if count > 1 else []

@@ -1,4 +1,4 @@
-"""Parameters on which some ranks' losses do not depend."""
+"""Gradients that are missing, stale or another parameter's, where the loss has one for each parameter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from plumbline.judge.causes.combinations import mean
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.mistakes.case import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
+from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
@@ -46,6 +47,22 @@ def _stale_where_unused(case: OracleGradientCase) -> Gradients:
     yield mean(parts)
 
 
+def _exchanged(case: OracleGradientCase) -> Gradients:
+    raw, factor = case.expected.raw, case.common_factor
+    alike = {name: [other for other in raw.values() if other.shape == value.shape] for name, value in raw.items()}
+    yield from case.with_nearer(
+        {n: min(few, key=lambda one: distance(case.observed[n], factor * one)) for n, few in alike.items()}
+    )
+
+
+def _rows_in_another_order(case: OracleGradientCase) -> Gradients:
+    """Predict some tensors whose rows, or entries, are reversed or shifted by one."""
+    raw = {name: value for name, value in case.expected.raw.items() if value.dim()}
+    yield from case.with_nearer({name: value.flip(0) for name, value in raw.items()})
+    for shift in (1, -1):
+        yield from case.with_nearer({name: value.roll(shift, 0) for name, value in raw.items()})
+
+
 HYPOTHESES = (
     GradientHypothesis("unused-somewhere-stepped-nowhere", "unused-params", _thrown_away,
         "missing where some rank did not use a parameter",
@@ -59,4 +76,10 @@ HYPOTHESES = (
     GradientHypothesis("stale-where-unused", "unused-params", _stale_where_unused,
         "averaged with the last gradients of ranks that had none in this step",
         "zero gradients that no backward writes, or set them to None", 945),
+    GradientHypothesis("parameters-exchanged", "sync", _exchanged,
+        "right, but some parameters have the gradient of another parameter of their shape",
+        "unpack a flat buffer in the order in which it was packed, on every rank", 322),
+    GradientHypothesis("rows-in-another-order", "sync", _rows_in_another_order,
+        "right, but with the rows of some parameters in another order",
+        "put a gathered or flat tensor together in the order in which it was taken apart", 321),
 )  # fmt: skip
