@@ -13,9 +13,8 @@ import pytest
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.generator_states import judge_generator_states
-from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.objective import judge_objective
-from plumbline.check.judge.ranks_agree import judge_ranks_agree
+from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.core.finding import Finding
 from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences

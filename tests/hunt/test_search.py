@@ -19,7 +19,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
-from plumbline.engine.open_subject import open_subject
+from plumbline.engine.subject_pools import open_subject
 from plumbline.hunt.corpus import Corpus
 from plumbline.hunt.problems import Drawn, name_of
 from plumbline.hunt.program.run_program import ProgramRun

@@ -7,7 +7,7 @@ import torch
 
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace, Step, Trace
-from plumbline.judge.checks.ranks_agree import ranks_agree
+from plumbline.judge.checks.weights import ranks_agree
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 

@@ -8,7 +8,7 @@ import pytest
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.error_grid import MOST_PARAMETERS, MOST_STEPS, STEPS_BEFORE, with_error_grid
+from plumbline.judge.findings import MOST_PARAMETERS, MOST_STEPS, STEPS_BEFORE, with_error_grid
 from plumbline.judge.oracle.noise import TOGETHER, Deviation
 
 FAILED = Finding("gradients", Outcome.FAILED, "wrong", step=50)

@@ -12,8 +12,8 @@ from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from plumbline.judge.checks.ranks_agree import ranks_agree
 from plumbline.judge.checks.skipped_steps import skipped_steps
+from plumbline.judge.checks.weights import ranks_agree
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 

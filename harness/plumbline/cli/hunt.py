@@ -63,7 +63,7 @@ def hunt(options: argparse.Namespace) -> int:
     Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid command line.
     """
     try:
-        from plumbline.engine.open_subject import open_subject
+        from plumbline.engine.subject_pools import open_subject
         from plumbline.hunt.subject import searches
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":

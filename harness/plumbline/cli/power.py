@@ -53,7 +53,7 @@ def power(options: argparse.Namespace) -> int:
 
     Exit code: 0 measured, 2 a training is wrong without an injected error, 4 invalid command line.
     """
-    from plumbline.engine.open_subject import open_subject
+    from plumbline.engine.subject_pools import open_subject
     from plumbline.power.measure import NotRightError, cells_of, measure
 
     try:

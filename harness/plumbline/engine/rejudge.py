@@ -1,8 +1,9 @@
-"""Judges a recorded run again from its traces, without training."""
+"""Judges a recorded run again from its traces, without training, with the workloads that the user gives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.engine.examine import verdict
-from plumbline.engine.recorded_workloads import use_recorded_workloads
 from plumbline.evidence.read import read_trace
+from plumbline.own_workloads.load import OwnWorkload, use_workloads
+from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.json_lines import line_of
 from plumbline.results.logs import trace_folder
 from plumbline.results.records import PlannedCell, Result
@@ -89,3 +91,36 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
     counted = None if older else len(findings) + len(notes)
     now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
     return Rejudged(cell.id, recorded, tuple(in_reading_order([*notes, *now])))
+
+
+def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequence[str] = ()) -> dict[str, str]:
+    """Load the workloads of a run from the places that the user gives.
+
+    The places in the record are not used: the run may come from anywhere, and workloads are programs.
+
+    Returns:
+        Why a workload cannot be used, by its name: it was not given, is missing, or has changed.
+
+    Raises:
+        WorkloadError: one of ``given`` cannot be loaded.
+    """
+    found = {one.name: one for one in use_workloads(given)}
+    differences = {name: _difference(name, source, found) for name, source in recorded.items()}
+    return {name: difference for name, difference in differences.items() if difference}
+
+
+def _difference(name: str, source: WorkloadSource, found: Mapping[str, OwnWorkload]) -> str | None:
+    if not found:
+        return (
+            f"{name!r} is not a built-in workload, and programs named in a record are not run. If you trust it, add "
+            f"--workload {shlex.quote(source.locator)}, or the place of the file now"
+        )
+    if name not in found:
+        return f"{', '.join({one.locator for one in found.values()})} no longer has a workload {name!r}"
+    now = found[name]
+    if now.sha256 == source.sha256:
+        return None
+    return (
+        f"{now.locator} has changed since the run was recorded (the hash of its source and local imports was "
+        f"{source.sha256[:12]}, and is {now.sha256[:12]}): restore that version, or run again"
+    )

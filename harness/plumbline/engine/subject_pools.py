@@ -1,8 +1,11 @@
-"""The warm pools of a session: one per ``--subject``, and more for measuring."""
+"""The warm pools of a session, or of one subject: one per ``--subject``, and more for measuring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+
+import torch
 
 from plumbline.benchmark.warm_pools import WarmPools
 from plumbline.core.cell import Cell
@@ -88,3 +91,16 @@ class SubjectPools:
 
     def _start(self, locator: str) -> Pool:
         return self._launcher.pool(*parse_subject(locator))
+
+
+@contextmanager
+def open_subject(subject: str) -> Iterator[tuple[Pool, list[Declaration]]]:
+    """Yield the pool of a subject and its declarations. The pool is closed afterwards.
+
+    Raises:
+        SubjectError: there is no such subject.
+    """
+    torch.set_num_threads(1)  # as in the pytest plugin
+    locator, python = parse_subject(subject)
+    with closing(Pool(locator, python)) as pool:
+        yield pool, [Declaration.of(locator, values) for values in pool.subjects]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import failed_observers, information
-from plumbline.check.judge.recorded_passes import aligned_forwards
+from plumbline.check.judge.noted import aligned_forwards, failed_observers, information
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import passed
 from plumbline.report.text import counted

@@ -1,9 +1,9 @@
-"""Whether all ranks hold the same weights after each step, where gradients are reduced."""
+"""Whether all ranks begin with the same weights, and hold the same after each step, where gradients are reduced."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.noted import failed_observers, information
@@ -16,18 +16,97 @@ from plumbline.check.judge.recorded_weights import (
     weights_at,
 )
 from plumbline.core.finding import Finding
-from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, differing_parameters
+from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, UnequalStartCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
-from plumbline.judge.findings import failed, passed
+from plumbline.judge.findings import failed, failed_with_hint, passed
 from plumbline.judge.hypothesis import Match, explain
 from plumbline.report.text import counted
 
-CHECK = "ranks-agree"
+AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
+
+
+def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding about the weights before each optimizer's first recorded step, and about frozen ones."""
+    yield from failed_observers(training, "weights", AT_THE_START)
+    layout = rank_layout(training)
+    if training.world_size == 1:
+        return
+    reduced = reduced_parameters(training)
+    compared, every, seen = 0, 0, set()
+    for place, steps in common_steps(training):
+        step = steps[training.ranks[0].rank]
+        if step.optimizer in seen:
+            continue
+        seen.add(step.optimizer)
+        weights = list(weights_at(place, steps))
+        compared += len(weights)
+        every += len(step.parameters)
+        differing = [one for one in weights if one.differ("before")]
+        accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
+        if accused:
+            yield _unequal_start(accused, len(weights), place, step.number)
+            return
+        if differing:
+            what = differing_parameters([one.parameter.name for one in differing], len(weights))
+            yield information(AT_THE_START, f"{what} between ranks at the first recorded step; {layout.reason}")
+            return
+    frozen = _frozen(training) if layout.is_data_parallel else None
+    if frozen is not None:
+        yield frozen
+    elif compared:
+        yield passed(AT_THE_START, f"all ranks begin with the same {of_all(compared, every)}")
+
+
+def _unequal_start(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
+    worst = max(accused, key=lambda one: one.distance)
+    size = f"by up to {worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
+    message = f"weights differ between ranks before the first recorded step, {size}"
+    if number:  # they may have been equal once
+        return replace(
+            failed_with_hint(AT_THE_START, message, f"check what changes weights before step {number}", family="sync"),
+            step=place,
+        )
+    start = UnequalScriptStart([one.parameter.name for one in accused], of)
+    return replace(explain(failed(AT_THE_START, message, parameter=worst.parameter.name), start), step=place)
+
+
+@dataclass(frozen=True, eq=False)
+class UnequalScriptStart(UnequalStartCase):
+    """A script whose ranks begin with different weights."""
+
+    names: Sequence[str]
+    of: int
+
+    @property
+    def differing(self) -> tuple[Sequence[str], int]:
+        return self.names, self.of
+
+
+def _frozen(training: RecordedTraining) -> Finding | None:
+    for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
+        tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
+        if not all(module["wrapped"] for module in modules) or any(
+            table.keys() != tables[0].keys() for table in tables
+        ):
+            continue
+        frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
+        differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
+        if differing:
+            return failed_with_hint(
+                AT_THE_START,
+                f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
+                "forward, although DistributedDataParallel broadcast them when it was created",
+                "load and initialise weights before creating DistributedDataParallel",
+                cause="not-broadcast",
+                family="sync",
+                parameter=differing[0],
+            )
+    return None
 
 
 def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
-    yield from failed_observers(training, "weights", CHECK)
+    yield from failed_observers(training, "weights", AFTER_STEPS)
     if training.world_size == 1:
         return
     layout = rank_layout(training)
@@ -47,21 +126,23 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         optimizer = next(iter(steps.values())).optimizer
         if accused := [one for one in found if must_agree(one, optimizer, layout, reduced)]:
             first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
-            yield _failure(place, steps, accused, len(weights), first=first)
+            yield _parted(place, steps, accused, len(weights), first=first)
             return
         seen.update(one.parameter.name for one in weights)
     if not compared:
         return
     if not differing_steps:
         what = f"values of the {min(parts)} that every rank holds whole" if parts else "weights"
-        yield passed(CHECK, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}")
+        yield passed(
+            AFTER_STEPS, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}"
+        )
     elif layout.is_data_parallel:
         yield passed(
-            CHECK, f"weights that ranks share agree, up to rounding, after each of {counted(compared, 'step')}"
+            AFTER_STEPS, f"weights that ranks share agree, up to rounding, after each of {counted(compared, 'step')}"
         )
     else:
         yield information(
-            CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
+            AFTER_STEPS, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
         )
 
 
@@ -72,16 +153,16 @@ def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced
     return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
 
 
-def _failure(
+def _parted(
     place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
 ) -> Finding:
     records = {rank: ScriptStep(rank, place, step.optimizer, step=step) for rank, step in steps.items()}
-    if (alone := skipped_on_some_ranks(records, CHECK)) is not None:
+    if (alone := skipped_on_some_ranks(records, AFTER_STEPS)) is not None:
         return alone
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
     message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
-    finding = failed(CHECK, message, step=place, parameter=worst.parameter.name)
+    finding = failed(AFTER_STEPS, message, step=place, parameter=worst.parameter.name)
     return explain(finding, PartedScriptCase(accused, first_seen=first))
 
 

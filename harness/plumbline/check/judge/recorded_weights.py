@@ -1,15 +1,14 @@
-"""Compares the weights of the ranks, by their digests, and by how far they are apart."""
+"""Compares the weights that ranks have in common, by their digests, and by how far they are apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
-from plumbline.check.judge.shared_parameters import shared_numbers
 from plumbline.report.text import counted
 
 OBSERVER = "weights"
@@ -140,3 +139,30 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
 def of_all(compared: int, every: int) -> str:
     """Return how many parameters were compared, and where some were not, of how many: ``1 of 4 parameters``."""
     return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"
+
+
+def shared_numbers(steps: Mapping[int, RecordedStep]) -> Mapping[int, Sequence[int]]:
+    """Return, for each rank, the numbers of the parameters that every rank's optimizer has, in one order.
+
+    A parameter is known by its name in a module and its shape; one that no module holds, only where all ranks have the
+    same list.
+    """
+    keys = {tuple((one.name, one.shape) for one in step.parameters) for step in steps.values()}
+    if len(keys) == 1:
+        return dict.fromkeys(steps, range(len(next(iter(keys)))))
+    places = {
+        rank: {(one.name, one.shape): number for number, one in enumerate(step.parameters) if one.named}
+        for rank, step in steps.items()
+    }
+    first, *others = places.values()
+    common = [key for key in first if all(key in other for other in others)]
+    return {rank: [own[key] for key in common] for rank, own in places.items()}
+
+
+def shared_part(steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]:
+    """Return the same step of several ranks as it concerns the parameters that every rank's optimizer has."""
+    numbers = shared_numbers(steps)
+    return {
+        rank: step if len(numbers[rank]) == len(step.parameters) else step.only(numbers[rank])
+        for rank, step in steps.items()
+    }

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.noted import failed_observers, information, not_judged
+from plumbline.check.judge.noted import failed_observers, forwards_of, information, name_ranks, not_judged, passes_of
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
-from plumbline.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
 from plumbline.check.judge.sampler_passes import (
     CHECK,
     different_seeds,

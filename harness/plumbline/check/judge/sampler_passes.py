@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.noted import headline_note
-from plumbline.check.judge.recorded_passes import forwards_of
+from plumbline.check.judge.noted import forwards_of, headline_note
 from plumbline.core.finding import Finding
 from plumbline.judge.causes.samples import SET_EPOCH_NEVER_CALLED, SHARDS_OVERLAP
 from plumbline.judge.hypothesis import failed_by

@@ -12,19 +12,16 @@ from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.generator_states import judge_generator_states
-from plumbline.check.judge.initial_weights import judge_initial_weights
 from plumbline.check.judge.learning_rate import judge_learning_rate
-from plumbline.check.judge.lost_ties import judge_lost_ties
+from plumbline.check.judge.likely_mistakes import judge_lost_ties, judge_rounded_updates, judge_unused_losses
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
 from plumbline.check.judge.precision_used import judge_precision_used
-from plumbline.check.judge.ranks_agree import judge_ranks_agree
+from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.judge.replay_truth import judge_gradients
-from plumbline.check.judge.rounded_updates import judge_rounded_updates
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
-from plumbline.check.judge.unused_losses import judge_unused_losses
 from plumbline.check.judge.update import judge_update
 from plumbline.core.finding import Finding
 from plumbline.judge.checks import CHECKS

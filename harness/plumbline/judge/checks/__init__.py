@@ -19,19 +19,17 @@ from plumbline.evidence.recording import Recording
 from plumbline.judge.checks.buffers import buffers
 from plumbline.judge.checks.checkpoint import checkpoint
 from plumbline.judge.checks.gradients import gradients
-from plumbline.judge.checks.initial_weights import initial_weights
 from plumbline.judge.checks.learning_rate import learning_rate
 from plumbline.judge.checks.metrics import metrics
 from plumbline.judge.checks.precision import precision
-from plumbline.judge.checks.ranks_agree import ranks_agree
 from plumbline.judge.checks.rng import rng
 from plumbline.judge.checks.samples import samples
 from plumbline.judge.checks.skipped_steps import skipped_steps
 from plumbline.judge.checks.steps import steps
-from plumbline.judge.checks.stillness import stillness
 from plumbline.judge.checks.training import training
 from plumbline.judge.checks.update import update
 from plumbline.judge.checks.validation import validation
+from plumbline.judge.checks.weights import initial_weights, ranks_agree, stillness
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Check = Callable[[Any], Finding | Iterable[Finding] | None]

@@ -17,10 +17,9 @@ from plumbline.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, 
 from plumbline.judge.checks.gradients import gradients
 from plumbline.judge.checks.launch import launch
 from plumbline.judge.checks.learning_rate import listed, rates_differ
-from plumbline.judge.checks.ranks_agree import ranks_agree
 from plumbline.judge.checks.skipped_steps import skipped_steps
-from plumbline.judge.checks.stillness import stillness
 from plumbline.judge.checks.update import update
+from plumbline.judge.checks.weights import ranks_agree, stillness
 from plumbline.judge.findings import Vacuous, error_at, failed, from_deviation, with_parameters
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.interrupted_training import Interruption, saving_cell

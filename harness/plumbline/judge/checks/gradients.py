@@ -19,8 +19,7 @@ from plumbline.judge.causes.occasions import occasion
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase, Pattern
 from plumbline.judge.causes.rank_shares import rank_shares
 from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
-from plumbline.judge.error_grid import with_error_grid
-from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, times
+from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, times, with_error_grid
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, length, norm
 from plumbline.judge.trace_analysis import ExpectedGradients, TraceAnalysis

@@ -8,8 +8,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace
 from plumbline.judge.causes.update import update_case
-from plumbline.judge.error_grid import with_error_grid
-from plumbline.judge.findings import Vacuous, compare_with_one, with_parameters
+from plumbline.judge.findings import Vacuous, compare_with_one, with_error_grid, with_parameters
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, largest, limit
 from plumbline.judge.trace_analysis import TraceAnalysis, same

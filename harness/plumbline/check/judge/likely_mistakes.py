@@ -1,4 +1,4 @@
-"""Whether updates of weights in 16 bits are lost, because they are smaller than the spacing of these numbers."""
+"""Notes on what is likely a mistake although the training does what its script says: lost ties, losses and updates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,52 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, listed, noted
 from plumbline.core.finding import Finding
 
-OBSERVER = "moved-weights"
-CHECK = "precision"
+
+def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note for each tie that is lost; the first rank's are those of all."""
+    yield from failed_observers(training, "ties", "update")
+    facts = training.ranks[0].facts.get("ties") or {}
+    lost = [tuple(pair) for pair in facts.get("lost", ())]
+    for first, second in dict.fromkeys(lost):
+        yield headline_note(
+            "update",
+            f"{first} and {second} were one parameter when the model was built, but are two now, and each is "
+            "trained separately. Tie them again before you create the optimizer: to_empty() and "
+            "load_state_dict(assign=True) untie parameters.",
+        )
+    for first, second in dict.fromkeys(map(tuple, facts.get("declared", ()))):
+        if {first, second} not in map(set, lost):
+            yield headline_note(
+                "update",
+                f"The model's configuration has tie_word_embeddings, but {first} and {second} are two parameters, and "
+                "each is trained separately. Call model.tie_weights() before you create the optimizer.",
+            )
+
+
+def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note on the losses that no recorded backward pass of any rank uses."""
+    yield from failed_observers(training, "unused-losses", "objective")
+    facts = [rank.facts.get("unused-losses") or {} for rank in training.ranks]
+    used = {name for one in facts for name in one.get("used", ())}
+    unused = sorted({name for one in facts for name in one.get("unused", ())} - used)
+    if unused:
+        several = len(unused) > 1
+        yield headline_note(
+            "objective",
+            f"The model computes {listed(unused)} with gradients, but no recorded backward pass uses "
+            f"{'them' if several else 'it'}. Add {'them' if several else 'it'} to the loss, or detach "
+            f"{'them' if several else 'it'} if only the value is needed.",
+        )
+
 
 _DTYPES = ("bfloat16", "float16")
 
 
 def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note where most updates of an optimizer's 16-bit weights round to nothing, at every step."""
-    yield from failed_observers(training, OBSERVER, CHECK)
+    yield from failed_observers(training, "moved-weights", "precision")
     steps: dict[tuple[int, int], list[ObserverFacts]] = {}
-    for one in noted(training, OBSERVER):
+    for one in noted(training, "moved-weights"):
         steps.setdefault((one.rank, one.step.optimizer), []).append(one)
     for own in steps.values():
         if all(map(_are_lost, own)) and not _warms_up(own):
@@ -27,7 +62,7 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
             dtypes = listed(sorted({each.dtype for each in most.step.parameters} & set(_DTYPES)))
             moved, due = most.facts["moved"], most.facts["due"]
             yield headline_note(
-                CHECK,
+                "precision",
                 f"At most {amount(moved)} of {amount(due)} {dtypes} weights that have a gradient change in a step: "
                 "smaller updates round to nothing. Keep the weights in float32 and compute in autocast, or use an "
                 "optimizer that keeps a copy of them in float32.",
