@@ -16,7 +16,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
-from plumbline.judge.hypothesis import HYPOTHESES, Hypothesis, explain, holds
+from plumbline.judge.hypothesis import Hypothesis, explain, holds, register
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted
 
@@ -200,14 +200,15 @@ class ReplayedUpdateCase(UpdateCase):
         return error <= KNOWN_TO * due
 
 
-HYPOTHESES[ReplayedUpdateCase] = [
+register(
+    ReplayedUpdateCase,
     Hypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
         "weights are infinite or NaN after the step, although the right update is finite",
         "keep weights and state in float32: eps, or the square of a gradient, may round to 0 in a 16-bit state", 190),
     Hypothesis("another-optimizer", "optimizer", holds(lambda case: True),
         "the update is not a multiple of the right one",
         "check whether other code, or another process, changes weights during the step", 105),
-]  # fmt: skip
+)  # fmt: skip
 
 
 def _shared_memory(training: RecordedTraining) -> Finding | None:

@@ -9,7 +9,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import CONNECTION_LOST, RankTrace, Trace
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,8 @@ def _ranks_differ_in_steps(case: LaunchCase) -> Iterator[Match]:
 
 _LOG = "see the rank's log, in the run's traces"
 
-HYPOTHESES = (
+register(
+    LaunchCase,
     LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.another_world and case.world_sizes == {1}),
         "every rank trained in a world of one",
         "create a process group from MASTER_ADDR, RANK and WORLD_SIZE", 190),

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Trace
-from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, holds, register
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Rates = tuple[float, ...]
@@ -190,9 +190,10 @@ EVERY_MICRO_BATCH = LearningRateHypothesis("schedule-stepped-every-micro-batch",
     "call scheduler.step() only after the optimizer's step",
     150)  # fmt: skip
 
-OF_ANY_TRAINING = (EVERY_MICRO_BATCH, RATES_DIFFER)
+register(LearningRateCase, EVERY_MICRO_BATCH, RATES_DIFFER)
 
-OF_A_SCHEDULE = (
+register(
+    ScheduleCase,
     ScheduleHypothesis("schedule-steps-when-skipped", "amp", at_positions(_when_skipped),
         "the schedule advanced at a step that the GradScaler skipped",
         "call scheduler.step() only after steps that were taken", 190),

@@ -19,6 +19,7 @@ from plumbline.judge.causes.metric_case import (
     sample_count,
 )
 from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
+from plumbline.judge.hypothesis import register
 
 DIGITS = range(1, 7)
 """Numbers of decimals to which people round what they log."""
@@ -224,7 +225,9 @@ def _rounded(case: MetricCase) -> Values:
                 yield float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
-HYPOTHESES = (
+# Later ones may predict by accident what an earlier one is for, so they have the smaller specificity.
+register(
+    MetricCase,
     MetricHypothesis("repeats-counted", "metrics", _repeats_counted,
         "samples that pad the ranks' shares to equal size are counted more than once",
         "exclude padding from the mean, or do not pad", 200),
@@ -289,4 +292,3 @@ HYPOTHESES = (
         "the value is rounded",
         "report the full number, and round only for display", 105),
 )  # fmt: skip
-"""Later ones may predict by accident what an earlier one is for, so they have the smaller specificity."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plumbline.evidence.trace import RankTrace
 from plumbline.judge.causes.stage_pattern import ranks_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, most_specific
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, most_specific, register
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.oracle.oracle import Optimizers, Oracle
 from plumbline.judge.update_replay import Intervention, replay
@@ -209,7 +209,8 @@ def _altered(case: OptimizerStateCase) -> Iterator[Match]:
     yield Match()
 
 
-HYPOTHESES: tuple[Hypothesis[OptimizerStateCase, Any], ...] = (
+register(
+    OptimizerStateCase,
     Hypothesis("optimizer-state-on-some-ranks", "checkpoint", _on_some_ranks,
         "only on {ranks} (of {world}), {loss}",
         "{loss_hint}", 190),

@@ -10,7 +10,7 @@ from itertools import pairwise
 from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.learning_rate import Prediction, ScheduleCase, at_positions, without_schedule
 from plumbline.judge.causes.resumed_state import InterruptedCase
-from plumbline.judge.hypothesis import Hypothesis, Match, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
 from plumbline.judge.interrupted_training import Draws, Interruption
 
 
@@ -143,7 +143,8 @@ def _between_steps(case: ProgressCase) -> Iterator[Match]:
         yield Match()
 
 
-PROGRESS = (
+register(
+    ProgressCase,
     ProgressHypothesis("progress-on-some-ranks", "checkpoint", _ranks_differ,
         "the ranks took {counts} steps after resuming",
         "load the training's progress on every rank", 199),
@@ -219,7 +220,8 @@ def _standing_still(case: ResumedRatesCase) -> Iterator[list[int]]:
     yield [0] * len(case.places)
 
 
-RATES = (
+register(
+    ResumedRatesCase,
     RatesHypothesis("scheduler-not-restored", "checkpoint", at_positions(_from_the_start),
         "the schedule starts again",
         "save and load the scheduler's state_dict", 190),

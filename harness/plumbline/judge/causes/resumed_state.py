@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.stage_pattern import ranks_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.trace_analysis import same
 
@@ -123,7 +123,8 @@ def _stopped_elsewhere(case: StopCase) -> Iterator[Match]:
     yield Match(figures={"count": case.count})
 
 
-STOP = (
+register(
+    StopCase,
     StopHypothesis("never-stopped", "checkpoint", _never_stopped,
         "it ran to the end, for {count} steps",
         "stop after job.stop_after_step optimizer steps", 190),
@@ -139,7 +140,8 @@ STOP = (
 )  # fmt: skip
 
 
-ORDER = (
+register(
+    OrderCase,
     OrderHypothesis("order-depends-on-the-devices", "data", holds(lambda case: case.interruption.workload.elastic),
         "the order of samples depends on the number of devices",
         "derive it from the seed and the epoch alone", 190),
@@ -193,7 +195,8 @@ def _altered(case: StateCase) -> Iterator[Match]:
     yield Match(figures={"count": len(case.lost), "all": len(case.left)})
 
 
-WEIGHTS = (
+register(
+    ResumedWeightsCase,
     WeightsHypothesis("loaded-on-some-ranks", "checkpoint", _on_some_ranks,
         "only {which} loaded what was saved",
         "load it on every rank, or broadcast it", 190),
@@ -214,7 +217,8 @@ WEIGHTS = (
         "check what is saved, and what changes when it is loaded", 140),
 )  # fmt: skip
 
-BUFFERS = (
+register(
+    ResumedBuffersCase,
     BuffersHypothesis("buffers-not-restored", "checkpoint", holds(lambda case: same(case.found, case.start)),
         "they have their initial values",
         "save and load the model's whole state_dict, not only its parameters", 190),
@@ -233,7 +237,8 @@ BUFFERS = (
 )  # fmt: skip
 
 
-SCALE = (
+register(
+    ScaleCase,
     ScaleHypothesis("scaler-gone", "checkpoint", holds(lambda case: case.found is None),
         "the loss is not scaled after resuming",
         "create a GradScaler when training resumes", 190),

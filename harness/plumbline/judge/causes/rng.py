@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.dropout_masks import MaskPosition
 
 Pair = tuple[MaskPosition, MaskPosition]
@@ -125,19 +125,22 @@ def _whole_epochs_apart(case: AlikeMasksCase) -> list[Pair]:
     return own if all((a.step - b.step) % epoch == 0 for a, b in own) else []
 
 
-NOTHING_DRAWN = (
+register(
+    NothingDrawnCase,
     MissingHypothesis("nothing-drawn", "rng", holds(lambda case: True),
         "the layer of job.model() drew nothing",
         "train the model that job.model() returns, with its own layers", 190),
 )  # fmt: skip
 
-REDRAWN = (
+register(
+    RedrawnCase,
     RedrawnHypothesis("masks-drawn-anew-in-the-backward", "rng", holds(lambda case: True),
         "activations are recomputed with other random numbers",
         "restore the generator's state for the recomputation", 190),
 )  # fmt: skip
 
-KEPT_SHARE = (
+register(
+    KeptShareCase,
     ShareHypothesis("never-drops", "rng", holds(lambda case: case.share == 1),
         "nothing is dropped, as in evaluation mode",
         "call model.train()", 190),
@@ -149,7 +152,8 @@ KEPT_SHARE = (
         "check the dropout rate, and whether masks are combined", 170),
 )  # fmt: skip
 
-STREAMS = (
+register(
+    StreamCase,
     StreamHypothesis("drawn-again", "rng", holds(lambda case: case.left == case.right),
         "a generator draws the same numbers again",
         "check what resets its state", 190),
@@ -158,7 +162,8 @@ STREAMS = (
         "seed generators differently instead of advancing them", 180),
 )  # fmt: skip
 
-ALIKE_MASKS = (
+register(
+    AlikeMasksCase,
     MaskHypothesis("one-mask-for-several-samples", "rng", _if_any(_in_one_layer),
         "several samples of a forward have the same mask",
         "draw a mask for each sample", 190),

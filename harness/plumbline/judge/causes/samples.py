@@ -8,7 +8,7 @@ from functools import cached_property
 
 from plumbline.judge import sampler_draws
 from plumbline.judge.causes.step_count import BATCHES_PER_STEP
-from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[tuple[int, ...], ...]
@@ -271,7 +271,8 @@ _ALWAYS: Sequence[SampleHypothesis] = (
         "check the batch size of its loader", 120),
 )  # fmt: skip
 
-BY_ITERATIONS: Sequence[SampleHypothesis] = (
+register(
+    IterationSampleCase,
     *_ALWAYS,
     SampleHypothesis("batch-again", "data", _batch_drawn_again,
         "a batch is used twice in a row",
@@ -301,7 +302,8 @@ SHARDS_OVERLAP = SampleHypothesis("shards-overlap", "data", _shards_overlap,
     "give the samplers of all ranks the same seed, and each rank a shard of its own",
     130)  # fmt: skip
 
-BY_EPOCHS: Sequence[SampleHypothesis] = (
+register(
+    EpochSampleCase,
     *_ALWAYS,
     NO_SAMPLER,
     RANKS_ALIKE,

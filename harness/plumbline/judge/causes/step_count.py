@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 StepHypothesis = Hypothesis[TraceCase, Match]
@@ -206,6 +206,7 @@ BATCHES_PER_STEP = (
         "check whether the trainer accumulates by default", 200),
 )  # fmt: skip
 """How batches and steps follow each other; also why other checks find nothing, or the wrong samples."""
+register(VacuousCase, *BATCHES_PER_STEP)
 
 
 def _ranks_differ(case: TraceCase) -> Iterator[Match]:
@@ -225,7 +226,8 @@ def _too_few(case: TraceCase) -> Iterator[Match]:
     yield Match(figures={"due": case.analysis.steps_due})
 
 
-STEP_COUNT = (
+register(
+    StepCountCase,
     *BATCHES_PER_STEP,
     StepHypothesis("ranks-differ-in-steps", "data", _ranks_differ,
         "the ranks took {counts} steps",

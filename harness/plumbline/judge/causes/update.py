@@ -13,7 +13,7 @@ from plumbline.core.finding import Finding
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import HeldParameters, names_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -196,7 +196,8 @@ def _scaled(case: UpdateCase) -> Iterator[Match]:
         yield Match(figures={"factor": f"{case.factor:.{case.digits}g}"})
 
 
-HYPOTHESES = (
+register(
+    UpdateCase,
     UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.is_still),
         "the weights did not move",
         "check whether something undoes the step", 180),
@@ -210,9 +211,9 @@ HYPOTHESES = (
         "the update is {factor} × the right one",
         "check the learning rate, and whether the update is applied several times", 110),
 )  # fmt: skip
-"""Hypotheses about the update of any training."""
 
-OF_SUBJECTS = (
+register(
+    SubjectUpdateCase,
     SubjectUpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
         "the optimizer stepped with a gradient that is not finite",
         "check for infinities on every rank before the step", 190),
@@ -227,4 +228,3 @@ OF_SUBJECTS = (
         "the update is not a multiple of the right one",
         "compare the optimizer's class, options and state with the workload's", 120),
 )  # fmt: skip
-"""Hypotheses about the update of a subject, whose workload has an optimizer."""

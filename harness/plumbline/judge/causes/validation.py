@@ -7,7 +7,7 @@ from functools import cached_property
 
 from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.stage_pattern import ranks_in_words
-from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds
+from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.epochs import Position
 from plumbline.judge.positions import evaluations_due, position_of
 
@@ -167,7 +167,8 @@ _MODE = (
     "call model.eval() before it and model.train() after it",
 )
 
-HYPOTHESES = (
+register(
+    EvaluationCase,
     EvaluationHypothesis("never-evaluated", "metrics", holds(lambda case: not case.evaluations),
         "no rank evaluated the model",
         "evaluate val_dataset after every job.validate_every batches", 190),

@@ -14,7 +14,7 @@ from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, register
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.replicas import holders_of, with_tensors_of_all
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
@@ -123,13 +123,15 @@ def differing_parameters(names: Sequence[str], of: int) -> str:
     return f"{len(names):,} of {of:,} parameters{which} {'differs' if len(names) == 1 else 'differ'}"
 
 
-UNEQUAL_START = (
+register(
+    UnequalStartCase,
     Hypothesis[UnequalStartCase, Match]("not-broadcast", "sync", _not_broadcast,
         "{differ} between the ranks",
         "broadcast all weights from one rank before the first step", 160),
 )  # fmt: skip
 
-INITIAL_WEIGHTS = (
+register(
+    InitialWeightsCase,
     WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
         "rank {first} starts {times} ahead of the job's weights, as if other ranks had already stepped",
         "check whether ranks share the parameters' memory", 190),
@@ -210,7 +212,8 @@ def _tied_gradients_differ(case: DivergedRanksCase) -> Iterator[Match]:
 
 PartedHypothesis = Hypothesis[PartedRanksCase, Match]
 
-PARTED_RANKS = (
+register(
+    PartedRanksCase,
     PartedHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
         "ranks begin with different weights",
         "broadcast all weights from one rank before the first step", 130),
@@ -227,7 +230,8 @@ PARTED_RANKS = (
         "check that the optimizer has the same learning rate and the same state on all ranks", 114),
 )  # fmt: skip
 
-DIVERGED_RANKS = (
+register(
+    DivergedRanksCase,
     SHARED_MEMORY,
     Hypothesis[DivergedRanksCase, Match]("tied-gradients-not-added", "sync", _tied_gradients_differ,
         "ranks {holders} both hold {held}, but step with different gradients for it",
@@ -283,7 +287,8 @@ def _changed_after_the_last(case: TraceCase) -> Iterator[Match]:
         yield Match()
 
 
-CHANGED_WEIGHTS = (
+register(
+    ChangedWeightsCase,
     SHARED_MEMORY,
     WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
         "weights moved although the GradScaler skipped the step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plumbline.judge.hypothesis import register
 from plumbline.judge.mistakes.case import (
     Combination,
     GradientCase,
@@ -97,7 +98,8 @@ PREVIOUS_STEP_NOT_ZEROED = GradientMistake(
     "call zero_grad() before the first backward pass of each step", 605,
 )  # fmt: skip
 
-MISTAKES = (
+register(
+    GradientCase,
     GradientMistake("not-divided-by-micro-batches", "accumulation",
         multiplied(lambda case: several(case.micro_batches)),
         "the sum over {micro_batches} micro-batches, not their mean",

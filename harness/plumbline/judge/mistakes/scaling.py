@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plumbline.judge.hypothesis import register
 from plumbline.judge.mistakes.case import (
     Combination,
     GradientCase,
@@ -36,7 +37,8 @@ def _scales_differ(case: GradientCase) -> Predictions:
         yield Combination(lambda r, b, n: (scales[r] or 1.0) / own)
 
 
-MISTAKES = (
+register(
+    GradientCase,
     GradientMistake("summed-over-ranks", "averaging", multiplied(lambda case: several(case.world)),
         "the sum over {world} ranks, not their mean",
         "divide the loss, or the result of the all-reduce, by the world size", 690),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from plumbline.judge.hypothesis import register
 from plumbline.judge.mistakes.case import (
     Combination,
     GradientCase,
@@ -97,7 +98,8 @@ LATE = (
 )  # fmt: skip
 """Gradients of an earlier step."""
 
-MISTAKES = (
+register(
+    GradientCase,
     GradientMistake("not-synchronised", "sync", _not_synchronised,
         "those of rank {rank}'s own samples",
         "they were never all-reduced: call the DistributedDataParallel object and not the module in it, outside "

@@ -10,7 +10,7 @@ import torch
 from plumbline.core.precision import PRECISIONS, Precision
 from plumbline.judge.causes.combinations import scaled, total_distance
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.noise import distance, limit, norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
@@ -122,7 +122,8 @@ def _below(precision: Precision) -> Iterable[Precision]:
         yield PRECISIONS["bf16"]
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("infinities-zeroed", "amp", _infinities_zeroed,
         "right except for zeros where float16 overflows",
         "do not replace infinities: all ranks must skip a step that overflowed", 980),

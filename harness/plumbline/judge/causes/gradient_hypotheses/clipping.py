@@ -5,6 +5,7 @@ from __future__ import annotations
 from plumbline.judge.causes.combinations import factor_between, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
@@ -90,7 +91,8 @@ def _unasked(case: OracleGradientCase) -> Gradients:
             yield mean([clipped(part, limit) for part, limit in zip(parts, case.pattern.clip_limits, strict=True)])
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("clipped-before-unscaling", "clipping", _before_unscaling,
         "clipped while they were still multiplied by the loss scale of {scale}",
         "call scaler.unscale_(optimizer) before clipping", 990),

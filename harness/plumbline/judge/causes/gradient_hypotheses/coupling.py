@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.layout import Layout
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
@@ -196,7 +196,8 @@ def _coupled_otherwise(case: OracleGradientCase) -> Gradients:
     yield Match() if nearest is None else nearest
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("gathered-without-gradient", "batch-coupling", _shares_of_whole,
         "1/{world} of those of the whole batch's loss",
         "gather outputs with their gradient: the other ranks' share is missing", 290),

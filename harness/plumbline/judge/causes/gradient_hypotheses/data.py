@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.layout import Layout, Share, sample_of, samples
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
@@ -187,7 +187,8 @@ def _differ(orders: Sequence[Sequence[Any]]) -> bool:
     return any(sorted(one) == sorted(orders[0]) and one != orders[0] for one in orders[1:])
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("trained-on-held-out-data", "data", _held_out,
         "those of the held-out samples",
         "check whether a loader of the validation set is used for training", 210),

@@ -11,7 +11,7 @@ from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
@@ -177,7 +177,8 @@ def _exchanged_otherwise(case: OracleGradientCase) -> Gradients:
         yield Match()
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("nothing-but-experts-trained", "unused-params", _rest_missing,
         "right for parameters that only one rank holds, and zero or absent for those that all ranks hold",
         "check that the optimizer has the layers around the experts, and a backward reaches them on each rank", 958),

@@ -9,6 +9,7 @@ import torch
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import factor_between, fit, fit_weights, mean, scaled, weighted
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
+from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.layout import samples
 from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
@@ -131,7 +132,8 @@ def _some_tensors_multiplied(case: OracleGradientCase) -> Gradients:
     yield from case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw))
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("scaled-by-a-constant", "accumulation",
         multiplied(lambda case: [case.pattern.factor] if case.accumulate > 1 else []),
         "{factor} × the right ones at every step",

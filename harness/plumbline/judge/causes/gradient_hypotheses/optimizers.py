@@ -6,7 +6,7 @@ import torch
 
 from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import GradientMistake
 from plumbline.judge.mistakes.synchronisation import LATE
@@ -73,7 +73,8 @@ def _absent(case: OracleGradientCase) -> Gradients:
         yield clipped({name: value for name, value in case.expected.raw.items() if name in observed}, case.clip_norm)
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("parameter-not-in-optimizer", "optimizer", _absent,
         "right, but some parameters had no gradient when the optimizer stepped",
         "check that the optimizer has all parameters, and that each has a gradient at the step", 940),

@@ -6,6 +6,7 @@ import torch
 
 from plumbline.judge.causes.combinations import mean
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import register
 from plumbline.judge.mistakes.case import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.oracle.noise import distance
@@ -63,7 +64,8 @@ def _rows_in_another_order(case: OracleGradientCase) -> Gradients:
         yield from case.with_nearer({name: value.roll(shift, 0) for name, value in raw.items()})
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("unused-somewhere-stepped-nowhere", "unused-params", _thrown_away,
         "missing where some rank did not use a parameter",
         "count a rank without a gradient as zero in the average, and keep the other ranks' part", 960),

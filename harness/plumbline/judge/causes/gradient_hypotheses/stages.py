@@ -9,7 +9,7 @@ import torch
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
-from plumbline.judge.hypothesis import Match
+from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.noise import distance, length
 from plumbline.judge.oracle.oracle import clipped
 
@@ -96,7 +96,8 @@ def _stage_wrong(case: OracleGradientCase) -> Gradients:
         yield Match()
 
 
-HYPOTHESES = (
+register(
+    OracleGradientCase,
     GradientHypothesis("stage-without-gradient", "optimizer", _without_gradient,
         "right, but zero or absent for the parameters on {wrong_ranks} ({held}), so they are not updated",
         "check that the rank's optimizer has them, and that a backward reaches them before the step", 942),
