@@ -19,7 +19,7 @@ class Recording:
         self.number: int | None = None
         self.passes = 0
         self.calls = TrackedCalls(lambda: self.number)
-        self._exact = ExactGradients(self.calls, lambda gradient, dtype: gradient.clone())
+        self._exact = ExactGradients(self.calls, lambda gradient, parameter: gradient.clone())
 
     def backward(self, *roots: Tensor, **options: object) -> None:
         self.number = self.passes

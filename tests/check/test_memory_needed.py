@@ -95,7 +95,7 @@ def test_float32_truth_computes_in_float32_and_float64_stays_what_it_is():
     for truth in (ReplayPrecision.FLOAT64, ReplayPrecision.FLOAT32):
         torch.manual_seed(1)
         recorded = Recording()
-        recorded._exact = ExactGradients(recorded.calls, lambda gradient, dtype: gradient.clone(), truth)
+        recorded._exact = ExactGradients(recorded.calls, lambda gradient, parameter: gradient.clone(), truth)
         recorded.calls.start()
         try:
             recorded.backward(model(torch.ones(4, 32).bfloat16()).sum())

@@ -30,6 +30,10 @@ class ParameterNames:
         for name, parameter in root.named_parameters():
             self._named.setdefault(id(parameter), (prefix + name, parameter))
 
+    def trainable(self) -> list[tuple[str, Tensor]]:
+        """Return all parameters that require a gradient, with their names."""
+        return [(name, one) for name, one in self._named.values() if one.requires_grad]
+
     def knows(self, parameter: Tensor) -> bool:
         return id(parameter) in self._named
 

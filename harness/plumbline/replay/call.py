@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.recording.sharding import local
+from plumbline.recording.zero3 import held
 from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.random_state import RandomState
 
@@ -29,12 +29,14 @@ class UsedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
         """Return how ``parameter`` is now."""
-        return cls(parameter, parameter._version, local(parameter).data_ptr(), parameter.requires_grad)
+        own = held(parameter)
+        return cls(parameter, own._version, own.data_ptr(), parameter.requires_grad)
 
     @property
     def changed(self) -> bool:
         """Whether its values were replaced or written to since."""
-        return self.parameter._version != self.version or local(self.parameter).data_ptr() != self.address
+        own = held(self.parameter)
+        return own._version != self.version or own.data_ptr() != self.address
 
 
 @dataclass

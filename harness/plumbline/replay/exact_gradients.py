@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from plumbline.recording.zero3 import is_run
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.checkpointing import without_checkpoints
@@ -22,8 +23,8 @@ from plumbline.replay.replay import CannotReplayError, Replayed, replay
 from plumbline.replay.tracked_calls import TrackedCalls
 from plumbline.replay.unsharding import is_distributed
 
-Reduce = Callable[[Tensor, torch.dtype], Tensor]
-"""A linear map of a gradient to what is kept of it, such as a projection; it is given the parameter's dtype."""
+Reduce = Callable[[Tensor, nn.Parameter], Tensor]
+"""A linear map of a parameter's gradient to what is kept of it, such as a projection."""
 
 Keeps = Callable[[Tensor], bool]
 """Says whether the gradient of a parameter is asked for."""
@@ -120,7 +121,7 @@ class _Step:
 
     def gather(self, call: TrackedCall) -> None:
         """Gather sharded parameters, before anything can be different on different ranks."""
-        if not call.obstacle and any(is_distributed(one.parameter) for one in call.parameters):
+        if not call.obstacle and any(is_distributed(one.parameter) or is_run(one.parameter) for one in call.parameters):
             self._exact.leaves(call)
             self._native.leaves(call)
 
@@ -156,7 +157,7 @@ class _Step:
 
         def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
             if self._keeps(parameter):
-                _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
+                _add(found, (number, parameter), self._reduce(gradient, parameter))
 
         copies = self._native if native else self._exact
         replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise)

@@ -33,7 +33,8 @@ class ModuleState:
     def _keep(self, value: Any, depth: int) -> None:
         if not isinstance(value, (list, dict, set, deque)) or id(value) in self._containers or depth > _DEEPEST:
             return
-        self._containers[id(value)] = value, value.copy()
+        # A dict is copied to a plain one: a class of its own may need more than its entries.
+        self._containers[id(value)] = value, dict(value.items()) if isinstance(value, dict) else value.copy()
         for part in value.values() if isinstance(value, dict) else value:
             self._keep(part, depth + 1)
 

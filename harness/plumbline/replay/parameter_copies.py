@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.sharding import whole
+from plumbline.recording.zero3 import gathered, is_run
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.module_state import ModuleState
 from plumbline.replay.precision import ReplayPrecision
@@ -35,8 +36,9 @@ class ParameterCopies:
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
-            leaf = nn.Parameter(self._copy(whole(parameter.detach()), dtype), requires_grad=False)
-            if not is_distributed(parameter):
+            values = gathered(parameter) if is_run(parameter) else whole(parameter.detach())
+            leaf = nn.Parameter(self._copy(values, dtype), requires_grad=False)
+            if not (is_distributed(parameter) or is_run(parameter)):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]

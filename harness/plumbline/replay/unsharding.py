@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.sharding import arrival_leaves
+from plumbline.recording.zero3 import is_hook_of_zero
 from plumbline.replay.nested import map_tensors
 
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
@@ -39,6 +40,12 @@ def replace_hooks(modules: Iterable[nn.Module]) -> None:
             for key, hook in hooks.items():
                 if _is_fsdp(hook):
                     hooks[key] = replacement(module)
+                elif is_hook_of_zero(hook):
+                    hooks[key] = _nothing
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def _is_fsdp(hook: Any) -> bool:

@@ -48,7 +48,9 @@ class Parameter:
     ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
     whether it is judged; vectors have nothing of one that is not. ``named``: a module that was called holds it;
     otherwise its name is its place in the optimizer, which may be another parameter's on another rank. ``trained``: it
-    requires a gradient, and is not frozen.
+    requires a gradient, and is not frozen. ``held_in``: of a piece of a parameter of which optimizers hold copies, the
+    number of the optimizer's parameter that has it, -1 if only other ranks' optimizers have it; None of a parameter
+    that the optimizer holds itself.
     """
 
     name: str
@@ -58,6 +60,12 @@ class Parameter:
     sampled: bool = True
     named: bool = True
     trained: bool = True
+    held_in: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank's optimizer updates it."""
+        return self.held_in != -1
 
     @property
     def entries(self) -> int:

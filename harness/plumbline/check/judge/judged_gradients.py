@@ -83,10 +83,12 @@ def _received_gradients(
         alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
         if not alike or len(recorded) < training.world_size:
             return
-        ranks = shared_part(recorded)
-        optimizer = next(iter(ranks.values())).optimizer
+        shared = shared_part(recorded)
+        optimizer = next(iter(shared.values())).optimizer
         parts = frozenset(name for number, name in held_in_parts if number == optimizer)
-        for rank, step in ranks.items():
+        for rank in shared:
+            ranks = _of_what_it_holds(rank, shared)
+            step = ranks[rank]
             before = previous.get((rank, optimizer))
             if before is not None and before.parameters != step.parameters:
                 before = None
@@ -96,6 +98,13 @@ def _received_gradients(
             previous[rank, optimizer] = replace(case, previous=None)
             if not step.skipped and step.parameters:
                 yield case, recorded
+
+
+def _of_what_it_holds(rank: int, steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]:
+    """Return the steps of all ranks as they concern the parameters, or pieces of them, that one rank updates."""
+    own = steps[rank].parameters
+    numbers = [number for number, one in enumerate(own) if one.is_held]
+    return steps if len(numbers) == len(own) else {other: step.only(numbers) for other, step in steps.items()}
 
 
 def _windows(training: RecordedTraining) -> Mapping[int, int]:

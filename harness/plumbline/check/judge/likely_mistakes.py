@@ -78,7 +78,7 @@ def _are_lost(one: ObserverFacts) -> bool:
     update = one.step.facts.get("update", {})
     if not update.get("of_torch") or not one.facts["due"] or 2 * one.facts["moved"] >= one.facts["due"]:
         return False
-    rows = [row for row in update["parameters"] if one.step.parameters[int(row[0])].dtype in _DTYPES]
+    rows = [row for row in update["parameters"] if _is_small(one, int(row[0]))]
     due, made = sum(row[3] ** 2 for row in rows), sum(row[5] for row in rows)
     return bool(0 < due > 2 * made)
 
@@ -87,3 +87,8 @@ def _warms_up(steps: list[ObserverFacts]) -> bool:
     """Say whether the learning rate grows: the updates that count are still to come."""
     rates = [one.step.facts.get("learning-rate", {}).get("rates", []) for one in steps]
     return any(later > before for one, other in pairwise(rates) for before, later in zip(one, other, strict=False))
+
+
+def _is_small(one: ObserverFacts, number: int) -> bool:
+    own = [each for each in one.step.parameters if each.held_in == number] or one.step.parameters[number : number + 1]
+    return any(each.dtype in _DTYPES for each in own)

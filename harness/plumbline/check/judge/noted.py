@@ -25,10 +25,17 @@ class ObserverFacts(ScriptStep):
         return f"step {self.step.number}" + (f" of optimizer {self.step.optimizer}" if self.step.optimizer else "")
 
     def parameter(self, number: int) -> str:
-        """Return the name of a parameter by its number in the optimizer's groups."""
-        if number < len(self.step.parameters):
-            return self.step.parameters[number].name
-        return f"parameter {number} of the optimizer"
+        """Return the name of a parameter by its number in the optimizer's groups, of the first of several in it."""
+        return self.held_in(number)[0]
+
+    def held_in(self, number: int) -> list[str]:
+        """Return the names of the parameters of which the optimizer's parameter with this number holds pieces."""
+        own = self.step.parameters
+        if any(one.held_in is not None for one in own):
+            names = [one.name for one in own if one.held_in == number]
+        else:
+            names = [one.name for one in own[number : number + 1]]
+        return names or [f"parameter {number} of the optimizer"]
 
     def failed(self, check: str, observed: str, hint: str = "", *, cause: str, family: str) -> Finding:
         """Return a failure: what was observed, that it was first at this step, and what to do."""

@@ -99,7 +99,7 @@ def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
     for rank, step in steps.items():
         own = _unoptimized(step).get(name, {}).get("digest")
         for parameter, before in zip(step.parameters, step.facts.get(WEIGHTS, {}).get("before", ()), strict=False):
-            own = before if parameter.name == name else own
+            own = before if parameter.name == name and parameter.held_in is None else own
         if own is not None:
             found[rank] = own
     return found

@@ -77,9 +77,11 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
     first = next(iter(steps))
     for index, number in enumerate(numbers[first]):
         places = {rank: own[index] for rank, own in numbers.items()}
+        held = {rank: _place_in_optimizer(step, places[rank]) for rank, step in steps.items()}
+        if None in held.values() or not _hold_the_same(steps, held):
+            continue
         here = tuple(
-            {name: values[places[rank]] for name, values in step.facts[OBSERVER].items()}
-            for rank, step in steps.items()
+            {name: values[held[rank]] for name, values in step.facts[OBSERVER].items()} for rank, step in steps.items()
         )
         if all(one["before"] is not None and one["after"] is not None for one in here):
             yield RankWeights(
@@ -88,6 +90,21 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
                 tuple(received[rank][place] for rank, place in places.items()),
                 tuple(local[rank][place] for rank, place in places.items()),
             )
+
+
+def _place_in_optimizer(step: RecordedStep, number: int) -> int | None:
+    """Return the number, in the optimizer, of what holds a parameter, None if this rank's does not hold it."""
+    held = step.parameters[number].held_in
+    return number if held is None else held if held >= 0 else None
+
+
+def _hold_the_same(steps: Mapping[int, RecordedStep], held: Mapping[int, int | None]) -> bool:
+    """Return whether what holds a parameter has the same pieces on all ranks."""
+    pieces = {
+        tuple(one.name for one in step.parameters if one.held_in is not None and one.held_in == held[rank])
+        for rank, step in steps.items()
+    }
+    return len(pieces) == 1
 
 
 def _local(step: RecordedStep) -> torch.Tensor:

@@ -81,7 +81,7 @@ class ReplayedUpdates:
         if one.step.skipped:
             return
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
-        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(len(one.step.parameters))]}
+        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(one.facts["count"])]}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
         self._note(one, reasons)
         if why := one.facts["why"]:
@@ -96,13 +96,14 @@ class ReplayedUpdates:
             name = one.parameter(int(number))
             self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
             if due or made:
-                self._moved.add((one.rank, (one.step.optimizer, name)))
+                held = one.held_in(int(number))
+                self._moved.update((one.rank, (one.step.optimizer, each)) for each in held)
 
     def _note(self, one: ObserverFacts, reasons: Mapping[str, Sequence[int]]) -> None:
         """Keep the reasons by parameter: what prevents judging it counts more than that it was not due to move."""
         for why, numbers in reasons.items():
-            for number in numbers:
-                key = one.rank, (one.step.optimizer, one.parameter(number))
+            for name in (name for number in numbers for name in one.held_in(number)):
+                key = one.rank, (one.step.optimizer, name)
                 if why or key not in self._reasons:
                     self._reasons[key] = why or NOT_MOVED
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from weakref import WeakSet
 
 from torch import Tensor
@@ -23,12 +23,14 @@ Entries = dict[str, dict[str, int]]
 class KnownOptimizers:
     """Numbers the optimizers that a script made, in their order, and counts their steps.
 
+    One that steps with several sets of parameters, one after the other, has a number for each of these parts.
     ``late`` are the first ones that began to step after the recorded steps.
     """
 
     def __init__(self, names: ParameterNames) -> None:
         self._names = names
         self._made: list[Optimizer] = []
+        self._parts: dict[int, list[Tensor]] = {}
         self._taken: dict[int, int] = {}
         self._recorded: set[int] = set()
         self._seen_late: WeakSet[Optimizer] = WeakSet()
@@ -50,41 +52,56 @@ class KnownOptimizers:
         return bool(self._taken)
 
     def has_begun(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._taken
+        return self.number(optimizer) in self._taken
 
     def add(self, optimizer: Optimizer) -> None:
         """Number an optimizer, which is not known yet."""
         self._made.append(optimizer)
 
     def number(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer among those that the script made."""
-        return self._made.index(optimizer)
+        """Return the number of an optimizer among those that the script made, of the part that steps now."""
+        own = parameters_of(optimizer)
+        numbers = [number for number, one in enumerate(self._made) if one is optimizer]
+        for number in numbers:
+            known = self._parts.get(number, own)
+            if not known or not own or {*map(id, known)} & {*map(id, own)}:
+                return number
+        self._made.append(optimizer)
+        return len(self._made) - 1
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the number of an optimizer's first part, and which of its parts has this number."""
+        parts = [other for other, one in enumerate(self._made) if one is self._made[number]]
+        return parts[0], parts.index(number)
 
     def begin(self, optimizer: Optimizer) -> None:
-        self._taken.setdefault(id(optimizer), 0)
+        number = self.number(optimizer)
+        self._parts[number] = parameters_of(optimizer)
+        self._taken.setdefault(number, 0)
 
     def end(self, optimizer: Optimizer) -> None:
-        self._taken[id(optimizer)] += 1
+        self._taken[self.number(optimizer)] += 1
 
     def taken(self, optimizer: Optimizer) -> int:
-        return self._taken[id(optimizer)]
+        return self._taken[self.number(optimizer)]
 
     def record(self, optimizer: Optimizer) -> None:
         self._recorded.add(id(optimizer))
 
     def have_taken(self, steps: int) -> bool:
         """Return whether all optimizers that have begun to step have taken at least so many."""
-        return all(self._taken[id(one)] >= steps for one in self._made if self.has_begun(one))
+        return all(taken >= steps for taken in self._taken.values())
 
     def parameters(self) -> Iterator[Tensor]:
         return (parameter for optimizer in self._made for parameter in parameters_of(optimizer))
 
-    def unoptimized(self, *, with_digests: bool) -> Facts:
+    def unoptimized(self, copied: Iterable[Tensor] = (), *, with_digests: bool) -> Facts:
         """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.
 
-        Each with its shape, whether it has a gradient, and a digest of its values where that is asked for.
+        Each with its shape, whether it has a gradient, and a digest of its values where that is asked for. Optimizers
+        hold copies of those that are ``copied``.
         """
-        known = set(map(id, self.parameters()))
+        known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
         found = (one for root in self._names.roots for one in root.parameters())
         return {
             self._names.of_one(one): {

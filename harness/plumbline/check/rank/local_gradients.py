@@ -14,12 +14,16 @@ from plumbline.check.evidence.training import Facts, segment
 from plumbline.recording.backward_passes import BackwardPasses
 from plumbline.recording.sharding import is_flat
 
+Reduce = Callable[[Tensor, Tensor], "Tensor | None"]
+"""Returns what is kept of a parameter's gradient, None as long as that is not known."""
+
 
 @dataclass(eq=False)
 class ArrivedGradients:
     """One backward pass: the segments of what arrived at each parameter, by the parameter's id.
 
-    ``distributed``: a DTensor arrived at some parameter, and is not among them.
+    ``distributed``: a DTensor arrived at some parameter, and is not among them. ``whole``: gradients of parameters that
+    are in no optimizer, until it is known in which pieces optimizers hold copies of them.
     """
 
     number: int
@@ -29,6 +33,14 @@ class ArrivedGradients:
     native: dict[int, Tensor] = field(default_factory=dict)
     facts: Facts = field(default_factory=dict)
     distributed: bool = False
+    whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def reduce(self, reduced: Reduce) -> None:
+        """Reduce the whole gradients of which pieces are known by now."""
+        for name, (parameter, gradient) in list(self.whole.items()):
+            if (kept := reduced(parameter, gradient)) is not None:
+                self.local[name] = kept
+                del self.whole[name]
 
 
 class LocalGradients:
@@ -45,21 +57,27 @@ class LocalGradients:
         self.error: Exception | None = None
 
     def follow(
-        self, leaves: Iterable[tuple[Tensor, Tensor]], keeps: Callable[[Tensor], bool] = lambda parameter: True
+        self,
+        leaves: Iterable[tuple[Tensor, Tensor]],
+        keeps: Callable[[Tensor], bool] = lambda parameter: True,
+        reduced: Reduce | None = None,
     ) -> None:
         """Hook into leaves that are not followed yet and require a gradient.
 
         Args:
             leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
             keeps: says of a parameter whether its gradients are asked for; of others it is only known that they arrive.
+            reduced: what is kept of gradients, where that is not one segment.
         """
+        arrived: Any = self._arrived if reduced is None else partial(self._arrived_whole, reduced)
         for parameter, leaf in leaves:
             known = self._handles.get(id(parameter))
             if leaf.requires_grad and leaf.is_leaf and not is_flat(leaf) and (known is None or known[0] is not leaf):
                 if known is not None:
                     known[1].remove()
                 register: Any = leaf.register_hook
-                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter), keeps(parameter)))
+                who = (id(parameter), keeps(parameter)) if reduced is None else (parameter,)
+                self._handles[id(parameter)] = leaf, register(partial(arrived, *who))
 
     def stop(self) -> None:
         for _, handle in self._handles.values():
@@ -90,4 +108,22 @@ class LocalGradients:
             before = self.current.local.get(leaf)
             self.current.local[leaf] = arrived if before is None else before + arrived
         except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends
+            self.error = self.error or error
+
+    def _arrived_whole(self, reduced: Reduce, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None or self.current is None or self.passes.is_apart:
+            return
+        if hasattr(gradient, "full_tensor"):
+            self.current.distributed = True
+            return
+        try:
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            kept = reduced(parameter, dense)
+            name, one = id(parameter), self.current
+            if kept is not None:
+                one.local[name] = kept if name not in one.local else one.local[name] + kept
+            else:
+                before = one.whole.get(name)
+                one.whole[name] = parameter, dense.clone() if before is None else before[1] + dense
+        except Exception as error:  # as above
             self.error = self.error or error

@@ -6,18 +6,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.options import RecordingOptions
-from plumbline.check.evidence.training import RecordedStep
+from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
+from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.master_layout import MasterLayout, MasterLayouts
 from plumbline.check.rank.memory_needed import require_memory
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.loss_scale import LossScale
@@ -35,6 +39,7 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import follow_added_parameters, parameters_of
 from plumbline.recording.pause import paused
 from plumbline.recording.process import rank_and_world
+from plumbline.recording.sharding import local
 
 END_TIMEOUT_S = 60.0
 """How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
@@ -62,11 +67,20 @@ class TrainingRecorder:
         self._errors = OwnErrors(self._stop_if_recording)
         self._names = ParameterNames()
         self._optimizers = KnownOptimizers(self._names)
-        self._unclipped = UnclippedGradients(self._optimizers, sample, loss_scale)
+        self._layouts = MasterLayouts(self._names, self._optimizers)
+        self._unclipped = UnclippedGradients(self._optimizers, self._names, sample, loss_scale)
         joint = JointSteps(self._optimizers, self._names, self._unclipped)
         self._observers = Observers((loss_scale, clipping, self._unclipped, joint, *others))
         self._passes = TrainingPasses(
-            options, sample, self._optimizers, self._names, self._observers, loss_scale, self._errors, joint
+            options,
+            sample,
+            self._optimizers,
+            self._names,
+            self._observers,
+            loss_scale,
+            self._errors,
+            joint,
+            self._layouts,
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping = self._unclipped.note
@@ -76,6 +90,7 @@ class TrainingRecorder:
         self._later: set[str] = set()
         self._began = 0.0
         self._pending: RecordedStep | None = None
+        self._makes_state = False  # the step that runs, before any backward pass
         self._pid = os.getpid()
         self._world = (0, 1)
 
@@ -166,14 +181,16 @@ class TrainingRecorder:
             self._errors.keep(self._observers.stop)
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        self._errors.keep(lambda: self._note_late(optimizer) if self._ended else self._count(optimizer))
+        self._makes_state = not self._passes.count and not has_closure and _steps_with_zeros(optimizer)
+        if not self._makes_state:
+            self._errors.keep(lambda: self._note_late(optimizer) if self._ended else self._count(optimizer))
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        if self._recording:
+        if self._recording and not self._makes_state:
             self._errors.keep(lambda: self._prepare(optimizer))
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        if not self._ended:
+        if not self._ended and not self._makes_state:
             skipped = self._errors.keep(lambda: skips_in_its_kernel(optimizer))
             self._errors.keep(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
@@ -204,25 +221,46 @@ class TrainingRecorder:
             self._has_memory = True
         number = self._optimizers.number(optimizer)
         with torch.no_grad(), paused():
-            gradients, norms = zip(
-                *(received(optimizer, one, sampled=self._sample.has(one)) for one in parameters), strict=True
-            )
-            own, others = self._passes.take(number)
+            own, others = self._passes.take(optimizer, number)
+            layout = self._layouts.of(number)
+            stepped = self._own(optimizer) if layout is None else self._in_pieces(optimizer, layout)
             self._observers.tell(lambda one: one.before_step(optimizer))
+        unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
         self._pending = RecordedStep(
             number,
             self._optimizers.taken(optimizer),
-            recorded_parameters(optimizer, self._names, self._sample),
-            torch.cat(gradients),
-            tuple(vector(one, parameters, self._sample) for one in own),
-            tuple(vector(one, parameters, self._sample) for one in others),
+            stepped.parameters,
+            torch.cat([*stepped.gradients]),
+            tuple(map(stepped.vector, own)),
+            tuple(map(stepped.vector, others)),
             facts={
                 "gradient_hooks": sum(map(has_own_hooks, parameters)),
-                "unoptimized": self._optimizers.unoptimized(with_digests=self._world[1] > 1),
+                "unoptimized": unoptimized,
+                **stepped.facts,
             },
-            norm=math.hypot(*norms),
-            unclipped=self._unclipped.vector(parameters, gradients),
+            norm=math.hypot(*stepped.norms),
+            unclipped=stepped.unclipped,
         )
+
+    def _own(self, optimizer: Optimizer) -> SteppedParameters:
+        parameters = parameters_of(optimizer)
+        found = [received(optimizer, one, sampled=self._sample.has(one)) for one in parameters]
+        gradients, norms = [one for one, _ in found], [norm for _, norm in found]
+        return SteppedParameters(
+            recorded_parameters(optimizer, self._names, self._sample),
+            gradients,
+            norms,
+            self._unclipped.vector(parameters, gradients),
+            lambda one: vector(one, parameters, self._sample),
+        )
+
+    def _in_pieces(self, optimizer: Optimizer, layout: MasterLayout) -> SteppedParameters:
+        layout = layout.on(optimizer)
+        found = layout.received(optimizer)
+        gradients, norms = [one for one, _ in found], [norm for _, norm in found]
+        unclipped = layout.unclipped(self._unclipped.whole, gradients)
+        facts = {"masters": layout.facts(found)}
+        return SteppedParameters(layout.recorded(optimizer), gradients, norms, unclipped, layout.vector, facts)
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
         self._optimizers.end(optimizer)
@@ -249,6 +287,24 @@ class TrainingRecorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedParameters:
+    """What an optimizer steps: its parameters or pieces of the model's, what it received, and passes as vectors."""
+
+    parameters: tuple[Parameter, ...]
+    gradients: Sequence[Tensor]
+    norms: Sequence[float]
+    unclipped: Tensor | None
+    vector: Callable[[ArrivedGradients], BackwardPass]
+    facts: Facts = field(default_factory=dict)
+
+
+def _steps_with_zeros(optimizer: Optimizer) -> bool:
+    """Return whether there are gradients and all are zero, as where a trainer steps once to create the state."""
+    gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+    return bool(gradients) and not any(bool(local(one).any()) for one in gradients)
 
 
 def _world() -> tuple[int, int]:

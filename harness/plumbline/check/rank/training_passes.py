@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.rank.joint.forward import recorded_calls
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
+from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
 from plumbline.check.rank.optimizer.loss_scale import LossScale
-from plumbline.check.rank.optimizer_gradients import exact_segment, has_gradient_hooks
+from plumbline.check.rank.optimizer_gradients import has_gradient_hooks
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
@@ -46,6 +48,7 @@ class TrainingPasses:
         loss_scale: LossScale,
         errors: OwnErrors,
         joint: JointSteps,
+        layouts: MasterLayouts,
     ) -> None:
         self._replays = not options.dry_run
         self._sample = sample
@@ -55,9 +58,10 @@ class TrainingPasses:
         self._loss_scale = loss_scale
         self._errors = errors
         self._joint = joint
+        self._layouts = layouts
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
-        self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), sample.has)
+        self._exact = ExactGradients(self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has)
         self._windows = PassWindows()
         self._following = False
         self.uncovered: dict[str, str] = {}
@@ -82,14 +86,17 @@ class TrainingPasses:
         self._gradients.stop()
         self._calls.stop()
 
-    def take(self, optimizer: int) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
+    def take(self, optimizer: Optimizer, number: int) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
         """Return the passes that belong to the step that an optimizer takes now, and others that left it gradients.
 
         What arrived in them is computed again, unless the optimizer steps inside of a pass, from a hook.
         """
         running = self._gradients.current
-        own, others = self._windows.take(optimizer, running)
+        own, others = self._windows.take(number, running)
         if running is None:
+            self._layouts.find(optimizer, number, [*own, *others])
+            for one in (*own, *others):
+                one.reduce(self._layouts.reduced)
             self._replay([*own, *others])
         return own, others
 
@@ -121,6 +128,8 @@ class TrainingPasses:
         leaves = {id(one): (one, one) for one in self._optimizers.parameters()}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values(), self._sample.has)
+        copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
+        self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
         one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
         self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
@@ -133,7 +142,7 @@ class TrainingPasses:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.scale = self._loss_scale.scale
-        if one.local or one.distributed:
+        if one.local or one.distributed or one.whole:
             one.facts["distributed"] = one.distributed
             self._windows.add(one)
 

@@ -14,21 +14,29 @@ from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer_gradients import kept
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import paused
 
 
 class UnclippedGradients(Observer):
-    """Keeps the first segment of each gradient that is clipped after a backward pass, until the next pass or step."""
+    """Keeps the first segment of each gradient that is clipped after a backward pass, until the next pass or step.
+
+    ``whole`` has gradients of parameters that no module holds, which may be copies of a model's in pieces.
+    """
 
     name = "unclipped"
     essential = True
 
-    def __init__(self, optimizers: KnownOptimizers, sample: ParameterSample, loss_scale: LossScale) -> None:
+    def __init__(
+        self, optimizers: KnownOptimizers, names: ParameterNames, sample: ParameterSample, loss_scale: LossScale
+    ) -> None:
+        self._names = names
         self._optimizers = optimizers
         self._sample = sample
         self._loss_scale = loss_scale
         self._kept: dict[int, Tensor] = {}
+        self.whole: dict[int, Tensor] = {}
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
@@ -37,10 +45,13 @@ class UnclippedGradients(Observer):
         scales = {
             id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)
         }
+        other = {id(one) for opt in self._optimizers for one in parameters_of(opt) if not self._names.knows(one)}
         with torch.no_grad(), paused():
             for one in parameters:
                 if one.grad is not None and id(one) not in self._kept and self._sample.has(one):
                     self._kept[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
+                    if id(one) in other:
+                        self.whole[id(one)] = one.grad.detach() / scales[id(one)]
 
     def factor(self, parameter: Tensor) -> float:
         """Return by how much the gradient of a parameter was shortened: 1 where it was not clipped."""
@@ -58,9 +69,11 @@ class UnclippedGradients(Observer):
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Forget what the pass changes."""
         self._kept.clear()
+        self.whole.clear()
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget the gradients of a step that was taken."""
         for one in parameters_of(optimizer):
             self._kept.pop(id(one), None)
+            self.whole.pop(id(one), None)
         return None

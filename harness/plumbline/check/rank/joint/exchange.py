@@ -23,7 +23,8 @@ class AbsentRankError(Exception):
 class Exchange:
     """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "plumbline joint forward") -> None:
+        self._name = name
         self._round = 0
         self._store: Any = None
 
@@ -36,7 +37,7 @@ class Exchange:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self._store is None:
             c10d: Any = torch.distributed.distributed_c10d
-            self._store = c10d.PrefixStore("plumbline joint forward", c10d._get_default_store())
+            self._store = c10d.PrefixStore(self._name, c10d._get_default_store())
         self._round += 1
         self._store.set(f"{self._round} {rank}", json.dumps(own))
         keys = [f"{self._round} {other}" for other in range(world)]

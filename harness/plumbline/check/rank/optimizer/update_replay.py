@@ -86,7 +86,7 @@ class UpdateReplay(Observer):
     def __init__(self, sample: ParameterSample | None = None) -> None:
         self._sample = sample or ParameterSample(0)
         self._open: list[_Pending] = []
-        self._prints: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        self._prints: WeakKeyDictionary[Optimizer, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
 
     def start(self) -> None:
         """Forget what was seen of steps before."""
@@ -107,8 +107,8 @@ class UpdateReplay(Observer):
         self._open.append(pending)
         parameters = parameters_of(optimizer)
         pending.prints = list(map(weights_print, parameters))
-        last = self._prints.get(optimizer, pending.prints)
-        if len(last) == len(pending.prints):
+        last = self._prints.get(optimizer, {}).get(tuple(map(id, parameters)))
+        if last is not None:
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
         try:
             require_replayable(stepping(optimizer))
@@ -125,7 +125,7 @@ class UpdateReplay(Observer):
             return None
         parameters = parameters_of(optimizer)
         prints = list(map(weights_print, parameters))
-        self._prints[optimizer] = prints
+        self._prints.setdefault(optimizer, {})[tuple(map(id, parameters))] = prints
         places = shared_places(map(local, parameters))
         rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
         return {

@@ -1,0 +1,231 @@
+"""The pieces of a model's parameters that the optimizers of all ranks hold, where these are not the model's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as_real, segment
+from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange
+from plumbline.check.rank.known_optimizers import KnownOptimizers
+from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.optimizer_gradients import exact_segment
+from plumbline.evidence.dtypes import dtype_name
+from plumbline.recording.grad_scaler import scale_left
+from plumbline.recording.master_weights import Piece, pieces_of, shape_of
+from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import parameters_of
+
+Span = tuple[int, int]
+"""The first entry of a piece and the number of its entries."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPiece:
+    """A piece of a model's parameter that an optimizer of some rank holds; ``own`` where this rank's does."""
+
+    name: str
+    parameter: Tensor
+    start: int
+    length: int
+    own: Piece | None
+
+    def recorded(self, masters: Sequence[Tensor]) -> Parameter:
+        """Return the piece as a parameter of the optimizer."""
+        shape = tuple(shape_of(self.parameter))
+        is_whole = self.length == torch.Size(shape).numel()
+        master = self.parameter if self.own is None else self.own.master
+        held = -1 if self.own is None else next(n for n, one in enumerate(masters) if one is self.own.master)
+        return Parameter(
+            self.name if is_whole else f"{self.name}[{self.start}:{self.start + self.length}]",
+            shape if is_whole else (self.length,),
+            dtype_name(master.dtype),
+            dtype_name(self.parameter.dtype) if self.parameter.dtype != master.dtype else "",
+            held_in=held,
+        )
+
+    def received(self, scale: float) -> tuple[Tensor, float]:
+        """Return the segment and the norm of the gradient with which this rank's optimizer steps."""
+        if self.own is None or self.own.master.grad is None:
+            return torch.full((self._kept,), torch.nan, dtype=torch.float64), 0.0
+        gradient = self.own.of(self.own.master.grad.detach())
+        return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
+
+    @property
+    def _kept(self) -> int:
+        return min(self.length, len(segment(torch.zeros(self.length))))
+
+
+class MasterLayout:
+    """What one optimizer steps, on all ranks together."""
+
+    def __init__(self, held: Sequence[HeldPiece]) -> None:
+        self.held = held
+
+    def on(self, optimizer: Optimizer) -> MasterLayout:
+        """Return the layout with the pieces as they lie in the optimizer's parameters."""
+        masters = parameters_of(optimizer)
+        return MasterLayout([replace(one, own=one.own and one.own.within(masters)) for one in self.held])
+
+    def recorded(self, optimizer: Optimizer) -> tuple[Parameter, ...]:
+        return tuple(one.recorded(parameters_of(optimizer)) for one in self.held)
+
+    def received(self, optimizer: Optimizer) -> list[tuple[Tensor, float]]:
+        return [one.received(scale_left(optimizer)) for one in self.held]
+
+    def unclipped(self, whole: dict[int, Tensor], received: Sequence[Tensor]) -> Tensor | None:
+        """Return the vector before a function clipped the gradients of masters, or those of the model itself."""
+        parts = []
+        for one, given in zip(self.held, received, strict=True):
+            part = given
+            if one.own is not None and id(one.own.master) in whole:
+                part = segment(one.own.of(whole[id(one.own.master)]))
+            parts.append(part)
+        return torch.cat(parts) if any(id(one.own.master) in whole for one in self.held if one.own) else None
+
+    def vector(self, one: ArrivedGradients) -> BackwardPass:
+        """Return a pass as far as it concerns the pieces, as vectors."""
+        parameters = list({id(piece.parameter): piece for piece in self.held}.values())
+        lengths = {id(p.parameter): sum(o._kept for o in self.held if o.parameter is p.parameter) for p in parameters}
+        zeros = {name: torch.zeros(size, dtype=torch.float64) for name, size in lengths.items()}
+        local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
+        if one.exact is None:
+            return BackwardPass(one.number, local, None, one.scale, one.facts)
+        unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
+        exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
+        native = torch.cat([one.native.get(name, missing) for name, missing in unknown.items()]) if one.native else None
+        return BackwardPass(one.number, local, exact, one.scale, one.facts, native)
+
+    def facts(self, received: Sequence[tuple[Tensor, float]]) -> Facts:
+        """Return norms of the pieces' gradients, the limit of clipping, and how far stale weights are from masters."""
+        return {
+            "norms": [norm for _, norm in received],
+            "limit": _clip_limit(),
+            "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
+        }
+
+
+class MasterLayouts:
+    """Finds the layouts when optimizers step, and reduces gradients of the model's parameters to those of pieces."""
+
+    def __init__(self, names: ParameterNames, optimizers: KnownOptimizers) -> None:
+        self._names = names
+        self._optimizers = optimizers
+        self._exchange = Exchange("plumbline master weights")
+        self._layouts: dict[tuple[int, int], MasterLayout] = {}
+        self._tried: set[int] = set()
+        self._spans: dict[int, list[Span]] = {}
+
+    def of(self, number: int) -> MasterLayout | None:
+        """Return the layout of an optimizer, None if it holds the model's own parameters, or unknown ones."""
+        return self._layouts.get(self._optimizers.place(number))
+
+    @property
+    def stepped(self) -> Iterator[Tensor]:
+        """The parameters of the model that some optimizer holds in pieces."""
+        return (one.parameter for layout in self._layouts.values() for one in layout.held)
+
+    def candidates(self) -> list[Tensor]:
+        """Return the model's parameters that are in no optimizer, if there is one that holds others."""
+        if not any(self._is_other(optimizer) for optimizer in self._optimizers):
+            return []
+        known = set(map(id, self._optimizers.parameters()))
+        return [one for _, one in self._names.trainable() if id(one) not in known]
+
+    def reduced(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """Return the segments of all pieces of a gradient, one after the other; None of one without pieces."""
+        spans = self._spans.get(id(parameter))
+        if spans is None:
+            return None
+        flat = as_real(gradient).reshape(-1)
+        return torch.cat([segment(flat[start : start + length]) for start, length in spans])
+
+    def exact(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        """Return what is kept of an exact gradient."""
+        found = self.reduced(parameter, gradient)
+        return exact_segment(gradient, parameter.dtype) if found is None else found
+
+    def find(self, optimizer: Optimizer, number: int, passes: Sequence[ArrivedGradients]) -> None:
+        """Find what an optimizer holds before its step, together with all ranks, if no pass reached its parameters."""
+        if number in self._tried or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
+            return
+        self._tried.add(number)
+        owner, part = self._optimizers.place(number)
+        model = dict(self._names.trainable())
+        pieces = pieces_of(self.candidates(), parameters_of(optimizer))
+        mapped = {one.part for one in pieces}
+        names = {id(one): name for name, one in model.items()}
+        own = {(one.part if len(mapped) > 1 else part, names[id(one.parameter)], one.start, one.length): one
+               for one in pieces}  # fmt: skip
+        spans: dict[tuple[int, str], set[Span]] = {}
+        for part, name, start, length in self._of_all(list(own)):
+            spans.setdefault((part, name), set()).add((start, length))
+        held: dict[int, list[HeldPiece]] = {}
+        for (part, name), found in spans.items():
+            if name not in model:
+                return
+            for start, length in _refined(found):
+                mine = next((p for k, p in own.items() if k[:2] == (part, name) and _covers(p, start, length)), None)
+                held.setdefault(part, []).append(HeldPiece(name, model[name], start, length, _cut(mine, start, length)))
+        for part, each in held.items():
+            self._layouts[owner, part] = MasterLayout(each)
+            for one in each:
+                self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
+
+    def _of_all(self, own: list[Any]) -> list[tuple[int, str, int, int]]:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return own
+        try:
+            every = self._exchange.values(own)
+        except AbsentRankError:
+            return []
+        return [tuple(one) for rank in every for one in rank]
+
+    def _may_hold_copies(self, optimizer: Optimizer, passes: Sequence[ArrivedGradients]) -> bool:
+        parameters = parameters_of(optimizer)
+        return (
+            bool(parameters)
+            and self._is_other(optimizer)
+            and any(one.grad is not None for one in parameters)
+            and any(one.whole for one in passes)
+            and not any(id(one) in each.local for one in parameters for each in passes)
+        )
+
+    def _is_other(self, optimizer: Optimizer) -> bool:
+        return not any(map(self._names.knows, parameters_of(optimizer)))
+
+
+def _refined(spans: set[Span]) -> Iterator[Span]:
+    """Yield the pieces into which all spans of a parameter cut it."""
+    cuts = sorted({at for start, length in spans for at in (start, start + length)})
+    for start, end in pairwise(cuts):
+        if any(first <= start and end <= first + length for first, length in spans):
+            yield start, end - start
+
+
+def _covers(piece: Piece, start: int, length: int) -> bool:
+    return piece.start <= start and start + length <= piece.start + piece.length
+
+
+def _cut(piece: Piece | None, start: int, length: int) -> Piece | None:
+    if piece is None:
+        return None
+    return replace(piece, start=start, length=length, offset=piece.offset + start - piece.start)
+
+
+def _clip_limit() -> float | None:
+    """Return the limit of the object whose method steps the optimizer, as DeepSpeed's have it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        limit = getattr(frame.f_locals.get("self"), "__dict__", {}).get("clip_grad")
+        if isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0:
+            return float(limit)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,188 @@
+"""Optimizers that hold copies of a model's parameters, whole or in pieces: which piece of which parameter lies where.
+
+Mixed-precision trainers copy 16-bit weights to float32 ones, and ZeRO gives each rank a run of all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_STARTS = 4096
+"""Places in a parameter that are tried as the first one of a flat copy, which may begin inside of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Entries of a model's parameter, from ``start`` on, that an optimizer's parameter holds from ``offset`` on.
+
+    ``part`` counts the sets of parameters with which the optimizer steps one after the other: DeepSpeed's engine steps
+    once for each group.
+    """
+
+    parameter: Tensor
+    start: int
+    length: int
+    master: Tensor
+    offset: int
+    part: int = 0
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return this piece of what has the shape of the optimizer's parameter, such as its gradient."""
+        return values.reshape(-1).narrow(0, self.offset, self.length)
+
+    def within(self, parameters: Sequence[Tensor]) -> Piece:
+        """Return the piece as it lies in one of ``parameters``, if ``master`` is only a view of that."""
+        for one in parameters:
+            if one is not self.master and _holds(one, self.master):
+                begin = int(self.master.storage_offset()) - int(one.storage_offset())
+                return replace(self, master=one, offset=self.offset + begin)
+        return self
+
+    @property
+    def model_weights(self) -> Tensor:
+        """The weights with which this rank's model computes."""
+        sharded: Any = self.parameter
+        own: Tensor | None = getattr(sharded, "ds_tensor", None)
+        if own is None:
+            return self.parameter.detach().reshape(-1).narrow(0, self.start, self.length)
+        begin = sharded.ds_zero_partition_rank * sharded.partition_numel()
+        return own.detach().reshape(-1).narrow(0, self.start - begin, self.length)
+
+    @property
+    def distance(self) -> float:
+        """How far the model's weights are from the optimizer's, relative to their length."""
+        master = self.of(self.master.detach()).double()
+        return float((self.model_weights.double() - master).norm() / master.norm().clamp_min(1e-30))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model computes with other weights than those that the optimizer updates, rounded."""
+        return not _is_copy(self.model_weights, self.of(self.master.detach()))
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter, of the whole one where DeepSpeed's ZeRO 3 shards it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return the pieces of a model's parameters that an optimizer holds, by DeepSpeed's own maps or by their values.
+
+    Args:
+        model: parameters of the model that are in no optimizer.
+        masters: the parameters of an optimizer, none of which is the model's.
+    """
+    return list(_of_deepspeed(model, masters)) or _whole_copies(model, masters) or _flat_copies(model, masters)
+
+
+def _of_deepspeed(model: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Piece]:
+    for one in model:
+        zero: Any = getattr(one, "_z3_optimizer", None)
+        fragment: Any = getattr(one, "_hp_mapping", None)
+        if zero is not None:
+            sharded: Any = one
+            part, offset, size = zero.grad_position[zero.get_param_id(one)]
+            start = sharded.ds_zero_partition_rank * size
+            length = min(size, sharded.ds_numel - start)
+            master = zero.fp32_partitioned_groups_flat[part]
+        elif fragment is not None:
+            low, high = fragment.lp_fragment_address, fragment.hp_fragment_address
+            part, start, length = fragment.param_group_index, low.start, low.numel
+            whole = next((whole for whole in masters if _holds(whole, fragment.hp_fragment)), None)
+            master, offset = (fragment.hp_fragment, 0) if whole is None else (whole, high.start)
+        else:
+            continue
+        if length > 0:
+            yield Piece(one, start, length, master, offset, part)
+
+
+def _holds(whole: Tensor, part: Tensor) -> bool:
+    return whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+
+
+def _is_copy(weights: Tensor, master: Tensor) -> bool:
+    return torch.equal(weights, master.to(weights.dtype))
+
+
+def _whole_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return pieces that are whole parameters: the masters have their shapes, and their values or their order."""
+    left = list(model)
+    pairs = []
+    for master in masters:
+        alike = (one for one in left if one.shape == master.shape and _is_copy(one.detach(), master.detach()))
+        found = next(alike, None)
+        if found is None:
+            break
+        left = [one for one in left if one is not found]
+        pairs.append((found, master))
+    if len(pairs) < len(masters):
+        if [one.shape for one in model] != [one.shape for one in masters]:
+            return []
+        pairs = list(zip(model, masters, strict=True))
+    return [Piece(one, 0, one.numel(), master, 0) for one, master in pairs]
+
+
+def _flat_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return pieces of flat masters, each of which has one parameter after the other, in either order."""
+    flat = [one.detach().reshape(-1) for one in model]
+    found: list[Piece] = []
+    for master in masters:
+        if master.dim() != 1 or not flat:
+            return []
+        for order in (list(range(len(flat))), list(reversed(range(len(flat))))):
+            runs = _runs([flat[place] for place in order], master.detach())
+            if runs:
+                found += [Piece(model[order[p]], start, size, master, offset) for p, start, size, offset in runs]
+                break
+        else:
+            return []
+    return found
+
+
+Run = tuple[int, int, int, int]
+"""The number of a parameter, the first entry of it, how many follow, and where they lie in the flat master."""
+
+
+def _runs(flat: Sequence[Tensor], master: Tensor) -> list[Run]:
+    """Return which runs of parameters, in this order, make up a flat master: all of its entries but zeros between."""
+    for number, values in enumerate(flat):
+        starts = (values == master[:1].to(values.dtype)).nonzero().flatten().tolist() if master.numel() else []
+        for start in starts[:MOST_STARTS]:
+            if (runs := _from(flat, master, number, start)) is not None:
+                return runs
+    return []
+
+
+def _from(flat: Sequence[Tensor], master: Tensor, number: int, start: int) -> list[Run] | None:
+    runs: list[Run] = []
+    offset = 0
+    for place in range(number, len(flat)):
+        values = flat[place][start:] if place == number else flat[place]
+        size = min(values.numel(), master.numel() - offset)
+        if size and not _is_copy(values[:size], master[offset : offset + size]):
+            padded = offset + _zeros(master[offset:])
+            size = min(values.numel(), master.numel() - padded)
+            if place == number or padded == offset:
+                if place == number:
+                    return None
+                continue  # this parameter is elsewhere
+            if not size or not _is_copy(values[:size], master[padded : padded + size]):
+                continue
+            offset = padded
+        if size:
+            runs.append((place, start if place == number else 0, size, offset))
+        offset += size
+        if offset == master.numel():
+            return runs
+    return runs if not bool(master[offset:].any()) else None
+
+
+def _zeros(values: Tensor) -> int:
+    """Return how many zeros values begin with."""
+    others = values.nonzero()
+    return int(others[0]) if len(others) else values.numel()

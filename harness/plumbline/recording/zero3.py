@@ -1,0 +1,35 @@
+"""Parameters that DeepSpeed's ZeRO 3 shards: each rank holds a run of their entries, and gathers them to compute."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from plumbline.recording.sharding import local
+
+
+def is_run(parameter: Tensor) -> bool:
+    """Return whether ZeRO 3 shards a parameter."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def held(parameter: Tensor) -> Tensor:
+    """Return what this rank keeps of a parameter: its run of the entries, a DTensor's shard, or all of it."""
+    run = getattr(parameter, "ds_tensor", None)
+    return local(parameter) if run is None else run
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """Return a copy of the whole of a parameter that ZeRO 3 shards, which all ranks have to ask for."""
+    if parameter.numel() == getattr(parameter, "ds_numel", None):  # small ones are not released between the steps
+        return parameter.detach().clone()
+    zero: Any = sys.modules["deepspeed"].zero
+    with zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def is_hook_of_zero(hook: Any) -> bool:
+    """Return whether a hook of a module gathers and releases parameters for ZeRO 3."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.runtime.zero.")
