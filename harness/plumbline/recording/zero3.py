@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -32,4 +33,9 @@ def gathered(parameter: Tensor) -> Tensor:
 
 def is_hook_of_zero(hook: Any) -> bool:
     """Return whether a hook of a module gathers and releases parameters for ZeRO 3."""
-    return str(getattr(hook, "__module__", "")).startswith("deepspeed.runtime.zero.")
+    decorated = getattr(hook, "__closure__", None) or ()  # DeepSpeed's decorators keep no names
+    functions = [hook]
+    for cell in decorated:
+        with suppress(ValueError):  # it is empty
+            functions.append(cell.cell_contents)
+    return any(str(getattr(one, "__module__", "")).startswith("deepspeed.runtime.zero.") for one in functions)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.joint_truth import JointTruth
+from plumbline.check.judge.judged_gradients import received_gradients
 from plumbline.check.judge.noted import (
     ObserverFacts,
     failed_observers,
@@ -40,7 +42,14 @@ _TO_AVOID_ZERO = 1e-6
 
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
-    flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard]
+    flaws = [
+        _before_unscaling,
+        _after_the_step,
+        _every_micro_batch,
+        _before_averaging,
+        _shard_by_shard,
+        _copies_in_parts,
+    ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
     if not found and (apart := _shards_by_hand(training)) is not None:
         found = [apart]
@@ -195,6 +204,23 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
     return None
 
 
+def _copies_in_parts(training: RecordedTraining) -> Finding | None:
+    """Find ranks that clip their parts of the master weights' gradients, each by the norm of its own part."""
+    for step in master_steps(received_gradients(training)):
+        if step.is_clipped_by_parts:
+            first = step.cases[0]
+            return failed_with_hint(
+                "clipping",
+                "each rank clipped its part of the gradients by the norm of that part, so the parts are scaled by "
+                f"different factors ({listed(f'{one:.6g}' for one in step.factors.values())}), first",
+                "clip by the norm over the parts of all ranks: sum the squared norms with an all-reduce",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=first.step.number,
+            )
+    return None
+
+
 def _copies_apart(training: RecordedTraining) -> Finding | None:
     """Find ranks that clip copies of one parameter by different factors: each by the norm of what it holds."""
     judged = [ranks for _, found in JointTruth(training).compared for _, ranks in found["judged"]]
@@ -246,7 +272,10 @@ def _last_calls(
     for ranks in side_by_side(training, OBSERVER):
         calls = {rank: own[-1] for rank, one in ranks.items() if (own := _complete(one))}
         everywhere = 1 < len(calls) == training.world_size and step_copies(ranks.values())
-        if everywhere and all(call["kind"] == "norm" and call["sharded"] == sharded for call in calls.values()):
+        in_parts = any(not each.is_held for one in ranks.values() for each in one.step.parameters)
+        if everywhere and all(
+            call["kind"] == "norm" and (call["sharded"] or in_parts) == sharded for call in calls.values()
+        ):
             yield ranks, calls
 
 
@@ -303,7 +332,8 @@ def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
 def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
     for one in noted(training, OBSERVER):
         factor = (one.facts["by_hand"] or {}).get("factor")
-        if factor is not None:
+        is_copied = any(each.held_in is not None for each in one.step.parameters)
+        if factor is not None and not is_copied:
             yield information(
                 "clipping",
                 f"the script itself multiplied all gradients by {factor:.6g} between the last backward pass and the "

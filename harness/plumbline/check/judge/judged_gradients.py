@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.clipped_masters import before_clipping
 from plumbline.check.judge.model_parts import forward_communicates, model_parts
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.recorded_weights import shared_part, weights_at
@@ -46,7 +47,8 @@ def judged_gradients(training: RecordedTraining) -> JudgedGradients:
     judged: list[ReceivedGradient] = []
     unjudged: dict[str, list[ReceivedGradient]] = {}
     communicates = forward_communicates(training)
-    for received, recorded in _received_gradients(training):
+    cases = list(_received_gradients(training))
+    for received, (_, recorded) in zip(before_clipping([case for case, _ in cases]), cases, strict=True):
         case = with_other_passes(received)
         why = _why_unjudged(case, recorded)
         if not why and communicates and _is_alike_on_all_ranks(case):
@@ -69,6 +71,11 @@ def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
     ranks = {rank: replace(step, passes=step.other_passes + step.passes) for rank, step in case.ranks.items()}
     whole = replace(case, ranks=ranks)
     return whole if whole.fit(RIGHT).holds else case
+
+
+def received_gradients(training: RecordedTraining) -> list[ReceivedGradient]:
+    """Return every rank's gradient of each step, as the optimizer received it."""
+    return [case for case, _ in _received_gradients(training)]
 
 
 def _received_gradients(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.noted import information, listed, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
@@ -62,6 +63,12 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if hooks and is_unexplained(finding):
         why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
+    if is_unexplained(finding) and any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
+        why = (
+            "the gradients of the master weights are right but for one factor, as if they were clipped; at least two "
+            "clipped steps are needed to tell"
+        )
+        return not_judged(check, why, step)
     if not any(map(_is_changed, wrong)):
         return finding
     if is_unexplained(finding):
@@ -105,4 +112,6 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
 
 
 def _is_changed(case: ReceivedGradient) -> bool:
+    if any(one.held_in is not None for one in case.parameters):
+        return False  # code that copies gradients is always the script's own
     return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))

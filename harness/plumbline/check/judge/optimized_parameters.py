@@ -15,10 +15,17 @@ from plumbline.report.text import counted
 
 CHECK = "update"
 
+_ROUNDED = 2**-7  # more than rounding to bfloat16 moves a weight, in any direction
+
 
 def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong, or what no optimizer moves: nothing tells a forgotten parameter from one that is meant."""
-    found = next(_replaced(training), None) or _missing_on_some_ranks(training) or _never_moved(training)
+    found = (
+        next(_replaced(training), None)
+        or _stale_masters(training)
+        or _missing_on_some_ranks(training)
+        or _never_moved(training)
+    )
     if found is not None:
         yield found
 
@@ -74,6 +81,32 @@ def _stale(steps: list[RecordedStep]) -> list[int]:
         and parameter.sampled
         and all(not bool(step.parts(step.received)[number].nan_to_num().any()) for step in steps)
     ]
+
+
+def _stale_masters(training: RecordedTraining) -> Finding | None:
+    """Find weights with which the model computed a step that then replaced them: master weights were other ones."""
+    for rank in training.ranks:
+        last: dict[int, tuple[RecordedStep, Mapping[str, float]]] = {}
+        for step in rank.steps:
+            stale = (step.facts.get("masters") or {}).get("stale")
+            if stale is None or step.skipped:
+                continue
+            before, apart = last.get(step.optimizer, (step, {}))
+            names = {before.parameters[int(number)].name: far for number, far in apart.items() if far > _ROUNDED}
+            if names and not stale:
+                return failed_with_hint(
+                    CHECK,
+                    f"the model computed with other weights than those that the optimizer updates, by up to "
+                    f"{max(names.values()):.2g} of their norm, and the step replaced them ({listed(names)})",
+                    "copy the weights to the master weights after loading them",
+                    cause="stale-master-weights",
+                    family="checkpoint",
+                    step=before.number,
+                    rank=rank.rank,
+                    parameter=next(iter(names)),
+                )
+            last[step.optimizer] = step, stale
+    return None
 
 
 def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:

@@ -64,15 +64,16 @@ class HeldPiece:
 
 
 class MasterLayout:
-    """What one optimizer steps, on all ranks together."""
+    """What one optimizer, or a part of it, steps on all ranks together; ``owner`` is the optimizer's first number."""
 
-    def __init__(self, held: Sequence[HeldPiece]) -> None:
+    def __init__(self, owner: int, held: Sequence[HeldPiece]) -> None:
+        self.owner = owner
         self.held = held
 
     def on(self, optimizer: Optimizer) -> MasterLayout:
         """Return the layout with the pieces as they lie in the optimizer's parameters."""
         masters = parameters_of(optimizer)
-        return MasterLayout([replace(one, own=one.own and one.own.within(masters)) for one in self.held])
+        return MasterLayout(self.owner, [replace(one, own=one.own and one.own.within(masters)) for one in self.held])
 
     def recorded(self, optimizer: Optimizer) -> tuple[Parameter, ...]:
         return tuple(one.recorded(parameters_of(optimizer)) for one in self.held)
@@ -106,6 +107,7 @@ class MasterLayout:
     def facts(self, received: Sequence[tuple[Tensor, float]]) -> Facts:
         """Return norms of the pieces' gradients, the limit of clipping, and how far stale weights are from masters."""
         return {
+            "owner": self.owner,
             "norms": [norm for _, norm in received],
             "limit": _clip_limit(),
             "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
@@ -175,7 +177,7 @@ class MasterLayouts:
                 mine = next((p for k, p in own.items() if k[:2] == (part, name) and _covers(p, start, length)), None)
                 held.setdefault(part, []).append(HeldPiece(name, model[name], start, length, _cut(mine, start, length)))
         for part, each in held.items():
-            self._layouts[owner, part] = MasterLayout(each)
+            self._layouts[owner, part] = MasterLayout(owner, each)
             for one in each:
                 self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
 

@@ -1,0 +1,125 @@
+"""Gradients of master weights that were clipped on their way from the model: by which factor, and by which norm.
+
+Trainers with master weights clip with code of their own, so that no call of a function is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plumbline.check.judge.received_gradient import ReceivedGradient
+from plumbline.judge.mistakes.combination import RIGHT
+
+OBSERVER = "masters"
+
+SAME_LENGTH = 1e-2
+"""Relative difference up to which two lengths are one limit of clipping, and two factors one.
+
+Chosen: trainers compute the norm of gradients in 16 bits, some of them in 16 bits.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class MasterStep:
+    """One step of an optimizer with copies of the model's parameters: the cases of all its parts, on all ranks."""
+
+    cases: Sequence[ReceivedGradient]
+
+    @property
+    def limit(self) -> float | None:
+        """The limit of the trainer that steps the optimizer, None if it does not say one."""
+        limits = {case.step.facts[OBSERVER]["limit"] for case in self.cases}
+        return next(iter(limits)) if len(limits) == 1 else None
+
+    @property
+    def length(self) -> float:
+        """The norm of what the optimizers of all ranks received together; copies of a piece count once."""
+        norms: dict[tuple[int, int], float] = {}
+        for case in self.cases:
+            for number, norm in enumerate(case.step.facts[OBSERVER]["norms"]):
+                key = case.step.optimizer, number
+                norms[key] = max(norms.get(key, 0.0), norm)
+        return math.hypot(*norms.values())
+
+    @property
+    def factors(self) -> Mapping[int, float]:
+        """By how much each rank's gradients are shorter than the right ones; empty if they are something else."""
+        found: dict[int, list[float]] = {}
+        for case in self.cases:
+            fit = replace(case, free_factor=True).fit(RIGHT)
+            if not fit.holds:
+                return {}
+            if case.compared.any():
+                found.setdefault(case.rank, []).append(fit.factor)
+        if any(not _are_one(factors) for factors in found.values()):
+            return {}
+        return {rank: factors[0] for rank, factors in found.items()}
+
+    @property
+    def common_factor(self) -> float:
+        """The factor of the ranks whose gradients are right but for one; 1 where they have no common one below 1."""
+        fits = [replace(case, free_factor=True).fit(RIGHT) for case in self.cases if case.compared.any()]
+        factors = [one.factor for one in fits if one.holds]
+        return min(1.0, factors[0]) if factors and _are_one(factors) else 1.0
+
+    def own_length(self, rank: int) -> float:
+        """The norm of what one rank's optimizer received."""
+        return math.hypot(*(case.step.norm for case in self.cases if case.rank == rank))
+
+    @property
+    def is_clipped_by_parts(self) -> bool:
+        """Whether ranks clipped what they hold to one limit each, by the norms of their own parts."""
+        factors = self.factors
+        shorter = [rank for rank, factor in factors.items() if factor < 1 - SAME_LENGTH]
+        if not shorter or _are_one(list(factors.values())) or max(factors.values()) > 1 + SAME_LENGTH:
+            return False
+        lengths = [self.own_length(rank) for rank in shorter]
+        others = [self.own_length(rank) for rank in factors if rank not in shorter]
+        return _are_one(lengths) and max(others, default=0.0) <= (1 + SAME_LENGTH) * max(lengths)
+
+
+def master_steps(cases: Sequence[ReceivedGradient]) -> Iterator[MasterStep]:
+    """Yield the steps of optimizers with copies of the model's parameters."""
+    steps: dict[tuple[int, int], list[ReceivedGradient]] = {}
+    for case in cases:
+        if OBSERVER in case.step.facts:
+            steps.setdefault((case.step.facts[OBSERVER]["owner"], case.step.number), []).append(case)
+    yield from map(MasterStep, steps.values())
+
+
+def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
+    """Return the cases with what was received before the trainer clipped it, where that is known.
+
+    Right gradients are then shorter, by one factor on all ranks, and as long as the trainer's limit, or of one length
+    at several steps.
+    """
+    steps = list(master_steps(cases))
+    known = _limit_by_lengths(steps)
+    factors: dict[int, float] = {}
+    for step in steps:
+        limit = step.limit or known
+        if limit is not None and _are_one([step.length, limit]) and (factor := step.common_factor) < 1:
+            factors |= {id(case): factor for case in step.cases}
+        elif step.is_clipped_by_parts:
+            factors |= {id(case): step.factors.get(case.rank, 1.0) for case in step.cases}
+    return [_unclipped(case, factors.get(id(case), 1.0)) for case in cases]
+
+
+def _limit_by_lengths(steps: Sequence[MasterStep]) -> float | None:
+    shorter = [(step, factor) for step in steps if (factor := step.common_factor) < 1 - SAME_LENGTH]
+    lengths, factors = [step.length for step, _ in shorter], [factor for _, factor in shorter]
+    # One factor at every step is no clipping.
+    return max(lengths) if len(shorter) > 1 and _are_one(lengths) and not _are_one(factors) else None
+
+
+def _unclipped(case: ReceivedGradient, factor: float) -> ReceivedGradient:
+    if factor in (0.0, 1.0) or case.step.unclipped is not None:
+        return case
+    step = replace(case.step, unclipped=case.step.received / factor)
+    return replace(case, ranks={**case.ranks, case.rank: step})
+
+
+def _are_one(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= SAME_LENGTH * max(values) if values else False
