@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ class BackwardPasses:
     def is_apart(self) -> bool:
         """Whether what is computed now does not count: it is paused, or inside of ``torch.autograd.grad``."""
         return bool(self._apart) or is_paused()
+
+    @contextmanager
+    def counted(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        """Count what runs inside the block as a pass, although it calls ``torch.autograd.grad``."""
+        if self.is_apart:
+            yield
+            return
+        self._enter(roots)
+        try:
+            yield
+        finally:
+            self._leave()
 
     def _enter(self, roots: Sequence[Tensor]) -> None:
         self._depth += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
@@ -60,6 +60,16 @@ class JointTruth(Truth[JointGradient]):
     def doubtful(self) -> frozenset[tuple[str, int]]:
         """Those that may be copies of one parameter or parts of one, in every step."""
         return self._members("doubtful") - self.judged
+
+    @property
+    def may_be_replicas(self) -> bool:
+        """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
+        is_pipeline = any(found["losses"] < self.training.world_size for _, found in self.compared)
+        return self.is_sum or (bool(self.doubtful or self.alike) and not is_pipeline)
+
+    def has_judged(self, parameters: Iterable[tuple[str, int]]) -> bool:
+        """Return whether any of the parameters, by name and rank, was compared with the joint forward."""
+        return any(one in self.judged for one in parameters)
 
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
         return frozenset((name, rank) for _, found in self.compared for name, ranks in found[kind] for rank in ranks)

@@ -27,7 +27,7 @@ from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import with_hint
 from plumbline.judge.mistakes.case import RIGHT
-from plumbline.judge.oracle.noise import Deviation
+from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 
 CHECK = "gradients"
@@ -53,9 +53,10 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if joint.compared:
         finding = joint.judge()
         has_failed = finding.outcome is Outcome.FAILED
-        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.is_sum or bool(joint.doubtful or joint.alike)
+        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas
         known = truth.judge() if is_open else finding
         is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
+        is_known = is_known and (has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth)))
         yield known if is_known else finding
         if joint.alike and not is_known:
             names = sorted({name for name, _ in joint.alike})
@@ -72,6 +73,15 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
     yield finding
+
+
+def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:
+    for case in truth.cases:
+        if not case.fit(RIGHT).holds:
+            errors = case.errors(RIGHT)[0]
+            for number, parameter in enumerate(case.parameters):
+                if bool(case.compared[number]) and float(errors[number]) > PROJECTION_MARGIN:
+                    yield parameter.name, case.rank
 
 
 class ReplayTruth(Truth[ReceivedGradient]):

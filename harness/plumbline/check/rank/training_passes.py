@@ -63,6 +63,8 @@ class TrainingPasses:
         self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
         self._exact = ExactGradients(self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has)
         self._windows = PassWindows()
+        self._scales: dict[int, float] = {}
+        joint.count_by(self._gradients.passes.counted)
         self._following = False
         self.uncovered: dict[str, str] = {}
 
@@ -141,7 +143,7 @@ class TrainingPasses:
         if self._gradients.error is not None:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
-        one.scale = self._loss_scale.scale
+        one.scale = self._scales[one.number] = self._loss_scale.scale
         if one.local or one.distributed or one.whole:
             one.facts["distributed"] = one.distributed
             self._windows.add(one)
@@ -151,7 +153,8 @@ class TrainingPasses:
         if not self._replays:
             self._calls.forget()
             return
-        calls = recorded_calls(self._calls.pending(), {one.number: one.scale for one in passes})
+        calls = recorded_calls(self._calls.pending(), self._scales)
+        self._scales = {}
         otherwise = any(recomputed_otherwise(one.facts) for one in passes)
         exact = self._exact.compute(recomputed_otherwise=otherwise)
         for one in passes:

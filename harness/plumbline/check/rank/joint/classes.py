@@ -48,7 +48,7 @@ class Beginnings:
 
     Parts of a layer mostly begin with values of their own. Where they begin alike, such as biases of zeros, nothing
     tells them from copies of one parameter whose gradients somebody forgot to add up, unless the layer has other
-    parameters that began apart.
+    parameters that began apart, or other stages of a pipeline begin with the same constants.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
         else:
             of.append(keys)
     for kind, found in kinds.items():
-        beginnings.note(kind, alike=all(_same(held, found[0][0], one[0], ("weights",), most) for one in found))
+        beginnings.note(kind, alike=all(_may_be_one(held, found[0][0], one[0], most) for one in found))
     groups = []
     for kind, found in kinds.items():
         for copies in found:
@@ -94,6 +94,15 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
             doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
             groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
     return groups
+
+
+def _may_be_one(held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float) -> bool:
+    """Return whether two parameters began alike. Constants in different stages say nothing."""
+    if not _same(held, ours, theirs, ("weights",), most):
+        return False
+    (rank, number), (other_rank, other) = ours[0], theirs[0]
+    one, another = held[rank][number], held[other_rank][other]
+    return one["stage"] == another["stage"] or not one["constant"]
 
 
 def _same(

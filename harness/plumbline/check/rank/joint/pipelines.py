@@ -1,34 +1,53 @@
-"""By what torch.distributed.pipelining divides the gradients of its stages: the number of micro-batches."""
+"""The stages of torch.distributed.pipelining: what divides their gradients, and backward passes in two halves."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plumbline.recording.patching import attempt, wrap
 
+CountedPass = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+"""Counts what runs inside the block as a backward pass from these roots."""
 
-class PipelineDivisors:
-    """Follows the stages' own scaling of gradients, so that the loss is taken as the mean over micro-batches."""
+
+class Pipelines:
+    """Follows the stages' own scaling of gradients, so that the loss is taken as the mean over micro-batches.
+
+    Zero-bubble schedules compute gradients of a stage's inputs, and later those of its weights, without
+    ``torch.autograd.backward``. The first half is counted as a pass: gradients arrive at the stage's outputs in it.
+    """
 
     def __init__(self) -> None:
+        self.counted: CountedPass | None = None
         self._factors: dict[int, float] = {}
+        self._stages: dict[int, int] = {}
         self._installed = False
 
-    def begin(self) -> None:
-        """Forget what was scaled: new gradients arrive. The module is there once a script has made a stage."""
-        self._factors.clear()
-        stages = sys.modules.get("torch.distributed.pipelining.stage")
+    def follow(self) -> None:
+        """Follow stages from now on, if the script has imported them."""
+        stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None and not self._installed:
             self._installed = True
             wrap(getattr(stages, "_PipelineStageBase", None), "scale_grads", self._around)
+            wrap(stages, "stage_backward_input", self._around_inputs)
 
-    def of(self, parameter: Tensor) -> float:
+    def stepped(self) -> None:
+        """Forget what was scaled: the optimizer has used it."""
+        self._factors.clear()
+
+    def factor(self, parameter: Tensor) -> float:
         """Return the factor by which the gradient of a parameter was multiplied."""
         return self._factors.get(id(parameter), 1.0)
+
+    def stage_of(self, parameter: Tensor) -> int | None:
+        """Return the index of the stage that holds a parameter, None where it is not known."""
+        return self._stages.get(id(parameter))
 
     def _around(self, original: Callable[..., Any], stage: Any, factor: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stage, factor, *args, **kwargs)
@@ -38,3 +57,10 @@ class PipelineDivisors:
     def _note(self, stage: Any, factor: Any) -> None:
         for one in stage.submod.parameters():
             self._factors[id(one)] = 1.0 / float(factor)
+            self._stages[id(one)] = stage.stage_index
+
+    def _around_inputs(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.counted is None:
+            return original(outputs, *args, **kwargs)
+        with self.counted([one for one in outputs if isinstance(one, torch.Tensor)]):
+            return original(outputs, *args, **kwargs)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.forward import RecordedCall
-from plumbline.check.rank.joint.pipelines import PipelineDivisors
+from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
@@ -31,23 +32,32 @@ class JointSteps(Observer):
         self._optimizers = optimizers
         self._names = names
         self._unclipped = unclipped
-        self._divisors = PipelineDivisors()
+        self._pipelines = Pipelines()
         self._comparison = JointComparison()
         self._has_loss: dict[int, bool] = {}
         self._found: Facts | None = None
 
+    def count_by(self, counted: CountedPass) -> None:
+        """Count passes that do not call ``torch.autograd.backward`` with ``counted``."""
+        self._pipelines.counted = counted
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Follow the stages of a pipeline."""
+        self._pipelines.follow()
+
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Note whether the pass begins at a loss, or at activations of which another rank knows the gradient."""
-        self._divisors.begin()
         self._has_loss[number] = all(root.numel() == 1 for root in roots)
 
     def compare(
         self, calls: Sequence[RecordedCall], passes: Sequence[ArrivedGradients], reasons: Sequence[str]
     ) -> None:
         """Compare the gradients of a step, if needed; ``reasons`` say why calls could not be computed again."""
-        losses = [self._has_loss.pop(one.number, True) for one in passes]
+        numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
+        ends_in_loss = {number: self._has_loss.pop(number, True) for number in sorted(numbers)}
+        losses = ends_in_loss.values()
         if calls and _are_several_ranks() and (not all(losses) or _needs_all_ranks(calls, reasons)):
-            self._found = self._comparison.compare(calls, list(self._held(calls)), has_loss=any(losses))
+            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), has_loss=any(losses))
 
     def stop(self) -> None:
         """Let go of gradients."""
@@ -57,17 +67,28 @@ class JointSteps(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return what came of the comparison before the step."""
         found, self._found = self._found, None
+        self._pipelines.stepped()
         return found
 
-    def _held(self, calls: Sequence[RecordedCall]) -> Iterator[JointParameter]:
+    def _held(self, calls: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]) -> Iterator[JointParameter]:
         """Yield the parameters that calls use and an optimizer updates."""
         leaves = leaves_of(self._names.roots)
-        used = {id(parameter): parameter for one in calls for parameter in one.call.trainable}
+        used = {id(parameter): (parameter, one) for one in calls for parameter in one.call.trainable}
         for optimizer in self._optimizers:
             for one in parameters_of(optimizer):
                 if id(one) in used:
-                    factor = scale_left(optimizer) * self._divisors.of(one) * self._unclipped.factor(one)
-                    yield JointParameter(self._names.of_one(one), used.pop(id(one)), leaves.get(id(one)), factor)
+                    factor = scale_left(optimizer) * self._pipelines.factor(one) * self._unclipped.factor(one)
+                    parameter, user = used.pop(id(one))
+                    stage = self._stage(parameter, user, ends_in_loss)
+                    yield JointParameter(self._names.of_one(one), parameter, leaves.get(id(one)), factor, stage)
+
+    def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
+        """Return what is known of the stage that uses a parameter: its number, or what is before and after it."""
+        number = self._pipelines.stage_of(parameter)
+        if number is not None:
+            return f"{number}"
+        before = "receives activations" if user.call.receives_activations else ""
+        return before if all(ends_in_loss[one] for one in user.cotangents) else f"{before} sends activations"
 
 
 def _are_several_ranks() -> bool:

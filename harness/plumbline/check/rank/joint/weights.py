@@ -22,11 +22,15 @@ class JointParameter:
     """A parameter as this rank holds it: the whole of it, a part by its DTensor's layout, or one that FSDP2 shards.
 
     ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``factor`` is by how much its
-    gradient was scaled or clipped since the backward passes.
+    gradient was scaled or clipped since the backward passes. ``stage`` is the pipeline's stage that uses it, as far as
+    it is known.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, leaf: Tensor | None = None, factor: float = 1.0) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, leaf: Tensor | None = None, factor: float = 1.0, stage: str = ""
+    ) -> None:
         self.name = name
+        self.stage = stage
         self.parameter = parameter
         self._factor = factor
         self._is_gathered = leaf is not None
@@ -63,6 +67,7 @@ class JointParameter:
         """Return what a rank says about the parameter, as JSON values.
 
         ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections.
+        ``constant``: all entries are equal.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
@@ -71,6 +76,8 @@ class JointParameter:
             "shape": list(self.parameter.shape),
             "ranks": self.ranks,
             "size": size if math.isfinite(size) else 0.0,
+            "stage": self.stage,
+            "constant": bool((values == values.reshape(-1)[:1]).all()),
             "weights": segment(values).tolist(),
             "gradient": [] if gradient is None else segment(gradient).tolist(),
         }

@@ -1,0 +1,131 @@
+"""Pipelines, right ones and wrong ones: by schedules of torch, on meshes, and with stages that communicate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+STEPS = 4
+WIDTH = 16
+ROWS = 8
+MISTAKE = ""
+"""What the present training does wrong; "" is a right one."""
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+class Stage(nn.Module):
+    def __init__(self, end: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, end)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(self.norm(values))))
+
+
+class Sent(torch.autograd.Function):
+    """Activations go to a rank, and their gradient comes back."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, to: int) -> Tensor:
+        context.to, context.shape = to, values.shape
+        dist.send(values.contiguous(), to)
+        return values.new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        received = gradient.new_empty(context.shape)
+        dist.recv(received, context.to)
+        return received, None
+
+
+class Received(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, root: Tensor, shape: tuple[int, ...], source: int) -> Tensor:
+        context.source = source
+        values = root.new_empty(shape)
+        dist.recv(values, source)
+        return values
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        dist.send(gradient.contiguous() * (2 if MISTAKE == "gradient-sent-doubled" else 1), context.source)
+        return gradient.new_zeros(()), None, None
+
+
+class Communicating(nn.Module):
+    """A stage that sends and receives in its forward."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            return Sent.apply(self.stage(rows), 1)
+        root = torch.zeros((), dtype=rows.dtype, requires_grad=True)
+        return functional.mse_loss(self.stage(Received.apply(root, (len(rows), WIDTH), 0)), targets)
+
+
+def _communicating() -> tuple[list[nn.Module], Step]:
+    model = Communicating([Stage(), Stage(4)][dist.get_rank()])
+    return [model], lambda rows, targets: model(rows, targets).backward()
+
+
+def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
+    """Train the stages of this rank with a schedule of torch: one stage, or two."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    schedule: Any = getattr(pipelining, f"Schedule{kind}")
+    has_one = "stage" in inspect.signature(schedule).parameters
+    count = world if has_one else 2 * world
+    stages = [Stage() for _ in range(count - 1)] + [Stage(4)]
+    places = [rank] if has_one else [rank, count - 1 - rank] if "V" in kind else [rank, rank + world]
+    mine = [pipelining.PipelineStage(stages[one], one, count, torch.device("cpu")) for one in places]
+    return [stages[one] for one in places], _step(schedule(mine[0] if has_one else mine, 4, functional.mse_loss), mine)
+
+
+def _in_parts() -> tuple[list[nn.Module], Step]:
+    """A mesh of two stages, each of which lies on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    place = mesh["stage"].get_local_rank()
+    torch.manual_seed(place)
+    module = [Stage(), Stage(4)][place]
+    parallelize_module(module, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    stage = pipelining.PipelineStage(module, place, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    return [module], _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
+
+
+def _step(schedule: Any, stages: list[Any]) -> Step:
+    def step(rows: Tensor, targets: Tensor) -> None:
+        given = [rows] if any(one.is_first for one in stages) else []
+        schedule.step(*given, **({"target": targets} if any(one.is_last for one in stages) else {}))
+
+    return step
+
+
+def run(scene: str, mistake: str = "") -> None:
+    """Train on the ranks of the present process group."""
+    global MISTAKE
+    MISTAKE = mistake
+    torch.manual_seed(0)
+    others = {"communicating": _communicating, "in-parts": _in_parts}
+    modules, step = others[scene]() if scene in others else _scheduled(scene)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        if mistake != "gradients-not-zeroed":
+            optimizer.zero_grad()
+        for _ in range(2 if mistake == "divided-again" else 1):
+            rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
+            step(rows, targets)
+        optimizer.step()
