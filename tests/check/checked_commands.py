@@ -43,7 +43,16 @@ BROKEN = Finding("update", Outcome.ERRORED, "it could not be judged: ZeroDivisio
 def updates(numbers=(0, 1)):
     """Return what is noted of a right step that moves the parameters with these numbers."""
     rows = [[number, 0.1, 0.2, 1.0, 1.0, 1.0, 0.0, 0.2] for number in numbers]
-    told = {"class": "", "of_torch": True, "why": "", "hooks": False, "unjudged": {}, "outside": [], "shared": {}}
+    told = {
+        "class": "",
+        "of_torch": True,
+        "why": "",
+        "count": 2,
+        "hooks": False,
+        "unjudged": {},
+        "outside": [],
+        "shared": {},
+    }
     return {"update": {**told, "parameters": rows}}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import joint_pipelines
 import pytest
-from plumbline.check.judge.judge import CheckedTraining
 
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.verdict import Answer, answer_of
 
 SCHEDULES = (
