@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -29,20 +30,59 @@ class OwnDerivativeError(Exception):
     """A forward defines a derivative that is not that of its values."""
 
 
+class InPlace(Enum):
+    """What collectives that change tensors with a gradient add to them, which autograd does not see."""
+
+    DERIVED = "depends on the tensors of all ranks"
+    NUMBERS_CONSTANT = "is a constant for tensors of one entry, such as losses that are added up to be printed"
+    CONSTANT = "is a constant"
+
+
 class Constants:
     """The arguments without a gradient of every operator that has others with one, in the order of one forward.
 
     They are recorded until ``replay`` is called, and take the places of those of each forward after that.
+    ``changes_in_place``: a collective changes a tensor that has a gradient. ``in_place`` says how to take that.
     """
 
     def __init__(self) -> None:
         self.inside_function = 0
+        self.changes_in_place = False
+        self.in_place = InPlace.DERIVED
         self._values: list[Any] = []
+        self._added: list[Tensor] = []
         self._place: int | None = None
+        self._place_added = 0
 
     def replay(self) -> None:
         """Use the recorded values in the next forward, from the first one on."""
-        self._place = 0
+        self._place = self._place_added = 0
+
+    def communicate(self, run: Callable[[], Any], arguments: Any) -> Any:
+        """Run a collective, and let what it adds to tensors with a gradient be what ``in_place`` says."""
+        changed = [] if self.inside_function else [one for one in tensors_in(arguments) if one.requires_grad]
+        before = [one.detach().clone() for one in changed]
+        result = run()
+        if not changed:
+            return result
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(part, (Tensor, list)) and hasattr(part, "wait"):
+                part.wait()
+        with torch.no_grad():
+            for one, old in zip(changed, before, strict=True):
+                self._add(one, old)
+        return result
+
+    def _add(self, changed: Tensor, before: Tensor) -> None:
+        if self._place is None:
+            self._added.append(changed.detach() - before)
+            self.changes_in_place |= bool(self._added[-1].any())
+            return
+        added = self._added[self._place_added]
+        self._place_added += 1
+        is_number = self.in_place is InPlace.NUMBERS_CONSTANT and changed.numel() == 1
+        if is_number or self.in_place is InPlace.CONSTANT:
+            changed.copy_(before + added)
 
     def put(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an operator with the recorded constants in their places."""

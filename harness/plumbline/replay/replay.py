@@ -41,6 +41,10 @@ class CannotReplayError(Exception):
     """A call cannot be run again; the message says why."""
 
 
+class NeedsAllRanksError(CannotReplayError):
+    """A call communicates with other ranks."""
+
+
 @dataclass(frozen=True)
 class Replayed:
     """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
@@ -87,7 +91,7 @@ def replay(
         raise
     except CommunicatesError as error:
         # All ranks could replay together, if they knew from each other that they recorded the same calls.
-        raise CannotReplayError(f"{call.name}: {COMMUNICATES}") from error
+        raise NeedsAllRanksError(f"{call.name}: {COMMUNICATES}") from error
     except DrawsInBackwardError as error:
         raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
     except torch.cuda.OutOfMemoryError as error:

@@ -84,6 +84,11 @@ class TrackedCalls:
         if self._patch is not None:
             self._patch.remove()
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a tracked call runs on this thread."""
+        return self._thread.inside
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Follow no calls inside the block."""

@@ -40,6 +40,7 @@ NO_ANSWER = "see the line about gradients for the reason"
 COPIES_OR_PARTS = (
     "it started with equal values on several ranks; its gradient is right only if these are shards, not replicas"
 )
+UNSEARCHED = "others were found wrong first, and the search for wrong ones ended there"
 TOO_SMALL = "its gradient is too small compared with rounding errors, or no recorded forward uses it"
 
 _REASONS = {
@@ -138,8 +139,9 @@ def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iter
         for step in rank.steps:
             for one in step.parameters:
                 if (one.name, rank.rank) not in joint.judged:
-                    is_doubtful = (one.name, rank.rank) in doubtful
-                    yield (step.optimizer, one.name), COPIES_OR_PARTS if is_doubtful else TOO_SMALL
+                    why = UNSEARCHED if (one.name, rank.rank) in joint.unsearched else TOO_SMALL
+                    why = COPIES_OR_PARTS if (one.name, rank.rank) in doubtful else why
+                    yield (step.optimizer, one.name), why
 
 
 def _reason(key: Key, why: str, others: Mapping[Key, str]) -> str:

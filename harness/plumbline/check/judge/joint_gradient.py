@@ -40,9 +40,11 @@ class JointGradient(GradientCase):
         every = found["wrong"]
         factors = [one["received"] / one["right"] if one["right"] else math.inf for one in every]
         first = factors[0]
+        directions = [(one["received"], one["right"], one["noise"]) for one in every]
+        directions += [tuple(again) for one in every for again in one["again"]]
         agree = all(
-            abs(one["received"] - first * one["right"]) <= found["limit"] * (1 + abs(first)) * one["noise"]
-            for one in every
+            abs(received - first * right) <= found["limit"] * (1 + abs(first)) * noise
+            for received, right, noise in directions
         )
         return cls(
             index,

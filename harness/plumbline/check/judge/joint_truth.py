@@ -8,6 +8,7 @@ from functools import cached_property
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.judged_gradients import judged_gradients
+from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import listed, not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.core.finding import UNEXPLAINED, Finding
@@ -18,10 +19,12 @@ from plumbline.judge.truth import GradientEvidence, Truth
 
 CHECK = "gradients"
 
-OBSERVER = "joint"
-
 BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 """Causes that a script's own code may have made on purpose."""
+
+_IN_PLACE = (
+    "; what collectives of the forward add to tensors in place, which autograd does not see, is taken for a constant"
+)
 
 
 class JointTruth(Truth[JointGradient]):
@@ -32,9 +35,8 @@ class JointTruth(Truth[JointGradient]):
         first = training.ranks[0]
         # The same on all ranks: they exchanged what they found.
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
-        compared = [(number, one) for number, one in found if one and "judged" in one]
-        self.is_sum = _is_sum(compared)
-        self.compared = [(number, _of_sum(one)) for number, one in compared] if self.is_sum else compared
+        self.compared = [(number, one) for number, one in found if one and "judged" in one]
+        self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.obstacle = next((one["why"] for _, one in found if one and one.get("why")), "")
 
     @property
@@ -71,6 +73,11 @@ class JointTruth(Truth[JointGradient]):
         """Return whether any of the parameters, by name and rank, was compared with the joint forward."""
         return any(one in self.judged for one in parameters)
 
+    @cached_property
+    def unsearched(self) -> frozenset[tuple[str, int]]:
+        """Those that the search for wrong ones did not reach."""
+        return self._members("unsearched") - self.judged
+
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
         return frozenset((name, rank) for _, found in self.compared for name, ranks in found[kind] for rank in ranks)
 
@@ -81,6 +88,7 @@ class JointTruth(Truth[JointGradient]):
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
+            right += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
         error = max(abs(one.received - sum(map(sum, one.shares))) / one.noise for one in wrong)
@@ -109,27 +117,6 @@ class JointTruth(Truth[JointGradient]):
             return finding
         why = "the script changes gradients with its own code, and the result matches no known mistake"
         return not_judged(CHECK, why, finding.step)
-
-
-def _is_sum(compared: Sequence[tuple[int, Facts]]) -> bool:
-    """Return whether all gradients are those of the sum of the ranks' losses: ranks may hold parts of one loss."""
-    if not compared or compared[0][1]["losses"] == 1:
-        return False
-    first = compared[0][1]
-    wrong_everywhere = all(len(one["wrong"]) == len(one["judged"]) for _, one in compared)
-    return bool(first["wrong"]) and wrong_everywhere and not _of_sum(first)["wrong"]
-
-
-def _of_sum(found: Facts) -> Facts:
-    """Return what was found with the sum over ranks in place of the mean."""
-    times = found["losses"]
-    wrong = []
-    for one in found["wrong"]:
-        right, noise = times * one["right"], times * one["noise"]
-        if abs(one["received"] - right) > found["limit"] * noise:
-            shares = [[times * share for share in rank] for rank in one["shares"]]
-            wrong.append({**one, "right": right, "noise": noise, "shares": shares})
-    return {**found, "wrong": wrong}
 
 
 def _passes(found: Facts) -> Iterator[Sequence[float]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.recorded_weights import common_steps, weights_at
-from plumbline.replay.reasons import COMMUNICATES
+
+OBSERVER = "joint"
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
     """Say whether some module's forward talks to other ranks."""
-    reasons = [why for rank in training.ranks for why in (rank.facts.get("uncovered") or {}).values()]
-    return any(COMMUNICATES in why for why in reasons)
+    return any((rank.facts.get(OBSERVER) or {}).get("communicates") for rank in training.ranks)
 
 
 def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:

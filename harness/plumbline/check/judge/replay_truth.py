@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.joint_losses import with_losses
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
@@ -72,7 +73,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     finding = truth.judge()
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
-    yield finding
+    yield from with_losses(training, finding)
 
 
 def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:

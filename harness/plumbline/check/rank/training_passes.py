@@ -64,7 +64,7 @@ class TrainingPasses:
         self._exact = ExactGradients(self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has)
         self._windows = PassWindows()
         self._scales: dict[int, float] = {}
-        joint.count_by(self._gradients.passes.counted)
+        joint.connect(self._gradients.passes.counted, lambda: self._calls.is_inside)
         self._following = False
         self.uncovered: dict[str, str] = {}
 
@@ -167,7 +167,7 @@ class TrainingPasses:
                 for parameter, reason in found.uncovered.items():
                     self.uncovered.setdefault(self._names.of_one(parameter), reason)
         with self._calls.paused():
-            self._joint.compare(calls, passes, [why for one in exact.values() for why in one.uncovered.values()])
+            self._joint.compare(calls, passes, communicates=any(one.communicates for one in exact.values()))
 
 
 def _leave_out_hooked(found: ExactPass) -> None:

@@ -16,6 +16,7 @@ from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange, NoAgr
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
 from plumbline.recording.observer import Facts
+from plumbline.replay.derivatives import InPlace
 from plumbline.replay.precision import ReplayPrecision
 
 STEP = 1e-7
@@ -45,6 +46,14 @@ MOST_HALVES = 48
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add."""
+
+    is_sum: bool = False
+    in_place: InPlace = InPlace.DERIVED
+
+
+@dataclass(frozen=True)
 class Difference:
     """The derivative of S along a direction, and what was received for each parameter.
 
@@ -67,13 +76,15 @@ class Difference:
 class JointComparison:
     """Compares the gradients of one process's optimizers together with all other ranks.
 
-    After a rank did not come, or failed on its own, nothing is compared any more: ``obstacle`` says why.
+    After a rank did not come, or failed on its own, nothing is compared any more: ``obstacle`` says why. Nor after a
+    step whose gradients were wrong. The first step with gradients that show it decides on the reading.
     """
 
-    def __init__(self) -> None:
-        self._exchange = Exchange()
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._beginnings = Beginnings()
         self._left: dict[int, Tensor | None] = {}
+        self._reading: Reading | None = None
         self.obstacle = ""
 
     def forget(self) -> None:
@@ -89,9 +100,12 @@ class JointComparison:
             return {"why": self.obstacle}
         try:
             try:
-                found = _Comparison(
-                    self._exchange, self._beginnings, calls, held, self._left, has_loss=has_loss
-                ).facts()
+                comparison = _Comparison(
+                    self._exchange, self._beginnings, calls, held, self._left, self._reading, has_loss=has_loss
+                )
+                found, self._reading = comparison.facts(), comparison.known
+                if found["wrong"]:
+                    self.obstacle = "gradients of an earlier step were wrong"
             except NoAgreementError as error:
                 found = {"why": str(error)}
             self._left = {id(one.parameter): one.received() for one in held}
@@ -111,6 +125,7 @@ class _Comparison:
         calls: Sequence[RecordedCall],
         held: Sequence[JointParameter],
         left: Mapping[int, Tensor | None],
+        known: Reading | None,
         *,
         has_loss: bool,
     ) -> None:
@@ -119,6 +134,7 @@ class _Comparison:
         self._beginnings = beginnings
         self._held = held
         self._left = left
+        self.known = known
         collectives: dict[str, list[int]] = {}
         for one in calls:
             for group, count in one.call.collectives.items():
@@ -135,16 +151,18 @@ class _Comparison:
         if not all(one["finite"] for one in theirs):
             raise NoAgreementError("gradients were not finite")
         self._losses = sum(one["loss"] for one in theirs) or len(theirs)
+        self._of = self._losses
         self._unit = max(one["unit"] for one in theirs)
         self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
         self._parts: set[int] = set()
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
-        measured = exchange.values([self._forward.magnitude, self._forward.spread])
-        self._magnitude = sum(magnitude for magnitude, _ in measured)
+        measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])
+        self._magnitude = sum(magnitude for magnitude, *_ in measured)
         # A forward may compute in a coarser format than its parameters and outputs show.
-        self._unit = max([self._unit, *(spread / SPREAD for _, spread in measured)])
+        self._unit = max([self._unit, *(spread / SPREAD for _, spread, _ in measured)])
+        self._in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
         self._limit = LIMIT if self._unit < COARSE else LIMIT_16_BIT
         self._all(lambda: self._forward.rehearse_roughly(self._unit))
 
@@ -178,11 +196,15 @@ class _Comparison:
         """Compare the gradients of all parameters, in few directions."""
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
-        found: Facts = {"noise": [], "wrong": [], "limit": self._limit, "losses": self._losses}
+        found: Facts = {"noise": [], "wrong": [], "unsearched": [], "limit": self._limit, "losses": self._losses}
+        reading, difference = self._read(remaining)
+        found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         for number in range(ROUNDS):
-            difference = self._difference(remaining, f"{number}")
+            if number:
+                difference = self._difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
-                found["wrong"], right = self._apart(remaining)
+                found["wrong"], right, unsearched = self._apart(remaining)
+                found["unsearched"] = [self._named(place) for place in unsearched]
                 judged += right
                 break
             if difference.noise:
@@ -198,6 +220,23 @@ class _Comparison:
         found["doubtful"] = [self._named(place) for place in doubtful]
         return found
 
+    def _read(self, places: Sequence[int]) -> tuple[Reading, Difference]:
+        """Return the reading by which all gradients are right, the first one if none is, and its difference."""
+        sums = (False, True) if self._losses > 1 else (False,)
+        readings = [self.known] if self.known else [Reading(each, one) for one in self._in_place for each in sums]
+        for one in readings:
+            difference = self._by(one, places)
+            if difference.error(places) <= difference.limit:
+                if abs(difference.right) > 2 * difference.limit:
+                    self.known = one
+                return one, difference
+        return readings[0], self._by(readings[0], places)
+
+    def _by(self, reading: Reading, places: Sequence[int]) -> Difference:
+        self._of = 1 if reading.is_sum else self._losses
+        self._forward.take(reading.in_place)
+        return self._difference(places, "0")
+
     def _shows(self, difference: Difference, place: int) -> bool:
         """Return whether an error as large as the gradient of a parameter would have been seen."""
         return abs(difference.received[place]) > 2 * difference.limit
@@ -205,8 +244,8 @@ class _Comparison:
     def _named(self, place: int) -> list[object]:
         return [self.groups[place].name, self.groups[place].ranks]
 
-    def _apart(self, places: Sequence[int]) -> tuple[list[Facts], list[int]]:
-        """Return what is wrong about single parameters, found by halving, and which were judged."""
+    def _apart(self, places: Sequence[int]) -> tuple[list[Facts], list[int], list[int]]:
+        """Return what is wrong about single parameters, found by halving; which were judged; and which not reached."""
         wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
         unresolved: dict[int, tuple[int, Difference]] = {}
         while suspects and budget > 0:
@@ -225,11 +264,12 @@ class _Comparison:
                     self._parts.add(part[0])
                     self._beginnings.parts.add(self.groups[part[0]].kind)
                 else:
-                    wrong.append(self._wrong(part[0], difference))
+                    again = self._difference(part, f"again {part[0]}")
+                    wrong.append(self._wrong(part[0], difference, again))
                     judged.append(part[0])
         if suspects and not wrong and not self._parts:
             wrong.append(self._wrong(*unresolved[min(unresolved)]))
-        return wrong, judged
+        return wrong, judged, [place for half in suspects for place in half]
 
     def _is_a_part(self, place: int) -> bool:
         """Return whether the gradient is right if each rank's copy is a part of its own, alike as they are."""
@@ -240,14 +280,17 @@ class _Comparison:
         difference = self._difference([place], f"one {place}", {place: first})
         return difference.error([place]) <= difference.limit
 
-    def _wrong(self, place: int, difference: Difference) -> Facts:
+    def _wrong(self, place: int, difference: Difference, again: Difference | None = None) -> Facts:
+        """Return what is wrong; ``again`` is another direction, which shows whether there is a common factor."""
         group = self.groups[place]
+        others = [] if again is None else [[again.received[place], again.right, again.noise]]
         return {
             "name": group.name,
             "ranks": group.ranks,
             "received": difference.received[place],
             "right": difference.right,
             "noise": difference.noise,
+            "again": others,
             "shares": difference.shares,
             "left": difference.left[place],
         }
@@ -268,10 +311,10 @@ class _Comparison:
                         products[place] = *product(self._gradients[number], along, one.copies), left
         forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
         rough_forth, rough_back = (self._at(directions, sign, self._unit) for sign in (STEP, -STEP))
-        shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._losses))
-        rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._losses))
+        shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
+        rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._of))
         bends = [
-            (a + b - 2 * c) / (2 * STEP * self._losses)
+            (a + b - 2 * c) / (2 * STEP * self._of)
             for one, other, still in zip(forth, back, self._still, strict=True)
             for a, b, c in zip(one, other, still, strict=True)
         ]
@@ -282,7 +325,7 @@ class _Comparison:
         )
         squares = sum(value[1] for own in every for value in own.values())
         rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
-        cancelled = 2.0**-52 * self._magnitude / (STEP * self._losses)
+        cancelled = 2.0**-52 * self._magnitude / (STEP * self._of)
         differences = 4 * math.hypot(*bends) / self._limit
         noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
         if not math.isfinite(noise):

@@ -13,8 +13,9 @@ from plumbline.check.rank.joint.weights import JointWeights
 from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall, sample
-from plumbline.replay.derivatives import Constants, OwnDerivativeError
+from plumbline.replay.derivatives import Constants, InPlace, OwnDerivativeError
 from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.reasons import COMPILED_DRAWS
 from plumbline.replay.replay import forward_together
 from plumbline.replay.replay_modes import Rounding
 from plumbline.replay.unsharding import computing_dtypes
@@ -65,14 +66,24 @@ class JointForward:
             ]
         except OwnDerivativeError as error:
             raise NoAgreementError(str(error)) from error
-        for one, own_outputs, right in zip(self._calls, rounded, exact, strict=True):
+        for place, (one, own_outputs, right) in enumerate(zip(self._calls, rounded, exact, strict=True)):
             samples = tuple(map(sample, right))
             if not agreement.reproduces(one.call.outputs, own_outputs, samples, one.call.eps):
-                raise NoAgreementError(
-                    f"{one.call.name}: its forward returned a different result when it was run again"
-                )
+                draws = one.call.compiled and self._drawn[place]
+                why = COMPILED_DRAWS if draws else "its forward returned a different result when it was run again"
+                raise NoAgreementError(f"{one.call.name}: {why}")
             self.spread = max(self.spread, agreement.distance(own_outputs, samples))
         return self._terms(exact)
+
+    @property
+    def changes_in_place(self) -> bool:
+        """Whether collectives of this rank's calls change tensors that have a gradient."""
+        return any(one.changes_in_place for one in self._constants)
+
+    def take(self, in_place: InPlace) -> None:
+        """Take what such collectives add as ``in_place`` says."""
+        for one in (*self._constants, *self._rough_constants):
+            one.in_place = in_place
 
     def rehearse_roughly(self, unit: float) -> list[float]:
         """Run the calls in float64 with errors as of a format of this unit roundoff, and return the terms of S."""

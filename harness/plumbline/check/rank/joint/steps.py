@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.comparison import JointComparison
+from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange
+from plumbline.check.rank.joint.exchanges import ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
@@ -20,7 +22,6 @@ from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
-from plumbline.replay.reasons import COMMUNICATES
 
 
 class JointSteps(Observer):
@@ -33,13 +34,22 @@ class JointSteps(Observer):
         self._names = names
         self._unclipped = unclipped
         self._pipelines = Pipelines()
-        self._comparison = JointComparison()
+        self._exchange = Exchange()
+        self._functions = ExchangeFunctions()
+        self._comparison = JointComparison(self._exchange)
         self._has_loss: dict[int, bool] = {}
         self._found: Facts | None = None
+        self._communicates = False
 
-    def count_by(self, counted: CountedPass) -> None:
-        """Count passes that do not call ``torch.autograd.backward`` with ``counted``."""
+    def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
+        """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""
         self._pipelines.counted = counted
+        self._functions.is_inside = is_inside
+
+    def start(self) -> None:
+        """Follow what a loss communicates with."""
+        super().start()
+        self._functions.start()
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Follow the stages of a pipeline."""
@@ -49,19 +59,35 @@ class JointSteps(Observer):
         """Note whether the pass begins at a loss, or at activations of which another rank knows the gradient."""
         self._has_loss[number] = all(root.numel() == 1 for root in roots)
 
-    def compare(
-        self, calls: Sequence[RecordedCall], passes: Sequence[ArrivedGradients], reasons: Sequence[str]
-    ) -> None:
-        """Compare the gradients of a step, if needed; ``reasons`` say why calls could not be computed again."""
+    def compare(self, calls: Sequence[RecordedCall], passes: Sequence[ArrivedGradients], *, communicates: bool) -> None:
+        """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does."""
+        self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
         ends_in_loss = {number: self._has_loss.pop(number, True) for number in sorted(numbers)}
         losses = ends_in_loss.values()
-        if calls and _are_several_ranks() and (not all(losses) or _needs_all_ranks(calls, reasons)):
+        if calls and _are_several_ranks() and (not all(losses) or communicates or _are_in_parts(calls)):
+            self._functions.take()
             self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), has_loss=any(losses))
+        elif _are_several_ranks():
+            self._compare_functions()
+
+    def _compare_functions(self) -> None:
+        """Compare functions with which the loss communicates; where ranks hold parts, what follows decides on them."""
+        calls = self._functions.take()
+        if calls and not self._comparison.obstacle:
+            try:
+                self._found = {"functions": compared(self._exchange, calls)}
+            except AbsentRankError as error:
+                self._comparison.obstacle = str(error)
+
+    def final_facts(self) -> Facts:
+        """Return whether a forward of this rank communicates."""
+        return {"communicates": self._communicates}
 
     def stop(self) -> None:
         """Let go of gradients."""
         super().stop()
+        self._functions.stop()
         self._comparison.forget()
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -96,8 +122,6 @@ def _are_several_ranks() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
-def _needs_all_ranks(calls: Sequence[RecordedCall], reasons: Sequence[str]) -> bool:
-    """Return whether no rank can compute its gradients alone: a model is in parts, or a forward communicates."""
-    if any(COMMUNICATES in why for why in reasons):
-        return True
+def _are_in_parts(calls: Sequence[RecordedCall]) -> bool:
+    """Return whether a model is in parts, so that no rank can compute its gradients alone."""
     return any(one.call.is_distributed or one.call.receives_activations for one in calls)

@@ -1,0 +1,59 @@
+"""Functions by which a loss communicates: whether their backward is the derivative of their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.model_parts import OBSERVER
+from plumbline.check.judge.noted import headline_note, listed
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import failed_with_hint
+
+_WRONG = {
+    "own": "leaves out the gradients of the other ranks",
+    "multiple": "gives the derivative of its forward once per rank",
+}
+"""What is wrong about a backward. Other differences may be a derivative that the script defines on purpose."""
+
+
+def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Finding]:
+    """Yield the finding about gradients that passed, or what is wrong with a function of the loss in its place.
+
+    Gradients that are the mean of what backward passes computed are right only if those begin with the right ones.
+    """
+    first = training.ranks[0]
+    found = [
+        (step.number, one) for step in first.steps for one in (step.facts.get(OBSERVER) or {}).get("functions", ())
+    ]
+    if finding.outcome is not Outcome.PASSED or not found:
+        yield finding
+        return
+    wrong = next(((number, one) for number, one in found if one["is"] in _WRONG), None)
+    if wrong is not None:
+        number, one = wrong
+        failed = failed_with_hint(
+            finding.check,
+            f"the loss communicates with {one['function']}, whose backward {_WRONG[one['is']]}",
+            "the backward of an all-gather is a reduce-scatter, that of an all-reduce is an all-reduce",
+            cause="exchanged-otherwise",
+            family="sync",
+            step=number,
+        )
+        yield replace(failed, error_x_noise=one["error"])
+        return
+    parts = dict.fromkeys(one["function"] for _, one in found if one["is"] == "part")
+    right = [
+        name for name in dict.fromkeys(one["function"] for _, one in found if one["is"] == "right") if name not in parts
+    ]
+    also = f"; the loss communicates with {listed(right)}, whose backward is the derivative of the forward"
+    yield replace(finding, message=finding.message + also) if right else finding
+    if parts:
+        yield headline_note(
+            finding.check,
+            f"The loss communicates with {listed(parts)}, whose backward gives 1/{training.world_size} of the "
+            "derivative of its forward. Add up the gradients of all ranks in it, or multiply the loss by the number of "
+            "ranks, unless the loss is meant to be divided by it.",
+        )

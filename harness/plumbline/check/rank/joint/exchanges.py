@@ -1,0 +1,223 @@
+"""Functions of the script's own by which its loss communicates, each with a backward of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from plumbline.check.rank.joint.exchange import Exchange
+from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.observer import Facts
+from plumbline.recording.pause import is_paused
+from plumbline.replay.collectives import collectives
+from plumbline.replay.nested import map_tensors, tensors_in
+
+STEP = 1e-7
+"""How far inputs are moved, in multiples of their size."""
+
+LIMIT = 2.0**7
+"""How many times as large as the noise a right error may be, as in ``comparison``."""
+
+MOST = 16
+"""Calls that are compared at each step, and ranks whose inputs are moved by themselves."""
+
+RIGHT, PART, MULTIPLE, OWN = "right", "part", "multiple", "own"
+"""The backward is the derivative of the forward; that by the number of ranks; that times it; that of the rank alone."""
+
+IsInside = Callable[[], bool]
+"""Returns whether a module runs whose whole forward is computed again."""
+
+
+@dataclass
+class Exchanged:
+    """A call of such a function: its inputs, what arrived at its outputs, and what its backward made of that."""
+
+    kind: Any
+    args: tuple[Any, ...]
+    inputs: list[Tensor]
+    arrived: list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.kind.__name__)
+
+    def outputs(self, moved: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+        """Run the function again in float64, with its inputs moved; ``moved`` gets the number of each."""
+        numbers = iter(range(len(self.inputs)))
+
+        def replaced(one: Tensor) -> Tensor:
+            wide = one.to(torch.float64) if one.is_floating_point() else one
+            return moved(next(numbers), wide).clone()
+
+        with torch.no_grad():
+            return list(tensors_in(self.kind.apply(*map_tensors(self.args, replaced))))
+
+
+class ExchangeFunctions:
+    """Records the calls of custom autograd functions that communicate with all ranks, outside of tracked modules."""
+
+    def __init__(self) -> None:
+        self.is_inside: IsInside = lambda: False
+        self._calls: list[Exchanged] = []
+        self._apply: Any = None
+
+    def start(self) -> None:
+        """Follow such functions from now on."""
+        function: Any = torch.autograd.Function
+        self._apply = function.__dict__["apply"]
+        function.apply = classmethod(self._applied)
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        if self._apply is not None:
+            function: Any = torch.autograd.Function
+            function.apply, self._apply = self._apply, None
+        self._calls = []
+
+    def take(self) -> list[Exchanged]:
+        """Return the calls since the last time whose backward ran once."""
+        calls, self._calls = self._calls, []
+        return [one for one in calls if len(one.arrived) == 1][:MOST]
+
+    def _applied(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._apply.__get__(None, kind)
+        if torch.compiler.is_compiling() or kwargs or not self._attends(kind):
+            return run(*args, **kwargs)
+        before = _with_all_ranks()
+        copies = map_tensors(args, lambda one: one.detach().clone().requires_grad_(one.requires_grad))
+        result = run(*args)
+        outputs = [one for one in tensors_in(result) if one.grad_fn is not None]
+        if outputs and _with_all_ranks() != before:
+            self._follow(Exchanged(kind, copies, list(tensors_in(copies))), outputs[0].grad_fn)
+        return result
+
+    def _attends(self, kind: Any) -> bool:
+        outside = not (self.is_inside() or is_paused() or in_backward())
+        return outside and torch.is_grad_enabled() and not kind.__module__.startswith(("torch.", "plumbline."))
+
+    def _follow(self, call: Exchanged, node: Any) -> None:
+        self._calls.append(call)
+        weak = ref(call)  # the script's graph may outlive the record
+
+        def arrived(given: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]) -> None:
+            one = weak()
+            if one is not None and not is_paused():
+                one.arrived.append((_copied(given), _copied(cotangents)))
+
+        node.register_hook(arrived)
+
+
+def compared(exchange: Exchange, calls: Sequence[Exchanged]) -> list[Facts]:
+    """Return what came of comparing the backward of each function with differences of its forward, on all ranks.
+
+    Functions that every rank gives the same inputs are left out: what their gradient is depends on what follows.
+    """
+    theirs = exchange.values([one.name for one in calls])
+    if any(names != theirs[0] for names in theirs):
+        return []
+    found = []
+    for number, call in enumerate(calls):
+        every = exchange.values(_attempted(call, number))
+        fact = _found(call.name, every) if all(every) else None
+        if fact is not None and fact["is"] == "" and len(every) <= MOST:
+            alone = [exchange.values(_attempted(call, number, only=rank))[rank] for rank in range(len(every))]
+            if all(alone) and all(_agree(one, one["received"], one["right"]) for one in alone):
+                fact["is"] = OWN
+        found += [fact] if fact is not None else []
+    return found
+
+
+def _attempted(call: Exchanged, seed: int, only: int | None = None) -> dict[str, float] | None:
+    try:
+        return _terms(call, seed, only)
+    except Exception:
+        return None
+
+
+def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
+    """Return this rank's terms of both derivatives along a random direction, their squares, and rounding.
+
+    ``only``: the rank whose inputs move; all of them if it is None.
+    """
+    ((given, cotangents),) = call.arrived
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(1 + 1000 * seed + rank)
+    along = [_normal(one, generator) if one.requires_grad and only in (None, rank) else None for one in call.inputs]
+
+    def moved_by(length: float) -> list[Tensor]:
+        def moved(number: int, one: Tensor) -> Tensor:
+            direction = along[number]
+            return one if direction is None else one + length * direction
+
+        return call.outputs(moved)
+
+    forth, back = moved_by(STEP), moved_by(-STEP)
+    right = [
+        (a - b) / (2 * STEP) * v.to(a.dtype) for a, b, v in zip(forth, back, cotangents, strict=True) if v is not None
+    ]
+    received = [g.to(d.dtype) * d for g, d in zip(given, along, strict=True) if g is not None and d is not None]
+    size = sum(float(a.norm() * v.to(a.dtype).norm()) for a, v in zip(forth, cotangents, strict=True) if v is not None)
+    units = [torch.finfo(one.dtype).eps / 2 for one in (*given, *cotangents) if one is not None]
+    return {
+        "right": sum(float(one.sum()) for one in right),
+        "received": sum(float(one.sum()) for one in received),
+        "squares": sum(float(one.square().sum()) for one in (*right, *received)),
+        "cancelled": 2.0**-52 * size / STEP,
+        "unit": max(units, default=0.0),
+        "inputs": sum(float((one.detach().double() * d).sum()) for one, d in _pairs(call)),
+    }
+
+
+def _found(name: str, every: Sequence[dict[str, float]]) -> Facts | None:
+    """Return how a function's backward is related to its derivative: ``is`` names that, or is "" so far."""
+    if len({one["inputs"] for one in every}) < len(every):
+        return None
+    total = {kind: math.fsum(one[kind] for one in every) for kind in every[0]}
+    total["unit"] = max(one["unit"] for one in every)
+    world, right, received, noise = len(every), total["right"], total["received"], _noise(total)
+    if not math.isfinite(noise) or max(abs(right), abs(received)) <= 2 * LIMIT * noise:
+        return None
+    related = {RIGHT: (received, right), PART: (received, right / world), MULTIPLE: (received, right * world)}
+    which = next((kind for kind, values in related.items() if _agree(total, *values)), "")
+    return {"function": name, "error": abs(received - right) / noise, "is": which}
+
+
+def _noise(terms: dict[str, float]) -> float:
+    return math.hypot(terms["unit"] * math.sqrt(terms["squares"]), terms["cancelled"])
+
+
+def _agree(terms: dict[str, float], one: float, other: float) -> bool:
+    return abs(one - other) <= LIMIT * _noise(terms)
+
+
+def _pairs(call: Exchanged) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)  # the same on all ranks: equal inputs are recognised
+    for one in call.inputs:
+        if one.requires_grad:
+            yield one, _normal(one, generator)
+
+
+def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    size = float(tensor.detach().double().square().mean().sqrt()) or 1.0
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) * size
+
+
+def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if one is None else one.detach().clone() for one in gradients]
+
+
+def _with_all_ranks() -> int:
+    """Return how often this process has communicated in groups of all ranks."""
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        return 0
+    c10d: Any = group.distributed_c10d
+    everyone = {str(name) for one, name in c10d._world.pg_names.items() if one.size() == group.get_world_size()}
+    return sum(count for name, count in collectives().items() if name in everyone)

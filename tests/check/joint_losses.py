@@ -1,0 +1,217 @@
+"""Losses that communicate, as functions of outputs and as parts of a model; and modules that are run otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import joint_scenes
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradients
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 4
+WIDTH = 16
+ROWS = 8
+MISTAKE = ""
+"""What the present training does wrong; "" is a right one."""
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, rows.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if MISTAKE != "not-reduced":
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Statistics(torch.autograd.Function):
+    """The sum over all ranks."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if MISTAKE != "not-reduced":
+            dist.all_reduce(gradient)
+        return gradient
+
+
+class Straight(torch.autograd.Function):
+    """Rows rounded to the mean over ranks, whose gradient passes as it is: a derivative of its own, on purpose."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        mean = rows.mean(0)
+        dist.all_reduce(mean)
+        return (rows - mean).sign() * rows.abs().mean() + mean
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Encoders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 8, bias=False)) for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ours, theirs = functional.normalize(self.one(ours)), functional.normalize(self.other(theirs))
+        return ours, theirs, self.scale.exp()
+
+
+def contrast(ours: Tensor, theirs: Tensor, scale: Tensor, *, by_torch: bool = False) -> Tensor:
+    """Own rows against those of all ranks, as in CLIP."""
+    if by_torch:
+        every = [torch.cat(with_gradients.all_gather(one)) for one in (ours, theirs)]
+    else:
+        every = [Gathered.apply(one) for one in (ours, theirs)]
+    place = torch.arange(len(ours)) + dist.get_rank() * len(ours)
+    logits = ours @ every[1].T, theirs @ every[0].T
+    return sum(functional.cross_entropy(scale * one, place) for one in logits) / 2
+
+
+def variance(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
+    """The statistics of all rows on every rank, as in VICReg."""
+    every = [Gathered.apply(one) for one in (ours, theirs)]
+    return functional.mse_loss(*every) * scale + sum((1 - one.var(0).sqrt()).relu().mean() for one in every)
+
+
+def correlation(ours: Tensor, theirs: Tensor, scale: Tensor, *, in_place: bool = False) -> Tensor:
+    """The correlation over all rows, as in Barlow Twins: its own code adds it up in place."""
+    found = ours.T @ theirs / (len(ours) * dist.get_world_size())
+    if in_place:
+        dist.all_reduce(found)
+    else:
+        found = with_gradients.all_reduce(found)
+    return (found - torch.eye(len(found))).square().sum() * scale
+
+
+def printed(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
+    """A loss that is added up in place, to be printed."""
+    loss = functional.mse_loss(ours * scale, theirs)
+    dist.all_reduce(loss)
+    return loss
+
+
+def straight(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
+    return functional.mse_loss(Straight.apply(ours) * scale, theirs)
+
+
+LOSSES: dict[str, Loss] = {
+    "contrast": contrast,
+    "contrast-of-torch": partial(contrast, by_torch=True),
+    "variance": variance,
+    "correlation": correlation,
+    "correlation-in-place": partial(correlation, in_place=True),
+    "printed": printed,
+    "straight": straight,
+}
+
+
+class Inside(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.encoders, self.loss = Encoders(), loss
+
+    def forward(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        return self.loss(*self.encoders(ours, theirs))
+
+
+class Normalised(nn.Module):
+    """A norm of the rows of all ranks, as SyncBatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 32, bias=False), nn.Linear(32, 4)
+        self.weight, self.bias = nn.Parameter(torch.ones(32)), nn.Parameter(torch.zeros(32))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        values = self.first(rows)
+        mean, square = Statistics.apply(torch.stack([values.mean(0), values.square().mean(0)])) / dist.get_world_size()
+        values = (values - mean) * (square - mean.square() + 1e-5).rsqrt()
+        return self.last(functional.gelu(values * self.weight + self.bias))
+
+
+class Recomputed(joint_scenes.Megatron):
+    """The layer in parts inside an activation checkpoint, with dropout."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def layer(self, values: Tensor) -> Tensor:
+        middle = functional.linear(joint_scenes.Copied.apply(values), self.up, self.bias)
+        middle = functional.dropout(functional.gelu(middle), 0.1)
+        return joint_scenes.Summed.apply(functional.linear(middle, self.down))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.norm(self.first(values))
+        return self.last(values + checkpoint(self.layer, values, use_reentrant=self.reentrant))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "normalised": lambda: DistributedDataParallel(Normalised()),
+    "checkpoint": lambda: Recomputed(reentrant=False),
+    "reentrant-checkpoint": lambda: Recomputed(reentrant=True),
+    "compiled": lambda: torch.compile(joint_scenes.Megatron(), backend="aot_eager"),
+}
+
+
+def run(scene: str, mistake: str = "") -> None:
+    """Train on the ranks of the present process group: a loss, one ``inside`` the model, or one of ``MODULES``."""
+    global MISTAKE
+    MISTAKE = joint_scenes.MISTAKE = mistake
+    torch.manual_seed(0)
+    name, _, inside = scene.partition(" ")
+    if name in MODULES:
+        model, step = MODULES[name](), _fit
+    elif inside:
+        model, step = DistributedDataParallel(Inside(LOSSES[name])), _of_model
+    else:
+        model, step = DistributedDataParallel(Encoders()), partial(_of_outputs, LOSSES[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    alike = name in MODULES and name != "normalised"
+    generator = torch.Generator().manual_seed(0 if alike else dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        step(model, *(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))).backward()
+        optimizer.step()
+
+
+def _fit(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+    return functional.mse_loss(model(rows), targets[:, :4])
+
+
+def _of_model(model: nn.Module, ours: Tensor, theirs: Tensor) -> Tensor:
+    loss: Tensor = model(ours, theirs)
+    return loss
+
+
+def _of_outputs(loss: Loss, model: nn.Module, ours: Tensor, theirs: Tensor) -> Tensor:
+    return loss(*model(ours, theirs))

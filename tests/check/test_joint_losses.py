@@ -1,0 +1,65 @@
+"""`plumbline check` on losses that communicate, and on modules of a joint forward that run again or are compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import joint_losses
+import pytest
+
+from plumbline.check.judge.judge import CheckedTraining
+from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.verdict.verdict import Answer, answer_of
+
+RIGHT = (
+    "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed", "straight",
+    "contrast inside", "contrast-of-torch inside", "correlation inside", "correlation-in-place inside",
+    "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled",
+)  # fmt: skip
+
+WRONG = (
+    ("contrast", "not-reduced"), ("contrast inside", "not-reduced"), ("normalised", "not-reduced"),
+    ("checkpoint", "counted-on-each-rank"), ("compiled", "counted-on-each-rank"),
+)  # fmt: skip
+
+
+def checked(plumbline: Any, *scene: str) -> CheckedTraining:
+    check = plumbline.check(partial(joint_losses.run, *scene), ranks=2)
+    assert not any(end.has_failed for end in check.ends), check.ends
+    training: CheckedTraining
+    (training,) = check.trainings
+    return training
+
+
+@pytest.mark.parametrize("scene", RIGHT)
+def test_all_of_a_right_training_is_judged(plumbline: Any, scene: str) -> None:
+    training = checked(plumbline, scene)
+    assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+    assert not any(isinstance(one, HeadlineNote) for one in training.findings)
+
+
+@pytest.mark.parametrize(("scene", "mistake"), WRONG)
+def test_a_backward_that_exchanges_otherwise_than_its_forward_is_named(
+    plumbline: Any, scene: str, mistake: str
+) -> None:
+    training = checked(plumbline, scene, mistake)
+    bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
+    assert ("gradients", "exchanged-otherwise") in {(one.check, one.cause) for one in bad}
+
+
+def test_it_is_said_whose_backward_was_compared(plumbline: Any) -> None:
+    messages = [one.message for one in checked(plumbline, "contrast").findings if one.check == "gradients"]
+    assert any("communicates with Gathered, whose backward is the derivative" in one for one in messages)
+
+
+def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> None:
+    training = checked(plumbline, "variance", "not-reduced")
+    assert answer_of(training) is Answer.RIGHT
+    (note,) = (one for one in training.findings if isinstance(one, HeadlineNote))
+    assert "Gathered, whose backward gives 1/2 of the derivative of its forward" in note.message
+
+
+def test_what_is_added_in_place_is_said_to_be_constant(plumbline: Any) -> None:
+    messages = [one.message for one in checked(plumbline, "printed inside").findings if one.check == "gradients"]
+    assert any("autograd does not see" in one for one in messages)
