@@ -120,6 +120,11 @@ class RecordedStep:
     unclipped: Tensor | None = None
 
     @property
+    def is_in_pieces(self) -> bool:
+        """Whether the optimizer holds copies of the model's parameters, whole or in pieces."""
+        return any(one.held_in is not None for one in self.parameters)
+
+    @property
     def weights_move_between_passes(self) -> bool:
         """Whether the optimizer's parameters were written to between the backward passes of the step."""
         known = (one.facts.get("versions", ()) for one in self.passes)

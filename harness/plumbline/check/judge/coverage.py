@@ -103,12 +103,13 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
 
     ``findings`` are those about it: where the check of gradients has no verdict, none of them was judged.
     """
+    pieces = {step.optimizer for rank in training.ranks for step in rank.steps if step.is_in_pieces}
     entries = {
         (step.optimizer, one.name): one.entries
         for rank in training.ranks
         for step in rank.steps
         for one in step.parameters
-        if one.trained
+        if one.trained and (step.is_in_pieces or step.optimizer not in pieces)
     }
     unstepped = {key: size for key, size in _unstepped(training) if key not in entries}
     late = {key: size for key, size in _late(training) if key not in entries}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import information, listed
@@ -88,10 +89,13 @@ def _stale_masters(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
         last: dict[int, tuple[RecordedStep, Mapping[str, float]]] = {}
         for step in rank.steps:
-            stale = (step.facts.get("masters") or {}).get("stale")
-            if stale is None or step.skipped:
+            masters = step.facts.get("masters")
+            if not masters or step.skipped:
                 continue
+            stale = masters["stale"]
             before, apart = last.get(step.optimizer, (step, {}))
+            if masters["stale_before"]:  # when the pieces were not known yet
+                before, apart = replace(step, number=step.number - 1), masters["stale_before"]
             names = {before.parameters[int(number)].name: far for number, far in apart.items() if far > _ROUNDED}
             if names and not stale:
                 return failed_with_hint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -226,6 +226,12 @@ class ReceivedGradient(GradientCase):
     @property
     def limit(self) -> float:
         return PROJECTION_MARGIN
+
+    @property
+    def is_right_to_16_bits(self) -> bool:
+        """Whether rounding to 16 bits explains the difference, where optimizers hold copies of the parameters."""
+        is_copied = any(one.held_in is not None for one in self.parameters)
+        return is_copied and replace(self, hook_format="bfloat16").fit(RIGHT).holds
 
     def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
         """Yield how many rounding bounds the furthest parameter is from a prediction; infinite if that is not a number.

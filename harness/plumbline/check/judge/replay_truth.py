@@ -27,6 +27,7 @@ from plumbline.check.judge.recorded_weights import shared_numbers
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import with_hint
+from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
@@ -42,6 +43,14 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
     "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
 }
 """What to do in a script that has no DistributedDataParallel, by the cause: advice about one would mislead."""
+
+
+register(
+    ReceivedGradient,
+    Hypothesis("rounded-to-16-bits", "amp", holds(lambda case: case.is_right_to_16_bits),
+        "right to 16 bits only, although the master weights and the model's are wider",
+        "check for 16-bit buffers in which gradients are accumulated, averaged or copied", 65),
+)  # fmt: skip
 
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:

@@ -23,6 +23,9 @@ from plumbline.recording.master_weights import Piece, pieces_of, shape_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 
+TRIES = 2
+"""Steps at which pieces are searched for: after a step the model has the optimizer's weights, if not before it."""
+
 Span = tuple[int, int]
 """The first entry of a piece and the number of its entries."""
 
@@ -104,14 +107,30 @@ class MasterLayout:
         native = torch.cat([one.native.get(name, missing) for name, missing in unknown.items()]) if one.native else None
         return BackwardPass(one.number, local, exact, one.scale, one.facts, native)
 
-    def facts(self, received: Sequence[tuple[Tensor, float]]) -> Facts:
+    def facts(self, received: Sequence[tuple[Tensor, float]], stale_before: dict[str, float]) -> Facts:
         """Return norms of the pieces' gradients, the limit of clipping, and how far stale weights are from masters."""
         return {
             "owner": self.owner,
             "norms": [norm for _, norm in received],
             "limit": _clip_limit(),
+            "stale_before": stale_before,
             "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
         }
+
+
+class _Weights:
+    """Copies of weights of a model and an optimizer, until it is known which belong together."""
+
+    def __init__(self, model: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        self._copies = {id(one): one.detach().clone() for one in (*model, *masters)}
+
+    def distance(self, piece: Piece) -> float:
+        """Return how far the model's weights were from the optimizer's."""
+        if id(piece.parameter) not in self._copies or id(piece.master) not in self._copies:
+            return 0.0
+        return replace(
+            piece, parameter=self._copies[id(piece.parameter)], master=self._copies[id(piece.master)]
+        ).distance
 
 
 class MasterLayouts:
@@ -122,7 +141,8 @@ class MasterLayouts:
         self._optimizers = optimizers
         self._exchange = Exchange("plumbline master weights")
         self._layouts: dict[tuple[int, int], MasterLayout] = {}
-        self._tried: set[int] = set()
+        self._tries: dict[int, int] = {}
+        self._unknown: dict[int, _Weights] = {}
         self._spans: dict[int, list[Span]] = {}
 
     def of(self, number: int) -> MasterLayout | None:
@@ -156,18 +176,23 @@ class MasterLayouts:
 
     def find(self, optimizer: Optimizer, number: int, passes: Sequence[ArrivedGradients]) -> None:
         """Find what an optimizer holds before its step, together with all ranks, if no pass reached its parameters."""
-        if number in self._tried or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
+        tries = self._tries.get(number, 0)
+        if tries == TRIES or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
             return
-        self._tried.add(number)
+        self._tries[number] = tries + 1
         owner, part = self._optimizers.place(number)
         model = dict(self._names.trainable())
-        pieces = pieces_of(self.candidates(), parameters_of(optimizer))
+        candidates, masters = self.candidates(), parameters_of(optimizer)
+        pieces = pieces_of(candidates, masters)
+        if not all(self._from_all(bool(pieces))) and tries + 1 < TRIES:
+            self._unknown[number] = _Weights(candidates, masters)
+            return
         mapped = {one.part for one in pieces}
         names = {id(one): name for name, one in model.items()}
         own = {(one.part if len(mapped) > 1 else part, names[id(one.parameter)], one.start, one.length): one
                for one in pieces}  # fmt: skip
         spans: dict[tuple[int, str], set[Span]] = {}
-        for part, name, start, length in self._of_all(list(own)):
+        for part, name, start, length in (tuple(one) for rank in self._from_all(list(own)) for one in rank):
             spans.setdefault((part, name), set()).add((start, length))
         held: dict[int, list[HeldPiece]] = {}
         for (part, name), found in spans.items():
@@ -181,14 +206,22 @@ class MasterLayouts:
             for one in each:
                 self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
 
-    def _of_all(self, own: list[Any]) -> list[tuple[int, str, int, int]]:
+    def stale_before(self, number: int, layout: MasterLayout) -> dict[str, float]:
+        """Return the pieces that the model computed with otherwise when they were not found, and how far apart."""
+        before = self._unknown.pop(number, None)
+        if before is None:
+            return {}
+        far = {str(n): before.distance(one.own) for n, one in enumerate(layout.held) if one.own is not None}
+        return {n: distance for n, distance in far.items() if distance}
+
+    def _from_all(self, own: Any) -> list[Any]:
+        """Return what every rank gives; nothing if one does not come."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return own
+            return [own]
         try:
-            every = self._exchange.values(own)
+            return self._exchange.values(own)
         except AbsentRankError:
             return []
-        return [tuple(one) for rank in every for one in rank]
 
     def _may_hold_copies(self, optimizer: Optimizer, passes: Sequence[ArrivedGradients]) -> bool:
         parameters = parameters_of(optimizer)

@@ -223,7 +223,7 @@ class TrainingRecorder:
         with torch.no_grad(), paused():
             own, others = self._passes.take(optimizer, number)
             layout = self._layouts.of(number)
-            stepped = self._own(optimizer) if layout is None else self._in_pieces(optimizer, layout)
+            stepped = self._own(optimizer) if layout is None else self._in_pieces(optimizer, number, layout)
             self._observers.tell(lambda one: one.before_step(optimizer))
         unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
         self._pending = RecordedStep(
@@ -254,12 +254,12 @@ class TrainingRecorder:
             lambda one: vector(one, parameters, self._sample),
         )
 
-    def _in_pieces(self, optimizer: Optimizer, layout: MasterLayout) -> SteppedParameters:
+    def _in_pieces(self, optimizer: Optimizer, number: int, layout: MasterLayout) -> SteppedParameters:
         layout = layout.on(optimizer)
         found = layout.received(optimizer)
         gradients, norms = [one for one, _ in found], [norm for _, norm in found]
         unclipped = layout.unclipped(self._unclipped.whole, gradients)
-        facts = {"masters": layout.facts(found)}
+        facts = {"masters": layout.facts(found, self._layouts.stale_before(number, layout))}
         return SteppedParameters(layout.recorded(optimizer), gradients, norms, unclipped, layout.vector, facts)
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:

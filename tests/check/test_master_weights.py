@@ -1,0 +1,268 @@
+"""Optimizers that step copies of the model's weights: whole copies, flat ones, and a run of them on each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.ranks.run import run_on_ranks
+
+STEPS, SIZE = 3, 8
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).to(dtype)
+
+
+class Whole:
+    """A float32 copy of each parameter, as apex makes them."""
+
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.masters = [nn.Parameter(one.detach().float().clone()) for one in self.weights]
+
+    def give(self, gradients):
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient.float().clone()
+
+    def take(self):
+        for one, master in zip(self.weights, self.masters, strict=True):
+            one.copy_(master)
+
+
+class Flat:
+    """One float32 copy of all parameters, one after the other."""
+
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.masters = [nn.Parameter(self.run(self.joined(self.weights)).float().clone())]
+
+    def joined(self, tensors):
+        flat = torch.cat([one.detach().reshape(-1) for one in tensors])
+        return functional.pad(flat, (0, -len(flat) % (3 * dist.get_world_size())))
+
+    def run(self, flat):
+        return flat
+
+    def give(self, gradients):
+        self.masters[0].grad = self.run(self.joined(gradients)).float().clone()
+
+    def take(self):
+        self.put(self.masters[0].detach())
+
+    def put(self, flat):
+        for one in self.weights:
+            one.copy_(flat[: one.numel()].reshape(one.shape))
+            flat = flat[one.numel() :]
+
+
+class Sharded(Flat):
+    """A run of the flat copy on each rank, as ZeRO makes them."""
+
+    def run(self, flat):
+        return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def take(self):
+        own = self.masters[0].detach()
+        runs = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(runs, own)
+        self.put(torch.cat(runs))
+
+
+class Backwards(Sharded):
+    """The same with the parameters in the order in which their gradients are ready, as Megatron's buffers have it."""
+
+    def __init__(self, model):
+        super().__init__(nn.ParameterList(reversed(list(model.parameters()))))
+
+    def give(self, gradients):
+        super().give(list(reversed(gradients)))
+
+
+KINDS = {"whole": Whole, "flat": Flat, "sharded": Sharded, "backwards": Backwards}
+
+
+class Training:
+    """A right training; its methods are the places for mistakes."""
+
+    def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, optimizer=torch.optim.AdamW):
+        self.micro_batches, self.limit = micro_batches, limit
+        self.model = model(dtype)
+        self.copies = kind(self.model)
+        self.optimizer = optimizer(self.copies.masters, lr=1e-2)
+        self.step = 0
+
+    def fit(self):
+        torch.manual_seed(100 + dist.get_rank())
+        losses = []
+        for self.step in range(STEPS):
+            sums = [torch.zeros_like(one) for one in self.model.parameters()]
+            for number in range(self.micro_batches):
+                loss = self.loss()
+                self.model.zero_grad()
+                loss.backward()
+                self.add(sums, number)
+                losses.append(loss.item())
+            with torch.no_grad():
+                self.copies.give([self.averaged(one) for one in sums])
+                self.clip()
+                self.optimizer.step()
+                self.copies.take()
+        return losses
+
+    def loss(self):
+        inputs = torch.randn(SIZE, 6).to(next(self.model.parameters()).dtype)
+        return functional.cross_entropy(self.model(inputs).float(), torch.randint(4, (SIZE,))) / self.micro_batches
+
+    def add(self, sums, number):
+        for total, one in zip(sums, self.model.parameters(), strict=True):
+            total += one.grad
+
+    def averaged(self, gradient):
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+    def norm(self):
+        square = sum(one.grad.square().sum() for one in self.copies.masters)
+        if isinstance(self.copies, Sharded):
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    def clip(self):
+        if self.limit is not None:
+            factor = min(1.0, self.limit / float(self.norm()))
+            for one in self.copies.masters:
+                one.grad *= factor
+
+
+class Summed(Training):
+    def averaged(self, gradient):
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class DividedTwice(Training):
+    def averaged(self, gradient):
+        return super().averaged(gradient) / self.micro_batches
+
+
+class NotReduced(Training):
+    def averaged(self, gradient):
+        return gradient
+
+
+class StaleLoad(Training):
+    def fit(self):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.copy_(torch.randn_like(one) / 4)
+        return super().fit()
+
+
+class StaleRun(Training):
+    """Rank 1 reads its run of the gradients before they have been reduced for this step."""
+
+    def clip(self):
+        own = self.copies.masters[0]
+        new = own.grad
+        if dist.get_rank() == 1 and self.step:
+            own.grad = self.late
+        self.late = new.clone()
+
+
+class OwnNorm(Training):
+    def norm(self):
+        return torch.stack([one.grad.norm() for one in self.copies.masters]).norm()
+
+
+class LastMicroBatchMissing(Training):
+    """Gradients are added up before the backward pass of the last micro-batch."""
+
+    def add(self, sums, number):
+        if number < self.micro_batches - 1:
+            super().add(sums, number)
+
+
+class In16Bits(Training):
+    def add(self, sums, number):
+        for total, one in zip(sums, self.model.parameters(), strict=True):
+            total.copy_((total + one.grad).bfloat16())
+
+
+WRONG = {
+    "stale-master-weights": (StaleLoad, {}),
+    "summed-over-ranks": (Summed, {}),
+    "divided-twice": (DividedTwice, {"micro_batches": 3}),
+    "not-synchronised": (NotReduced, {}),
+    "one-step-late": (StaleRun, {}),
+    "clipped-shard-by-shard": (OwnNorm, {"limit": 0.05}),
+    "last-micro-batches-missing": (LastMicroBatchMissing, {"micro_batches": 3}),
+    "rounded-to-16-bits": (In16Bits, {"micro_batches": 3}),
+}
+
+
+@pytest.fixture
+def judged(plumbline):
+    """Return a function that trains on ranks under check, and returns what was found in the training."""
+
+    def judged(training, ranks=2, **options):
+        checked = plumbline.check(lambda: training(**options).fit(), ranks=ranks, steps=STEPS)
+        assert not any(end.has_failed for end in checked.ends), checked.ends
+        (found,) = checked.trainings
+        return found
+
+    return judged
+
+
+RIGHT = {
+    "a bfloat16 model": {"dtype": torch.bfloat16},
+    "accumulation and clipping": {"micro_batches": 2, "limit": 0.05},
+}
+
+
+@pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_copies_of_every_kind_are_judged_in_full(judged, kind, options):
+    training = judged(Training, kind=kind, **options)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+def test_runs_of_three_ranks_are_pieces_of_the_parameters_that_they_cut(judged):
+    training = judged(Training, ranks=3)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+    held = [{one.name for one in rank.steps[0].parameters if one.is_held} for rank in training.training.ranks]
+    assert "2.weight[41:194]" in held[1] - held[0] - held[2]
+    assert training.coverage.gradients.of == sum(one.numel() for one in model().parameters())
+
+
+@pytest.mark.parametrize(("cause", "kind", "options"), [(name, *what) for name, what in WRONG.items()], ids=WRONG)
+def test_a_mistake_on_the_way_to_the_copies_is_named(judged, cause, kind, options):
+    training = judged(kind, **options)
+    assert answer_of(training) is Answer.WRONG
+    assert cause.replace("-", " ") in sentence_on(training)
+
+
+def test_copies_that_are_stale_are_named_if_they_are_whole(judged):
+    training = judged(StaleLoad, kind=Whole)
+    assert "stale master weights" in sentence_on(training)
+    (found,) = [one for one in training.findings if one.cause == "stale-master-weights"]
+    assert (found.step, found.rank) == (0, 0)
+
+
+def test_one_clipped_step_is_not_called_wrong(plumbline):
+    checked = plumbline.check(lambda: Training(limit=0.05).fit(), steps=1)
+    assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
+
+
+def test_losses_are_the_same_bit_for_bit_without_check(plumbline):
+    def train():
+        return Training(micro_batches=2).fit()
+
+    plain = run_on_ranks(lambda terminal: train(), 2, timeout=60)
+    assert [end.value for end in plain] == plumbline.check(train, ranks=2, steps=STEPS).values
