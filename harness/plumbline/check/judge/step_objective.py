@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep
 
@@ -95,7 +96,7 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
         return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
-    mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
+    mean, received = local / len(steps), _received(steps).nan_to_num()
     product, lengths = float(received @ mean), float(received.norm() * mean.norm())
     # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
     if not lengths or product < ALONG * lengths:
@@ -104,7 +105,17 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     # A factor other than 1 is told only where it explains most of how far the two are apart.
     unexplained = float((received - factor * mean).norm())
     is_one = abs(factor - 1) <= NEAR
+    if not is_one and first.facts.get("masters", {}).get("limit"):
+        return math.nan  # what clipped it is no call of a function
     return factor if is_one or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
+
+
+def _received(steps: Sequence[RecordedStep]) -> Tensor:
+    """Return what optimizers received before it was clipped: the first one, or all of them where each has pieces."""
+    first, *others = [step.received if step.unclipped is None else step.unclipped for step in steps]
+    for other in others if steps[0].is_in_pieces else ():
+        first = torch.where(first.isnan(), other, first)
+    return first
 
 
 def have_own_batches(step: RecordedStep) -> bool:
@@ -171,7 +182,10 @@ def _shares(step: RecordedStep) -> list[Share] | None:
 
 def _fetched(one: BackwardPass) -> tuple[Any, ...] | None:
     forwards = one.facts.get("batches", {}).get("forwards", ())
-    if len(forwards) != 1 or forwards[0]["fetched"] is None:
+    if not forwards or forwards[0]["fetched"] is None:
+        return None
+    # A wrapper, such as DeepSpeed's engine, hands the same batch on to the module in it.
+    if len({one["module"] for one in forwards}) < len(forwards) or len({one.get("order") for one in forwards}) > 1:
         return None
     fetched = forwards[0]["fetched"]
     return forwards[0]["module"], fetched["loader"], fetched["pass"], fetched["batch"]

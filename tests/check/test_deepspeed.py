@@ -1,0 +1,124 @@
+"""Trainings with DeepSpeed's engine: all stages of ZeRO, whose optimizers step runs of float32 copies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.ranks.run import run_on_ranks
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+deepspeed = pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+
+STEPS, SIZE = 3, 8
+
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+"""Even the small weights of a test are released after each use."""
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 24), nn.GELU(), nn.Linear(24, 3))
+
+
+class Training:
+    """A right training; its methods are the places for mistakes."""
+
+    def __init__(self, zero, micro_batches=1, clip=0.0, bf16=False, groups=False, **settings):
+        # On a CPU the first process would compile a kernel.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.init_distributed("gloo")
+        self.micro_batches, self.dtype = micro_batches, torch.bfloat16 if bf16 else torch.float32
+        self.model = model()
+        parameters = list(self.model.parameters())
+        if groups:
+            matrices = {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1}
+            parameters = [matrices, {"params": [one for one in parameters if one.dim() == 1]}]
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model,
+            optimizer=torch.optim.AdamW(parameters, lr=1e-3),
+            config={
+                "train_micro_batch_size_per_gpu": SIZE,
+                "gradient_accumulation_steps": micro_batches,
+                "gradient_clipping": clip,
+                "zero_optimization": zero,
+                "bf16": {"enabled": bf16},
+                "steps_per_print": 10**9,
+                **settings,
+            },
+        )
+
+    def fit(self):
+        torch.manual_seed(100 + dist.get_rank())
+        losses = []
+        for number in range(STEPS * self.micro_batches):
+            loss = self.loss()
+            self.backward(loss, number)
+            self.engine.step()
+            losses.append(loss.item())
+        return losses
+
+    def loss(self):
+        inputs = torch.randn(SIZE, 12)
+        outputs = self.engine(inputs.to(self.dtype)).float()
+        return functional.cross_entropy(outputs, inputs[:, :3].argmax(1))
+
+    def backward(self, loss, number):
+        self.engine.backward(loss)
+
+
+RIGHT = {
+    "stage 0": ({"stage": 0}, {"micro_batches": 2}),
+    "stage 0 in bfloat16": ({"stage": 0}, {"bf16": True, "clip": 0.05}),
+    "stage 1": ({"stage": 1}, {"micro_batches": 2, "clip": 0.05, "groups": True}),
+    "stage 1, accumulated in float32": (
+        {"stage": 1}, {"bf16": True, "micro_batches": 2, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "stage 2": ({"stage": 2}, {"micro_batches": 2}),
+    "stage 2 in bfloat16": ({"stage": 2}, {"bf16": True, "clip": 0.05}),
+    "stage 3": (SHARDED, {"micro_batches": 2, "clip": 0.05}),
+    "stage 3, not released": ({"stage": 3}, {"groups": True}),
+    "stage 3 in bfloat16": (SHARDED, {"bf16": True}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def judged(plumbline):
+    """Return a function that trains on ranks under check, and returns what was found in the training."""
+
+    def judged(training, zero, ranks=2, **options):
+        checked = plumbline.check(lambda: training(zero, **options).fit(), ranks=ranks, steps=STEPS)
+        assert not any(end.has_failed for end in checked.ends), checked.ends
+        (found,) = checked.trainings
+        return found
+
+    return judged
+
+
+@pytest.mark.parametrize(("zero", "options"), RIGHT.values(), ids=RIGHT)
+def test_every_stage_is_judged_in_full(judged, zero, options):
+    training = judged(Training, zero, **options)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, SHARDED], ids=["stage 2", "stage 3"])
+def test_three_ranks_are_judged_in_full(judged, zero):
+    training = judged(Training, zero, ranks=3)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, SHARDED], ids=["stage 2", "stage 3"])
+def test_losses_are_the_same_bit_for_bit_without_check(plumbline, zero):
+    def train():
+        return Training(zero, micro_batches=2, clip=0.05).fit()
+
+    plain = run_on_ranks(lambda terminal: train(), 2, timeout=100)
+    assert [end.value for end in plain] == plumbline.check(train, ranks=2, steps=STEPS).values
