@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,14 +71,37 @@ def shape_of(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool = False) -> list[Piece]:
     """Return the pieces of a model's parameters that an optimizer holds, by DeepSpeed's own maps or by their values.
 
     Args:
         model: parameters of the model that are in no optimizer.
         masters: the parameters of an optimizer, none of which is the model's.
+        guess: whether parameters of equal values, as of zeros, may be told apart by their order. After a step they have
+            other values.
     """
-    return list(_of_deepspeed(model, masters)) or _whole_copies(model, masters) or _flat_copies(model, masters)
+    known = list(_of_deepspeed(model, masters))
+    if known:
+        return known
+    found = _whole_copies(model, masters) or _flat_copies(model, masters)
+    if not guess and not _is_certain(model, found):
+        return []
+    if not found and guess and [one.shape for one in model] == [one.shape for one in masters]:
+        found = [Piece(one, 0, one.numel(), master, 0) for one, master in zip(model, masters, strict=True)]
+    return found
+
+
+def _is_certain(model: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:
+    """Return whether no piece may be one of another parameter: values, or the pieces beside it, say which it is."""
+    constant = [_is_constant(one.model_weights) for one in pieces]
+    numbers = {id(one): number for number, one in enumerate(model)}
+    order = [numbers[id(one.parameter)] for one in pieces]
+    apart = {later - before for before, later in pairwise(order)}
+    return not any(constant) or (not all(constant) and (apart <= {1} or apart <= {-1}))
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values == values[:1]).all())
 
 
 def _of_deepspeed(model: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Piece]:
@@ -110,21 +134,17 @@ def _is_copy(weights: Tensor, master: Tensor) -> bool:
 
 
 def _whole_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces that are whole parameters: the masters have their shapes, and their values or their order."""
+    """Return pieces that are whole parameters with the shapes and the values of masters, the first of equal ones."""
     left = list(model)
-    pairs = []
+    pieces = []
     for master in masters:
         alike = (one for one in left if one.shape == master.shape and _is_copy(one.detach(), master.detach()))
         found = next(alike, None)
         if found is None:
-            break
-        left = [one for one in left if one is not found]
-        pairs.append((found, master))
-    if len(pairs) < len(masters):
-        if [one.shape for one in model] != [one.shape for one in masters]:
             return []
-        pairs = list(zip(model, masters, strict=True))
-    return [Piece(one, 0, one.numel(), master, 0) for one, master in pairs]
+        left = [one for one in left if one is not found]
+        pieces.append(Piece(found, 0, found.numel(), master, 0))
+    return pieces
 
 
 def _flat_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:

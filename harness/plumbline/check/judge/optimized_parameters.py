@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
-from plumbline.check.judge.noted import information, listed
+from plumbline.check.judge.noted import headline_note, information, listed
 from plumbline.check.judge.recorded_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.recorded_weights import common_steps, reduced_parameters, weights_at
 from plumbline.core.finding import Finding
@@ -25,6 +25,7 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
         next(_replaced(training), None)
         or _stale_masters(training)
         or _missing_on_some_ranks(training)
+        or _not_copied_back(training)
         or _never_moved(training)
     )
     if found is not None:
@@ -111,6 +112,25 @@ def _stale_masters(training: RecordedTraining) -> Finding | None:
                 )
             last[step.optimizer] = step, stale
     return None
+
+
+def _not_copied_back(training: RecordedTraining) -> Finding | None:
+    """Find models whose weights stay what they are, while optimizers update copies of them."""
+    every: dict[tuple[int, int], list[RecordedStep]] = {}
+    for rank in training.ranks:
+        for step in rank.steps:
+            if step.is_in_pieces and not step.skipped:
+                every.setdefault((rank.rank, step.optimizer), []).append(step)
+    later = [step for steps in every.values() for step in steps[1:]]
+    noted = [[step.facts["masters"] for step in steps] for steps in every.values()]
+    stays = all(one["prints"] == steps[0]["prints"] for steps in noted for one in steps)
+    if not later or not stays or not any(step.facts["masters"]["stale"] for step in later):
+        return None
+    return headline_note(
+        CHECK,
+        "The optimizer updates copies of the model's weights, but the model's own weights do not change. Copy the "
+        "updated weights to the model after each step.",
+    )
 
 
 def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:

@@ -18,6 +18,7 @@ from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.optimizer_gradients import exact_segment
 from plumbline.evidence.dtypes import dtype_name
+from plumbline.evidence.projection import fingerprint
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, pieces_of, shape_of
 from plumbline.recording.parameter_names import ParameterNames
@@ -108,12 +109,17 @@ class MasterLayout:
         return BackwardPass(one.number, local, exact, one.scale, one.facts, native)
 
     def facts(self, received: Sequence[tuple[Tensor, float]], stale_before: dict[str, float]) -> Facts:
-        """Return norms of the pieces' gradients, the limit of clipping, and how far stale weights are from masters."""
+        """Return norms of the pieces' gradients, the limit of clipping, and what is known of the model's weights.
+
+        ``prints`` are their fingerprints; ``stale`` and ``stale_before`` say how far they are from the optimizer's, now
+        and before the pieces were found.
+        """
         return {
             "owner": self.owner,
             "norms": [norm for _, norm in received],
             "limit": _clip_limit(),
             "stale_before": stale_before,
+            "prints": [0 if one.own is None else fingerprint(one.own.model_weights.contiguous()) for one in self.held],
             "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
         }
 
@@ -183,7 +189,7 @@ class MasterLayouts:
         owner, part = self._optimizers.place(number)
         model = dict(self._names.trainable())
         candidates, masters = self.candidates(), parameters_of(optimizer)
-        pieces = pieces_of(candidates, masters)
+        pieces = pieces_of(candidates, masters, guess=tries + 1 == TRIES)
         if not all(self._from_all(bool(pieces))) and tries + 1 < TRIES:
             self._unknown[number] = _Weights(candidates, masters)
             return
