@@ -67,8 +67,6 @@ REWRITTEN_SCRIPTS = (
         "DeepSpeed ZeRO 2, accumulation, clipping",
         needs=("deepspeed",),
         ranks=2,
-        accepted=("not judged",),
-        because="its optimizer holds flat copies of the parameters",
     ),
     Script(
         "srun-ddp",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.check.verdict.verdict import Answer, answer_of, notes_on, sentence_on
 from plumbline.ranks.run import run_on_ranks
 
 STEPS, SIZE = 3, 8
@@ -17,6 +17,14 @@ STEPS, SIZE = 3, 8
 def model(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).to(dtype)
+
+
+def with_zeros(dtype):
+    made = model(dtype)
+    for one in made.parameters():
+        if one.dim() == 1:
+            nn.init.zeros_(one)
+    return made
 
 
 class Whole:
@@ -90,11 +98,11 @@ KINDS = {"whole": Whole, "flat": Flat, "sharded": Sharded, "backwards": Backward
 class Training:
     """A right training; its methods are the places for mistakes."""
 
-    def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, optimizer=torch.optim.AdamW):
+    def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, make=model):
         self.micro_batches, self.limit = micro_batches, limit
-        self.model = model(dtype)
+        self.model = make(dtype)
         self.copies = kind(self.model)
-        self.optimizer = optimizer(self.copies.masters, lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.copies.masters, lr=1e-2)
         self.step = 0
 
     def fit(self):
@@ -266,3 +274,30 @@ def test_losses_are_the_same_bit_for_bit_without_check(plumbline):
 
     plain = run_on_ranks(lambda terminal: train(), 2, timeout=60)
     assert [end.value for end in plain] == plumbline.check(train, ranks=2, steps=STEPS).values
+
+
+class VectorsLast(Sharded):
+    """All matrices, and then all vectors, most of which begin with equal values."""
+
+    def __init__(self, model):
+        weights = list(model.parameters())
+        self.order = sorted(range(len(weights)), key=lambda number: -weights[number].dim())
+        super().__init__(nn.ParameterList([weights[number] for number in self.order]))
+
+    def give(self, gradients):
+        super().give([gradients[number] for number in self.order])
+
+
+class NotCopiedBack(Whole):
+    def take(self):
+        pass
+
+
+def test_parameters_of_equal_values_are_told_apart_after_a_step(judged):
+    training = judged(Training, kind=VectorsLast, make=with_zeros)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+def test_a_model_to_which_nothing_is_copied_back_is_noted(judged):
+    training = judged(Training, kind=NotCopiedBack)
+    assert any("model's own weights do not change" in note for note in notes_on(training))

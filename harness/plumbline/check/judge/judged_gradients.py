@@ -15,8 +15,8 @@ from plumbline.judge.mistakes.synchronisation import only
 
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
-    "no backward pass reached the optimizer's parameters; gradients cannot be followed if the script copies them from "
-    "other tensors, such as those of master weights, or computes them with torch.autograd.grad or torch.func"
+    "no backward pass reached the optimizer's parameters, and they are not copies of the model's weights; gradients "
+    "cannot be followed if the script computes them with torch.autograd.grad or torch.func"
 )
 NOT_TOGETHER = "the ranks' forwards could not be computed again together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
