@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.ranks.run import run_on_ranks
@@ -76,6 +77,106 @@ class Training:
         self.engine.backward(loss)
 
 
+class StaleLoad(Training):
+    """The model's state is loaded past the engine, which has its own copies."""
+
+    def fit(self):
+        torch.manual_seed(5)
+        self.model.load_state_dict({name: torch.randn_like(one) / 4 for name, one in self.model.state_dict().items()})
+        return super().fit()
+
+
+class LossDividedToo(Training):
+    """The script divides the loss by the micro-batches, as the engine does."""
+
+    def fit(self):
+        inputs = torch.randn(SIZE * 40, 12, generator=torch.Generator().manual_seed(1))
+        data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+        self.loader = iter(DataLoader(data, batch_size=SIZE, sampler=DistributedSampler(data)))
+        return super().fit()
+
+    def loss(self):
+        inputs, labels = next(self.loader)
+        return functional.cross_entropy(self.engine(inputs), labels)
+
+    def backward(self, loss, number):
+        super().backward(loss / self.micro_batches, number)
+
+
+class EarlyBoundary(Training):
+    """The boundary is set for the first micro-batch of a window in place of the last one."""
+
+    def backward(self, loss, number):
+        self.engine.set_gradient_accumulation_boundary(number % self.micro_batches == 0)
+        super().backward(loss, number)
+        self.engine.set_gradient_accumulation_boundary((number + 1) % self.micro_batches == 0)
+
+
+class NotReduced(Training):
+    """A rank takes its run of its own gradients."""
+
+    def fit(self):
+        self.engine.optimizer.average_tensor = lambda *args, **kwargs: None
+        return super().fit()
+
+
+class ChangedBeforeTheStep(Training):
+    def fit(self):
+        inner = self.engine.optimizer.optimizer
+        step = inner.step
+
+        def changed(*args, **kwargs):
+            self.change([one for group in inner.param_groups for one in group["params"]])
+            return step(*args, **kwargs)
+
+        inner.step = changed
+        return super().fit()
+
+
+class Summed(ChangedBeforeTheStep):
+    def change(self, masters):
+        for one in masters:
+            one.grad *= dist.get_world_size()
+
+
+class StaleRun(ChangedBeforeTheStep):
+    """Rank 1 steps with the run of the step before."""
+
+    last = None
+
+    def change(self, masters):
+        (one,) = masters
+        new = one.grad.clone()
+        if dist.get_rank() == 1 and self.last is not None:
+            one.grad = self.last
+        self.last = new
+
+
+class OwnNorm(Training):
+    """Each rank clips its run by the norm of that."""
+
+    def fit(self):
+        zero = self.engine.optimizer
+        zero.scaled_global_norm = lambda norm_type=2: torch.cat(
+            [one.flatten() for one in zero.averaged_gradients[0]]
+        ).norm()
+        return super().fit()
+
+
+WRONG = {
+    "stale, stage 2": ("stale-master-weights", StaleLoad, {"stage": 2}, {}),
+    "stale, stage 0 in bfloat16": ("stale-master-weights", StaleLoad, {"stage": 0}, {"bf16": True}),
+    "divided twice, stage 2": ("divided-twice", LossDividedToo, {"stage": 2}, {"micro_batches": 4}),
+    "divided twice, stage 3": ("divided-twice", LossDividedToo, SHARDED, {"micro_batches": 4}),
+    "boundary, stage 1": ("last-micro-batches-missing", EarlyBoundary, {"stage": 1}, {"micro_batches": 2}),
+    "not reduced, stage 2": ("not-synchronised", NotReduced, {"stage": 2}, {}),
+    "summed, stage 1": ("summed-over-ranks", Summed, {"stage": 1}, {}),
+    "summed, stage 3": ("summed-over-ranks", Summed, SHARDED, {}),
+    "stale run, stage 2": ("one-step-late", StaleRun, {"stage": 2}, {}),
+    "stale run, stage 3": ("one-step-late", StaleRun, SHARDED, {}),
+    "own norm, stage 2": ("clipped-shard-by-shard", OwnNorm, {"stage": 2}, {"clip": 0.05}),
+}
+
 RIGHT = {
     "stage 0": ({"stage": 0}, {"micro_batches": 2}),
     "stage 0 in bfloat16": ({"stage": 0}, {"bf16": True, "clip": 0.05}),
@@ -107,6 +208,13 @@ def judged(plumbline):
 def test_every_stage_is_judged_in_full(judged, zero, options):
     training = judged(Training, zero, **options)
     assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+@pytest.mark.parametrize(("cause", "training", "zero", "options"), WRONG.values(), ids=WRONG)
+def test_a_mistake_is_named(judged, cause, training, zero, options):
+    found = judged(training, zero, **options)
+    assert answer_of(found) is Answer.WRONG
+    assert cause.replace("-", " ") in sentence_on(found)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2}, SHARDED], ids=["stage 2", "stage 3"])
