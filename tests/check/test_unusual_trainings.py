@@ -237,24 +237,11 @@ def gradients_from_elsewhere():
         optimizer.step()
 
 
-def wrapped_by_fsdp1():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("train", "why"),
     [
         (gradients_set_to_zero, "the script sets the gradients of some parameters to zero"),
         (gradients_from_elsewhere, "computes them with torch.autograd.grad or torch.func"),
-        (wrapped_by_fsdp1, "FSDP1"),
     ],
 )
 def test_what_cannot_be_judged_is_said_with_its_reason(plumbline, train, why):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from plumbline.recording.flat_sharding import WRAPPED, flat_units
 from plumbline.recording.parameters import parameters_of
 
 
@@ -26,9 +27,10 @@ class ParameterNames:
         if any(known is root for known in self.roots):
             return
         self.roots.append(root)
+        flat_units(root)
         prefix = "" if len(self.roots) == 1 else f"{type(root).__name__}."
         for name, parameter in root.named_parameters():
-            self._named.setdefault(id(parameter), (prefix + name, parameter))
+            self._named.setdefault(id(parameter), (prefix + name.replace(WRAPPED, ""), parameter))
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """Return all parameters that require a gradient, with their names."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.recording.flat_sharding import flat_units, part_of
+
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, which all its ranks have to ask for; another tensor as it is."""
@@ -36,6 +38,8 @@ def is_data_parallel_shard(parameter: Tensor) -> bool:
 
 def is_shard(tensor: Tensor) -> bool:
     """Return whether this rank holds only a part of a tensor; a DTensor's part may be the whole of it."""
+    if (part := part_of(tensor)) is not None:
+        return part.unit.is_sharded
     placements = getattr(tensor, "placements", None) or ()
     return is_data_parallel_shard(tensor) or any(type(one).__name__ != "Replicate" for one in placements)
 
@@ -47,12 +51,18 @@ def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]
             yield one.sharded_param, leaf
 
 
-def reduction_dtypes(roots: Iterable[nn.Module]) -> dict[int, torch.dtype]:
+def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -> dict[int, torch.dtype]:
     """Return the dtype in which gradients are reduced over ranks, by the id of each parameter that is sharded.
 
-    ``MixedPrecisionPolicy`` says it; by default it is the dtype in which the module computes.
+    The policy for mixed precision says it; by default it is the dtype in which the module computes. FSDP1 adds up in
+    the latter what is ``accumulated`` before it is reduced.
     """
-    return {id(one.sharded_param): one.reduce_dtype or one.param_dtype or one.orig_dtype for one in _sharded(roots)}
+    found = {id(one.sharded_param): one.reduce_dtype or one.param_dtype or one.orig_dtype for one in _sharded(roots)}
+    for unit in (unit for root in roots for unit in flat_units(root)):
+        dtypes = [*unit.reduction_dtypes(), *([unit.dtype] if accumulated else [])]
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        found.update((id(one), coarsest) for one in unit.parameters)
+    return found
 
 
 def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:

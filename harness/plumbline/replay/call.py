@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.zero3 import held
 from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.random_state import RandomState
@@ -19,24 +20,33 @@ SAMPLE = 1024
 
 @dataclass(frozen=True)
 class UsedParameter:
-    """A parameter as it was when a module was called."""
+    """A parameter as it was when a module was called; ``dtype`` is that in which a flat one is computed with."""
 
     parameter: nn.Parameter
-    version: int
-    address: int
+    state: tuple[int, int]
     requires_grad: bool
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
         """Return how ``parameter`` is now."""
-        own = held(parameter)
-        return cls(parameter, own._version, own.data_ptr(), parameter.requires_grad)
+        part = part_of(parameter)
+        dtype = parameter.dtype if part is None else part.unit.dtype
+        return cls(parameter, _state(parameter), parameter.requires_grad, dtype)
 
     @property
     def changed(self) -> bool:
         """Whether its values were replaced or written to since."""
-        own = held(self.parameter)
-        return own._version != self.version or own.data_ptr() != self.address
+        return _state(self.parameter) != self.state
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return the version and the address of a parameter's values."""
+    if (part := part_of(parameter)) is None:
+        own = held(parameter)
+        return own._version, own.data_ptr()
+    version, address = part.unit.state
+    return parameter._version + version, address
 
 
 @dataclass
@@ -83,7 +93,7 @@ class TrackedCall:
     @property
     def eps(self) -> float:
         """The relative spacing of numbers in the coarsest precision that it may compute in."""
-        dtypes = {one.parameter.dtype for one in self.parameters} | {one.dtype for one in self.outputs}
+        dtypes = {one.dtype for one in self.parameters} | {one.dtype for one in self.outputs}
         dtypes |= {one.dtype for one in self.autocast if one.enabled}
         return max(torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex)
 

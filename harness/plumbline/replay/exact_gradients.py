@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from plumbline.recording.zero3 import is_run
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.checkpointing import without_checkpoints
@@ -21,7 +20,7 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS, NOT_REPEATABLE, OUTSIDE
 from plumbline.replay.replay import CannotReplayError, NeedsAllRanksError, Replayed, replay
 from plumbline.replay.tracked_calls import TrackedCalls
-from plumbline.replay.unsharding import is_distributed
+from plumbline.replay.unsharding import is_gathered
 
 Reduce = Callable[[Tensor, nn.Parameter], Tensor]
 """A linear map of a parameter's gradient to what is kept of it, such as a projection."""
@@ -116,13 +115,14 @@ class _Step:
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
-        self._exact = ParameterCopies(truth, keeps)
-        self._native = ParameterCopies(ReplayPrecision.NATIVE)
+        flat: dict[int, tuple[Tensor, Tensor]] = {}
+        self._exact = ParameterCopies(truth, keeps, flat)
+        self._native = ParameterCopies(ReplayPrecision.NATIVE, flat=flat)
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
     def gather(self, call: TrackedCall) -> None:
         """Gather sharded parameters, before anything can be different on different ranks."""
-        if not call.obstacle and any(is_distributed(one.parameter) or is_run(one.parameter) for one in call.parameters):
+        if not call.obstacle and any(is_gathered(one.parameter) for one in call.parameters):
             self._exact.leaves(call)
             self._native.leaves(call)
 

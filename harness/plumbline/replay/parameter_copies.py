@@ -7,22 +7,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.sharding import whole
 from plumbline.recording.zero3 import gathered, is_run
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.module_state import ModuleState
 from plumbline.replay.precision import ReplayPrecision
-from plumbline.replay.unsharding import computing_dtypes, is_distributed, shards
+from plumbline.replay.unsharding import computing_dtypes, is_gathered, shards
 
 
 class ParameterCopies:
     """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
 
     A sharded parameter is gathered once, when it is first asked for. ``keeps`` says whether its gradient is asked for.
+    ``flat`` has whole flat parameters, with these themselves, for copies in several precisions.
     """
 
-    def __init__(self, precision: ReplayPrecision, keeps: Callable[[Tensor], bool] = lambda parameter: True) -> None:
+    def __init__(
+        self,
+        precision: ReplayPrecision,
+        keeps: Callable[[Tensor], bool] = lambda parameter: True,
+        flat: dict[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         self.keeps = keeps
+        self._flat = {} if flat is None else flat
         self._precision = precision
         self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._states: dict[nn.Module, ModuleState] = {}
@@ -36,14 +44,21 @@ class ParameterCopies:
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
-            values = gathered(parameter) if is_run(parameter) else whole(parameter.detach())
-            leaf = nn.Parameter(self._copy(values, dtype), requires_grad=False)
-            if not (is_distributed(parameter) or is_run(parameter)):
+            leaf = nn.Parameter(self._copy(self._whole(parameter), dtype), requires_grad=False)
+            if not is_gathered(parameter):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        if (part := part_of(parameter)) is None:
+            return gathered(parameter) if is_run(parameter) else whole(parameter.detach())
+        flat = part.unit.flat
+        if id(flat) not in self._flat:
+            self._flat[id(flat)] = flat, part.unit.weights()
+        return part.take(self._flat[id(flat)][1])
 
     def _copy(self, values: Tensor, dtype: torch.dtype | None) -> Tensor:
         if self._precision is ReplayPrecision.NATIVE:

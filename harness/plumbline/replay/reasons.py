@@ -12,3 +12,4 @@ COMPILED_DRAWS = (
 )
 
 OUTSIDE = "it is used outside of any recorded call"
+STALE = "FSDP1 computed its forward with weights from before the optimizer's last step"

@@ -27,7 +27,7 @@ from plumbline.replay.random_state import drawn_from
 from plumbline.replay.reasons import COMMUNICATES
 from plumbline.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, Rounding, WideMode
 from plumbline.replay.tracked_calls import differentiable
-from plumbline.replay.unsharding import replace_hooks
+from plumbline.replay.unsharding import is_freed, place_flat, replace_forwards, replace_hooks
 from plumbline.replay.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
@@ -154,7 +154,10 @@ def _replacement(
         if id(tensor) in leaves:
             return leaves[id(tensor)][1]
         if id(tensor) in call.buffers:
-            return precision.copy(call.buffers[id(tensor)][1])
+            before = call.buffers[id(tensor)][1].to(tensor.dtype)  # to which FSDP1 casts it in its first forward
+            return precision.copy(before)
+        if is_freed(tensor):
+            return tensor
         copy = precision.copy(tensor)
         return copy.requires_grad_().view_as(copy) if tensor.requires_grad else copy
 
@@ -188,7 +191,9 @@ def _forward(
         state.exchange(replacement)
         for module, training in call.training:
             vars(module)["training"] = training
+        place_flat(call.module, replacement)
         replace_hooks(module for module, _ in call.training)
+        replace_forwards(module for module, _ in call.training)
         args, kwargs = map_tensors((call.args, call.kwargs), replacement)
         outputs = differentiable(call.module(*args, **kwargs))
     if len(outputs) != len(call.outputs):
@@ -298,7 +303,7 @@ def _mode(call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype
 
 def _usual_draw(call: TrackedCall) -> torch.dtype | None:
     """Return the one precision in which a module can draw, None where it computes in several."""
-    dtypes = {one.parameter.dtype for one in call.parameters}
+    dtypes = {dtype for one in call.parameters for dtype in (one.parameter.dtype, one.dtype)}
     if len(dtypes) != 1 or any(one.enabled for one in call.autocast):
         return None
     return dtypes.pop()

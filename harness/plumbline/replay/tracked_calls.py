@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.flat_sharding import flat_units
 from plumbline.recording.module_calls import ModuleCalls
 from plumbline.recording.sharding import arrival_leaves
 from plumbline.replay import unwrapping
@@ -22,6 +23,7 @@ from plumbline.replay.call import TrackedCall, UsedParameter, sample
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
+from plumbline.replay.reasons import STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
 from plumbline.replay.uses import used_outside
@@ -243,8 +245,11 @@ class TrackedCalls:
     @staticmethod
     def _note_parameters(call: TrackedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sharded: dict[int, Any] = shards(call.module)
-        parameters = [sharded.get(id(one), one) for one in call.module.parameters()]
-        own = {*map(id, parameters), *sharded}
+        units = flat_units(call.module)
+        stand_ins = {one for unit in units for one in unit.stand_ins()}
+        parameters = [sharded.get(id(one), one) for one in call.module.parameters() if id(one) not in stand_ins]
+        parameters += [one for unit in units for one in unit.parameters]
+        own = {*map(id, parameters), *sharded, *stand_ins}
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
         given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
@@ -301,8 +306,11 @@ def _generators(module: nn.Module) -> list[torch.Generator]:
 
 
 def _obstacle(call: TrackedCall, parameters: Iterable[Tensor]) -> str:
-    if unwrapping.flat_sharding(call.module):
-        return "FSDP1 holds its parameters as pieces of flat ones (`fully_shard` does not)"
+    units = flat_units(call.module)
+    if any(one.is_stale for one in units):
+        return STALE
+    if any(one.has_extensions for one in units):
+        return "FSDP1 shards DTensors (`fully_shard` can be followed there)"
     if call.is_distributed:
         return "its parameters are DTensors that `fully_shard` did not make"
     if any(not one.is_leaf for one in parameters):

@@ -1,4 +1,4 @@
-"""Replays of modules under ``fully_shard``: whole parameters in the places of shards, and FSDP's hooks out of the way.
+"""Replays of sharded modules: whole parameters in the places of shards, and what FSDP adds out of the way.
 
 Whole parameters are gathered by all ranks of a mesh together, so that every rank has to ask for them in the same order.
 """
@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.recording.flat_sharding import flat_units, is_fully_sharded, part_of, plain_forward
 from plumbline.recording.sharding import arrival_leaves
-from plumbline.recording.zero3 import is_hook_of_zero
+from plumbline.recording.zero3 import is_hook_of_zero, is_run
 from plumbline.replay.nested import map_tensors
 
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+
+_CASTS = "torch.distributed.fsdp._common_utils"
+"""Its hooks only cast: FSDP1 puts them around modules that are left out of its mixed precision."""
 
 
 def shards(module: nn.Module) -> dict[int, Tensor]:
@@ -25,7 +29,8 @@ def shards(module: nn.Module) -> dict[int, Tensor]:
 
 def computing_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """Return the dtypes in which sharded parameters are computed with, by the identities of the shards."""
-    return {id(shard): leaf.dtype for shard, leaf in arrival_leaves([module])}
+    flat = {id(one): unit.dtype for unit in flat_units(module) for one in unit.parameters}
+    return flat | {id(shard): leaf.dtype for shard, leaf in arrival_leaves([module])}
 
 
 def is_distributed(parameter: Tensor) -> bool:
@@ -33,8 +38,44 @@ def is_distributed(parameter: Tensor) -> bool:
     return hasattr(parameter, "full_tensor")
 
 
+def is_gathered(parameter: Tensor) -> bool:
+    """Return whether a parameter's whole values have to be gathered by several ranks."""
+    return is_distributed(parameter) or is_run(parameter) or part_of(parameter) is not None
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory is gone, as that of FSDP1's views into a flat parameter is between forwards."""
+    if tensor.layout is not torch.strided or tensor.is_meta or is_distributed(tensor):
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def place_flat(module: nn.Module, leaf_of: Callable[[Tensor], Tensor]) -> None:
+    """Put leaves, or views of a flat leaf, in the places of the parameters that FSDP1 has made parts of flat ones."""
+    for unit in flat_units(module):
+        is_flat = unit.parameters[0] is unit.flat
+        leaves = unit.views(leaf_of(unit.flat)) if is_flat else list(map(leaf_of, unit.parameters))
+        for (holder, name), leaf in zip(unit.places(), leaves, strict=True):
+            _place(holder, name, leaf)
+        for holder, name, first, first_name in unit.shared_places():
+            _place(holder, name, getattr(first, first_name))
+
+
+def _place(holder: nn.Module, name: str, leaf: Tensor) -> None:
+    holder._parameters.pop(name, None)
+    vars(holder).pop(name, None)
+    setattr(holder, name, leaf)
+
+
+def replace_forwards(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP1's modules call what they wrap, with inputs cast as they do it: parameters are whole and in place."""
+    for module in modules:
+        if is_fully_sharded(module):
+            vars(module)["forward"] = plain_forward(module, _cast)
+
+
 def replace_hooks(modules: Iterable[nn.Module]) -> None:
-    """Replace FSDP's hooks by ones that only cast as it does: parameters are whole, and nothing is to be reduced."""
+    """Replace FSDP2's hooks by ones that only cast as it does: parameters are whole, and nothing is to be reduced."""
     for module in modules:
         for hooks, replacement in ((module._forward_pre_hooks, _cast_inputs), (module._forward_hooks, _cast_outputs)):
             for key, hook in hooks.items():
@@ -51,7 +92,7 @@ def _nothing(*args: Any) -> None:
 def _is_fsdp(hook: Any) -> bool:
     owner = getattr(hook, "__self__", None)
     name = getattr(hook, "__module__", "") if owner is None else type(owner).__module__
-    return str(name).startswith(_FSDP)
+    return str(name).startswith(_FSDP) and name != _CASTS
 
 
 def _policy(module: nn.Module) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+from plumbline.recording.flat_sharding import is_fully_sharded
 
 
 class Role(Enum):
@@ -26,7 +26,7 @@ def role_of(module: nn.Module) -> Role:
         return Role.UNTRAINED
     if isinstance(module, DistributedDataParallel):
         return Role.WRAPPER
-    if unwrapped(module) is not module:
+    if unwrapped(module) is not module or is_fully_sharded(module):
         return Role.TRACKED
     if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
         return Role.WRAPPER
@@ -84,12 +84,3 @@ def is_redirected(module: nn.Module, before: Any) -> bool:
     Such a ``forward`` was set for one call: a trainer sends another method through a wrapper with it.
     """
     return before is not None and vars(module).get("forward") is not before
-
-
-def flat_sharding(module: nn.Module) -> bool:
-    """Return whether a part of a module is FSDP1, whose parameters are pieces of flat ones."""
-    return any(_is_fsdp1(type(one)) for one in module.modules())
-
-
-def _is_fsdp1(kind: type[nn.Module]) -> bool:
-    return any((one.__module__, one.__name__) == _FSDP1 for one in kind.__mro__)

@@ -169,20 +169,32 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
 
 
 def _shard_by_shard(training: RecordedTraining) -> Finding | None:
-    for ranks, calls in _last_calls(training, sharded=True):
-        factors = [call["factor"] for call in calls.values() if call["norm"]]
+    for ranks, factors in _factors_of_shards(training):
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))
             return failed_with_hint(
                 "clipping",
                 f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)}), first",
-                "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors",
+                "clip by the norm of all shards together: call model.clip_grad_norm_() under FSDP1, "
+                "torch.nn.utils.clip_grad_norm_ with DTensors",
                 cause="clipped-shard-by-shard",
                 family="clipping",
                 step=first.step.number,
             )
     return None
+
+
+def _factors_of_shards(training: RecordedTraining) -> Iterator[tuple[Mapping[int, ObserverFacts], list[float]]]:
+    """Yield steps before which ranks clipped shards by a norm, and by what: 1 on a rank that did not call."""
+    for ranks, calls in _last_calls(training, sharded=True):
+        yield ranks, [call["factor"] for call in calls.values() if call["norm"]]
+    for ranks in side_by_side(training, OBSERVER):
+        last = [own[-1] for one in ranks.values() if (own := _complete(one))]
+        lacking = [one for one in ranks.values() if not _complete(one) and one.facts["of"]]
+        everywhere = len(ranks) == training.world_size and step_copies(ranks.values())
+        if everywhere and last and lacking and all(one["kind"] == "norm" and one["sharded"] for one in last):
+            yield ranks, [1.0, *(one["factor"] for one in last if one["norm"])]
 
 
 def _shards_by_hand(training: RecordedTraining) -> Finding | None:

@@ -54,7 +54,7 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
             steps = [step for step in rank.steps if step.optimizer == optimizer]
             stale = _stale(steps)
             own = {name: facts for name, facts in _unoptimized(steps[-1]).items() if facts["gradient"]}
-            shapes = Counter(tuple(facts["shape"]) for facts in own.values())
+            shapes = Counter(tuple(shape) for facts in own.values() for shape in facts["shapes"])
             if not stale or not Counter(steps[-1].parameters[number].shape for number in stale) <= shapes:
                 continue
             name = steps[-1].facts.get("update", {}).get("class") or "the optimizer"
@@ -145,7 +145,9 @@ def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
         )
         apart = [name for name in equal if len(set(digests.get(name, {}).values())) > 1]
         if apart and is_one_model:
-            return _lacking(training.ranks, apart, steps, place)
+            return _lacking(training.ranks, apart, steps, place, "so the ranks drift apart")
+        if in_part := _flat_in_part(names, steps):
+            return _lacking(training.ranks, in_part, steps, place, "so what these ranks hold of it never moves")
         equal |= {name for name, found in digests.items() if len(found) == len(steps) and len(set(found.values())) == 1}
     return None
 
@@ -162,8 +164,15 @@ def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
     return found
 
 
+def _flat_in_part(names: Collection[str], steps: Mapping[int, RecordedStep]) -> list[str]:
+    """Return parameters in flat ones that some ranks' optimizers have, but not those of ranks with a part of them."""
+    stepped = {one.name for step in steps.values() for one in step.parameters}
+    lacking = {name for step in steps.values() for name, facts in _unoptimized(step).items() if facts["in_flat"]}
+    return sorted(set(names) & stepped & lacking)
+
+
 def _lacking(
-    ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], place: int
+    ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], place: int, effect: str
 ) -> Finding | None:
     lacking = [rank.rank for rank in ranks if any(name in _unoptimized(steps[rank.rank]) for name in names)]
     if len(lacking) == len(ranks):
@@ -172,7 +181,7 @@ def _lacking(
     return failed_with_hint(
         CHECK,
         f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks, but not on rank "
-        f"{listed(lacking)}, so the ranks drift apart: {listed(sorted(names))}",
+        f"{listed(lacking)}, {effect}: {listed(sorted(names))}",
         "give the optimizer of every rank the same parameters",
         cause="missing-on-some-ranks",
         family="optimizer",

@@ -26,11 +26,12 @@ from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.recorded_weights import shared_numbers
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.judge.findings import with_hint
+from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
+from plumbline.replay.reasons import STALE
 
 CHECK = "gradients"
 
@@ -43,6 +44,14 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
     "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
 }
 """What to do in a script that has no DistributedDataParallel, by the cause: advice about one would mislead."""
+
+_SHARDED: Mapping[str, str] = {
+    "not-synchronised": (
+        "they were never reduced: run the last backward pass of each step outside no_sync(), or with "
+        "set_requires_gradient_sync(True)"
+    ),
+}
+"""The same where FSDP shards the model."""
 
 
 register(
@@ -59,6 +68,9 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     If the forward that all ranks compute together could be differentiated, it decides what is right: ranks that hold
     parts of a model may well receive no mean of what their backward passes compute.
     """
+    if (stale := _stale(training)) is not None:
+        yield stale
+        return
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = joint.judge()
@@ -131,10 +143,32 @@ class ReplayTruth(Truth[ReceivedGradient]):
         return excuse_manual_edits(_advised(finding, self.training), wrong, self.training)
 
 
+def _stale(training: RecordedTraining) -> Finding | None:
+    for rank in training.ranks:
+        uncovered = rank.facts.get("uncovered") or {}
+        names = [name for name, why in uncovered.items() if STALE in why]
+        if names:
+            return failed_with_hint(
+                CHECK,
+                f"{STALE}: it kept its unsharded parameters after a forward without a backward pass, and did not "
+                "gather them again",
+                "run an evaluation, or another forward without a backward pass, after the optimizer's step",
+                cause="stale-weights",
+                family="sync",
+                rank=rank.rank,
+                parameter=names[0],
+            )
+    return None
+
+
 def _advised(finding: Finding, training: RecordedTraining) -> Finding:
-    other = _WITHOUT_WRAPPER.get(str(finding.cause))
-    wrapped = any((rank.facts.get(LAYOUT) or {}).get("wrapped") for rank in training.ranks)
-    return finding if other is None or wrapped else with_hint(finding, other)
+    layouts = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    if any(one.get("wrapped") for one in layouts):
+        return finding
+    is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
+    advice = {**_WITHOUT_WRAPPER, **_SHARDED} if is_sharded else _WITHOUT_WRAPPER
+    other = advice.get(str(finding.cause))
+    return finding if other is None else with_hint(finding, other)
 
 
 def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
@@ -187,15 +221,8 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not unjudged:
         return _why_no_case(training)
-    why = next(
-        why
-        for why in (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
-        if why in unjudged
-    )
-    names = [one.name for case in unjudged[why] for one in case.parameters]
-    if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
-        return "FullyShardedDataParallel (FSDP1) cannot be followed; use fully_shard (FSDP2)"
-    return why
+    reasons = (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+    return next(why for why in reasons if why in unjudged)
 
 
 def _why_no_case(training: RecordedTraining) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from weakref import WeakSet
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.tensor_digest import tensor_digest
+from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 
@@ -98,19 +100,21 @@ class KnownOptimizers:
     def unoptimized(self, copied: Iterable[Tensor] = (), *, with_digests: bool) -> Facts:
         """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.
 
-        Each with its shape, whether it has a gradient, and a digest of its values where that is asked for. Optimizers
-        hold copies of those that are ``copied``.
+        Each with its shape, or those of the parameters in a flat one; whether it has a gradient; whether it is a flat
+        one, or a part of one, of which this rank holds entries; and a digest of its values where that is asked for.
+        Optimizers hold copies of those that are ``copied``.
         """
         known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
         found = (one for root in self._names.roots for one in root.parameters())
         return {
             self._names.of_one(one): {
-                "shape": list(one.shape),
-                "gradient": one.grad is not None,
+                "shapes": [list(shape) for shape in _shapes(one)],
+                "gradient": _has_gradient(one),
+                "in_flat": part_of(one) is not None and one.numel() > 0,
                 "digest": tensor_digest(one) if with_digests else None,
             }
             for one in found
-            if one.requires_grad and id(one) not in known
+            if one.requires_grad and id(one) not in known and isinstance(one, nn.Parameter)
         }
 
     def unstepped(self) -> Entries:
@@ -138,3 +142,16 @@ class KnownOptimizers:
     def _trainable(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         named = zip(self._names.of(optimizer), parameters_of(optimizer), strict=True)
         return ((name, one) for name, one in named if one.requires_grad)
+
+
+def _shapes(parameter: Tensor) -> list[torch.Size]:
+    part = part_of(parameter)
+    if part is None:
+        return [parameter.shape]
+    return part.unit.shapes if part.number is None else [part.shape]
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Return whether a parameter has a gradient; of one in a flat one, another rank may hold what there is."""
+    part = part_of(parameter)
+    return (parameter if part is None else part.unit.flat).grad is not None

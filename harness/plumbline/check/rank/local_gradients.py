@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, segment
 from plumbline.recording.backward_passes import BackwardPasses
-from plumbline.recording.sharding import is_flat
+from plumbline.recording.flat_sharding import Take
 
 Reduce = Callable[[Tensor, Tensor], "Tensor | None"]
 """Returns what is kept of a parameter's gradient, None as long as that is not known."""
@@ -61,6 +61,7 @@ class LocalGradients:
         leaves: Iterable[tuple[Tensor, Tensor]],
         keeps: Callable[[Tensor], bool] = lambda parameter: True,
         reduced: Reduce | None = None,
+        take: Take = lambda gradient: gradient,
     ) -> None:
         """Hook into leaves that are not followed yet and require a gradient.
 
@@ -68,15 +69,16 @@ class LocalGradients:
             leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
             keeps: says of a parameter whether its gradients are asked for; of others it is only known that they arrive.
             reduced: what is kept of gradients, where that is not one segment.
+            take: returns the parameter's part of what arrives.
         """
         arrived: Any = self._arrived if reduced is None else partial(self._arrived_whole, reduced)
         for parameter, leaf in leaves:
             known = self._handles.get(id(parameter))
-            if leaf.requires_grad and leaf.is_leaf and not is_flat(leaf) and (known is None or known[0] is not leaf):
+            if leaf.requires_grad and leaf.is_leaf and (known is None or known[0] is not leaf):
                 if known is not None:
                     known[1].remove()
                 register: Any = leaf.register_hook
-                who = (id(parameter), keeps(parameter)) if reduced is None else (parameter,)
+                who = (id(parameter), keeps(parameter), take) if reduced is None else (parameter,)
                 self._handles[id(parameter)] = leaf, register(partial(arrived, *who))
 
     def stop(self) -> None:
@@ -93,7 +95,7 @@ class LocalGradients:
             ended, self.current = self.current, None
             self._ends(ended)
 
-    def _arrived(self, leaf: int, kept: bool, gradient: Tensor | None) -> None:
+    def _arrived(self, leaf: int, kept: bool, take: Take, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # the leaf is part of the graph, but nothing of this pass reaches it
         if self.current is None or self.passes.is_apart:
@@ -104,7 +106,7 @@ class LocalGradients:
         try:
             # At once: the buffer may become .grad itself, or be used again.
             dense = gradient.to_dense() if gradient.is_sparse and kept else gradient
-            arrived = segment(dense) if kept else torch.zeros(0, dtype=torch.float64)
+            arrived = segment(take(dense)) if kept else torch.zeros(0, dtype=torch.float64)
             before = self.current.local.get(leaf)
             self.current.local[leaf] = arrived if before is None else before + arrived
         except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.recording.sharding import local
+from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.precision import ReplayPrecision
 
 _STATES = 6
@@ -37,7 +37,7 @@ def require_memory(
         NotEnoughMemoryError: in place of the replays.
     """
     every = list({id(one): one for one in (*(p for root in roots for p in root.parameters()), *parameters)}.values())
-    if not parameters or any(hasattr(one, "full_tensor") for one in every):
+    if not parameters or any(hasattr(one, "full_tensor") or is_shard(one) for one in every):
         return  # shards are gathered by all ranks together, so that one alone must not refuse
     free = free_bytes(parameters[0].device)
     if free is None or needed_bytes(every, parameters, sample, options) <= free:

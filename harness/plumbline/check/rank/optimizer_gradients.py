@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from plumbline.check.evidence.training import BackwardPass, as_real, length, segment
+from plumbline.check.evidence.training import SEGMENT, BackwardPass, as_real, length, segment
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.sharding import whole
 
@@ -31,17 +32,19 @@ def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return segment(gradient, split=dtype in (torch.float64, torch.complex128))
 
 
-def received(optimizer: Optimizer, parameter: Tensor, *, sampled: bool = True) -> tuple[Tensor, float]:
+def received(
+    optimizer: Optimizer, parameter: Tensor, gradient: Tensor | None, *, sampled: bool = True
+) -> tuple[Tensor, float]:
     """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none.
 
     The segment of a parameter that is not ``sampled`` is empty.
     """
-    if parameter.grad is None and not sampled:
+    if gradient is None and not sampled:
         return _EMPTY, 0.0
-    if parameter.grad is None:
-        return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
+    if gradient is None:
+        return torch.full((_length(parameter),), torch.nan, dtype=torch.float64), 0.0
     scale = scale_left(optimizer)
-    gradient = _dense(parameter.grad)
+    gradient = _dense(gradient)
     own = segment(gradient) if sampled else _EMPTY
     return own / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
 
@@ -58,7 +61,7 @@ def has_own_hooks(parameter: Tensor) -> bool:
 
 def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
     """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
-    zeros = {id(p): torch.zeros(length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}
+    zeros = {id(p): torch.zeros(_length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}
     local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
     if one.exact is None:
         return BackwardPass(one.number, local, None, one.scale, one.facts)
@@ -73,3 +76,8 @@ def _dense(gradient: Tensor) -> Tensor:
     """Return the whole of a gradient, which all ranks have to ask for where it is sharded, as a dense real tensor."""
     gradient = whole(gradient)
     return as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _length(parameter: Tensor) -> int:
+    part = part_of(parameter)
+    return length(parameter) if part is None else min(part.shape.numel(), SEGMENT)

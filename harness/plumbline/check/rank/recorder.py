@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
+from plumbline.check.rank.flat_gradients import FlatGradients, gathered
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
@@ -68,6 +69,7 @@ class TrainingRecorder:
         self._names = ParameterNames()
         self._optimizers = KnownOptimizers(self._names)
         self._layouts = MasterLayouts(self._names, self._optimizers)
+        self._flat = FlatGradients(self._names)
         self._unclipped = UnclippedGradients(self._optimizers, self._names, sample, loss_scale)
         joint = JointSteps(self._optimizers, self._names, self._unclipped)
         self._observers = Observers((loss_scale, clipping, self._unclipped, joint, *others))
@@ -223,7 +225,10 @@ class TrainingRecorder:
         with torch.no_grad(), paused():
             own, others = self._passes.take(optimizer, number)
             layout = self._layouts.of(number)
-            stepped = self._own(optimizer) if layout is None else self._in_pieces(optimizer, number, layout)
+            if layout is None:
+                stepped = self._own(optimizer, accumulated=len(own) + len(others) > 1)
+            else:
+                stepped = self._in_pieces(optimizer, number, layout)
             self._observers.tell(lambda one: one.before_step(optimizer))
         unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
         self._pending = RecordedStep(
@@ -242,15 +247,18 @@ class TrainingRecorder:
             unclipped=stepped.unclipped,
         )
 
-    def _own(self, optimizer: Optimizer) -> SteppedParameters:
-        parameters = parameters_of(optimizer)
-        found = [received(optimizer, one, sampled=self._sample.has(one)) for one in parameters]
+    def _own(self, optimizer: Optimizer, *, accumulated: bool) -> SteppedParameters:
+        parameters, units = parameters_of(optimizer), self._flat.units(optimizer)
+        whole = gathered(units, lambda one: one.grad)
+        found = [
+            received(optimizer, one, whole.get(id(one), one.grad), sampled=self._sample.has(one)) for one in parameters
+        ]
         gradients, norms = [one for one, _ in found], [norm for _, norm in found]
         return SteppedParameters(
-            recorded_parameters(optimizer, self._names, self._sample),
+            recorded_parameters(optimizer, self._names, self._sample, accumulated=accumulated),
             gradients,
             norms,
-            self._unclipped.vector(parameters, gradients),
+            self._unclipped.vector(parameters, gradients, units),
             lambda one: vector(one, parameters, self._sample),
         )
 

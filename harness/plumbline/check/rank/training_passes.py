@@ -20,10 +20,11 @@ from plumbline.check.rank.optimizer_gradients import has_gradient_hooks
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
+from plumbline.recording.flat_sharding import arrivals
 from plumbline.recording.observers import Observers
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.sharding import arrival_leaves
+from plumbline.recording.sharding import arrival_leaves, is_flat
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.tracked_calls import TrackedCalls
@@ -127,9 +128,12 @@ class TrainingPasses:
         for optimizer in self._optimizers:
             self._sample.add(parameters_of(optimizer))
         self._calls.pass_begins(one.number, roots)
-        leaves = {id(one): (one, one) for one in self._optimizers.parameters()}
+        leaves = {id(one): (one, one) for one in self._optimizers.parameters() if not is_flat(one)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values(), self._sample.has)
+        for parameter, leaf, take in arrivals(self._names.roots):
+            self._gradients.follow([(parameter, leaf)], self._sample.has, take=take)
+            leaves[id(parameter)] = parameter, leaf
         copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
         self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
         one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]

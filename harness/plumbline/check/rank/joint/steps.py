@@ -18,10 +18,13 @@ from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.unclipped import UnclippedGradients
+from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
+
+FLAT = "the forward communicates, and FSDP1 holds its parameters in flat ones; with fully_shard it can be judged"
 
 
 class JointSteps(Observer):
@@ -67,6 +70,9 @@ class JointSteps(Observer):
         losses = ends_in_loss.values()
         if calls and _are_several_ranks() and (not all(losses) or communicates or _are_in_parts(calls)):
             self._functions.take()
+            if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
+                self._found = {"why": FLAT}
+                return
             self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), has_loss=any(losses))
         elif _are_several_ranks():
             self._compare_functions()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
+from plumbline.recording.flat_sharding import flat_units
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
@@ -29,6 +30,10 @@ _OTHER_COLLECTIVES = ("all_to_all", "all_to_all_single", "broadcast", "reduce")
 
 SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of modules whose parameters are distributed although each rank has its own data."""
+
+
+REPLICATED_SHARDS = "2: Replicate Shard"
+"""The layout of shards that several groups of ranks hold."""
 
 
 def world_size() -> int:
@@ -143,7 +148,9 @@ class ParallelismObserver(Observer):
         facts["sharded_as_data"] = any(
             base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
         ) or any(map(is_data_parallel_shard, module.parameters()))
-        facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
+        layouts = {layout for p in module.parameters() if (layout := _layout(p))}
+        replicated = any(one.is_replicated for one in flat_units(module))
+        facts["layouts"] = sorted(layouts | ({REPLICATED_SHARDS} if replicated else set()))
         return facts
 
     def _around_mesh(self, original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> None:

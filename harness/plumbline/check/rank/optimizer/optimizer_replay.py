@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.sharding import local
+from plumbline.recording.sharding import is_shard, local
 
 ENTRY_BY_ENTRY = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD",
@@ -104,7 +104,8 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
     """
     assert parameter.grad is not None
     name = type(optimizer).__name__
-    if local(parameter) is not parameter and not (is_of_torch(optimizer) and name in ENTRY_BY_ENTRY):
+    is_part = local(parameter) is not parameter or is_shard(parameter)
+    if is_part and not (is_of_torch(optimizer) and name in ENTRY_BY_ENTRY):
         raise NotReplayable(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
     try:
         with torch.no_grad(), guard.around(optimizer):
