@@ -137,7 +137,6 @@ class CellsInFlight:
             self._judge(trains, waiting)
 
     def _judge(self, cell: CellInFlight, waiting: list[Planned]) -> None:
-        """Judge a cell that has trained, and train the next one."""
         self._training = None
         try:
             trace = cell.training.trace()

@@ -440,7 +440,6 @@ def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
 
 
 def _epsilon(dtype: str) -> float:
-    """Return the distance from 1 to the next larger number of a dtype."""
     return torch.finfo(getattr(torch, dtype)).eps
 
 

@@ -137,7 +137,6 @@ def _ask_to_end(process: subprocess.Popen[bytes], signals: Sequence[signal.Signa
 
 
 def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
-    """End what is left of a command: its session, and launchers' ranks, which have sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     end_tagged(value, tag)
@@ -191,7 +190,6 @@ class ProcessWatch:
                     yield int(number)
 
     def _follow(self, pid: int) -> bool:
-        """Follow a process; return whether that is possible."""
         if pid not in self._known and hasattr(os, "pidfd_open"):
             self._known.add(pid)
             try:

@@ -68,7 +68,6 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _asked_for(limit: float, norm: float) -> float:
-    """Return the factor of torch.nn.utils.clip_grad_norm_."""
     return min(1.0, limit / (norm + _TO_AVOID_ZERO))
 
 

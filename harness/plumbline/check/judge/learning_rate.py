@@ -49,7 +49,6 @@ def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Se
 
 
 def _notable(training: RecordedTraining) -> Iterator[Finding]:
-    """Say what is often a mistake, and sometimes meant."""
     steps = [one for one in noted(training, OBSERVER) if one.facts["schedulers"]]
     if not steps:
         return

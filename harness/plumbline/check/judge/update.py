@@ -100,7 +100,6 @@ class ReplayedUpdates:
                 self._moved.update((one.rank, (one.step.optimizer, each)) for each in held)
 
     def _note(self, one: ObserverFacts, reasons: Mapping[str, Sequence[int]]) -> None:
-        """Keep the reasons by parameter: what prevents judging it counts more than that it was not due to move."""
         for why, numbers in reasons.items():
             for name in (name for number in numbers for name in one.held_in(number)):
                 key = one.rank, (one.step.optimizer, name)
@@ -109,7 +108,6 @@ class ReplayedUpdates:
 
 
 def _why_inconclusive(one: ObserverFacts) -> str:
-    """Return why a step that differs from its replay may be right all the same, "" where it may not."""
     name = one.facts["class"]
     if not one.facts["of_torch"]:
         return f"{name} is not a class of torch.optim, and a copy of it does not repeat its step"

@@ -66,7 +66,6 @@ MetricHypothesis = Hypothesis[MetricCase, float]
 
 
 def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
-    """Return the shares in groups with the same key, in order of first appearance."""
     return [tuple(p for p in shares if key(p) == one) for one in dict.fromkeys(map(key, shares))]
 
 

@@ -73,7 +73,6 @@ def _repeats_counted(case: MetricCase) -> Values:
 
 
 def _filled_up_batch(case: MetricCase) -> Values:
-    """Predict a mean over per-sample losses that are each their batch's mean, cut to the number of samples."""
     for window in case.windows if case.held_out else ():
         kept = len({i for share in window for i in share.samples})
         losses = [share.loss for share in window for _ in share.samples]
@@ -82,7 +81,6 @@ def _filled_up_batch(case: MetricCase) -> Values:
 
 
 def _part_of_the_samples(case: MetricCase) -> Values:
-    """Predict that the last held-out samples are not evaluated or not counted."""
     losses = case.losses.each(case.report.place, RIGHT[HELD_OUT]) if case.held_out else None
     if losses is None:
         return
@@ -123,8 +121,6 @@ def _divided_by_full_batches(case: MetricCase) -> Values:
 
 
 def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[MetricCase], Values]:
-    """Return the prediction that the value is off by a factor."""
-
     def predict(case: MetricCase) -> Iterator[float]:
         bases = [
             *case.expected_values,
@@ -135,10 +131,6 @@ def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[Me
         yield from (value * number for number in factor(case) if number != 1 for value in bases)
 
     return predict
-
-
-def _world(case: MetricCase) -> Values:
-    return case.world, 1 / case.world
 
 
 def _window(case: MetricCase) -> Values:
@@ -182,7 +174,6 @@ def _again_after_the_step(case: MetricCase) -> Values:
 
 
 def _stale(case: MetricCase) -> Values:
-    """Predict the value of the last report, or of any earlier step."""
     previous, (steps, micro_batches) = case.report.previous, case.report.place
     before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
     for place in (previous, *reversed(before)):
@@ -252,7 +243,7 @@ register(
     MetricHypothesis("batch-missing", "metrics", _batch_missing,
         "the first or the last batch is left out of the mean",
         "check where the sum over batches begins and ends", 170),
-    MetricHypothesis("times-world-size", "metrics", _multiplied(_world),
+    MetricHypothesis("times-world-size", "metrics", _multiplied(lambda case: (case.world, 1 / case.world)),
         "the value is off by a factor of the world size",
         "average over the ranks once: do not sum, and do not divide twice", 165),
     MetricHypothesis("times-window", "metrics", _multiplied(_window),

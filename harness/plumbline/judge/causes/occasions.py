@@ -17,10 +17,6 @@ def _after_an_evaluation(case: OracleGradientCase) -> bool:
     return any((begin, 0) < place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
 
 
-def _after_the_first_evaluation(case: OracleGradientCase) -> bool:
-    return any(place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
-
-
 def _place_in_epoch(case: OracleGradientCase) -> int:
     return case.index % case.counterfactuals.steps_per_epoch
 
@@ -29,7 +25,9 @@ OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
     "in a step that leaves parameters unused": lambda case: bool(case.unused),
     "in a window in which the model is evaluated": _evaluated,
     "after an evaluation, until the epoch ends": _after_an_evaluation,
-    "after the first evaluation": _after_the_first_evaluation,
+    "after the first evaluation": lambda case: any(
+        place < (case.index + 1, 0) for place in case.counterfactuals.evaluations()
+    ),
     "in a short window": lambda case: case.micro_batches < case.accumulate,
     "in a full window": lambda case: case.micro_batches == case.accumulate > 1,
     "in the first step": lambda case: case.index == 0,

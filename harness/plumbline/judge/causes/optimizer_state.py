@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plumbline.evidence.trace import RankTrace
 from plumbline.judge.causes.stage_pattern import ranks_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, most_specific, register
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, most_specific, register
 from plumbline.judge.interrupted_training import Interruption
 from plumbline.judge.oracle.oracle import Optimizers, Oracle
 from plumbline.judge.update_replay import Intervention, replay
@@ -117,16 +117,10 @@ def _once(place: int, change: Callable[[Any], None]) -> Intervention:
 
 
 def _changed_by(change: Callable[[Any], None]) -> Callable[[OptimizerStateCase], Iterator[Variant]]:
-    """Return the prediction that each optimizer's state is changed in this way."""
-
     def predict(case: OptimizerStateCase) -> Iterator[Variant]:
         yield Variant(partial(case.changed, change=change), {})
 
     return predict
-
-
-def _clear(optimizer: Any) -> None:
-    optimizer.state.clear()
 
 
 def _forget_counts(optimizer: Any) -> None:
@@ -164,7 +158,7 @@ def _stale(case: OptimizerStateCase) -> Iterator[Variant]:
 
 
 LOSSES = (
-    LossHypothesis("optimizer-state-dropped", "checkpoint", _changed_by(_clear),
+    LossHypothesis("optimizer-state-dropped", "checkpoint", _changed_by(lambda optimizer: optimizer.state.clear()),
         "momentum or moments start from zero",
         "save and load optimizer.state_dict()", 170),
     LossHypothesis("optimizer-count-lost", "checkpoint", _changed_by(_forget_counts),
@@ -205,10 +199,6 @@ def _with_loss(loss: LossHypothesis, match: Match, **figures: object) -> Match:
     return replace(match, figures={"loss": description, "loss_hint": hint, **figures})
 
 
-def _altered(case: OptimizerStateCase) -> Iterator[Match]:
-    yield Match()
-
-
 register(
     OptimizerStateCase,
     Hypothesis("optimizer-state-on-some-ranks", "checkpoint", _on_some_ranks,
@@ -218,7 +208,7 @@ register(
         "only for {which}, {loss}",
         "{loss_hint}", 180),
     *LOSSES,
-    Hypothesis("optimizer-state-altered", "checkpoint", _altered,
+    Hypothesis("optimizer-state-altered", "checkpoint", holds(lambda case: True),
         "the state was not lost, rounded or taken from an earlier step",
         "save all of it, and load it for the same parameters", 120),
 )  # fmt: skip

@@ -94,17 +94,11 @@ def _order_lost_later(case: ProgressCase) -> Iterator[Match]:
 
 
 def _begins_at(step_of: Callable[[ProgressCase], set[int]]) -> Callable[[ProgressCase], Iterator[Match]]:
-    """Return the prediction that training continues at one of these steps, which are wrong."""
-
     def predict(case: ProgressCase) -> Iterator[Match]:
         if case.begin is not None and not case.resumes_in_place and case.begin in step_of(case):
             yield Match(figures={"begin": case.begin, "place": case.interruption.place})
 
     return predict
-
-
-def _at_the_start(case: ProgressCase) -> set[int]:
-    return {0} if len(case.resumed) >= case.interruption.total else set()
 
 
 def _position_of_each_rank(case: ProgressCase) -> set[int]:
@@ -160,7 +154,8 @@ register(
     ProgressHypothesis("order-lost-later", "checkpoint", _order_lost_later,
         "the first resumed step has the right samples, but resumed step {later} has others",
         "check whether batches are skipped again in the next epoch", 180),
-    ProgressHypothesis("trained-all-over-again", "checkpoint", _begins_at(_at_the_start),
+    ProgressHypothesis("trained-all-over-again", "checkpoint",
+        _begins_at(lambda case: {0} if len(case.resumed) >= case.interruption.total else set()),
         "all epochs are trained again",
         "save and load the epoch and the position in it", 175),
     ProgressHypothesis("position-not-restored", "checkpoint",

@@ -119,10 +119,6 @@ def _stopped_after_micro_batches(case: StopCase) -> Iterator[Match]:
         yield Match(figures={"count": case.micro_batches})
 
 
-def _stopped_elsewhere(case: StopCase) -> Iterator[Match]:
-    yield Match(figures={"count": case.count})
-
-
 register(
     StopCase,
     StopHypothesis("never-stopped", "checkpoint", _never_stopped,
@@ -134,7 +130,7 @@ register(
     StopHypothesis("stopped-elsewhere", "checkpoint", holds(lambda case: case.at_epoch_end),
         "it stopped at the end of an epoch",
         "stop and save within an epoch too", 170),
-    StopHypothesis("stopped-elsewhere", "checkpoint", _stopped_elsewhere,
+    StopHypothesis("stopped-elsewhere", "checkpoint", lambda case: [Match(figures={"count": case.count})],
         "it stopped after {count} steps",
         "check what the trainer counts, and from where", 160),
 )  # fmt: skip
@@ -160,7 +156,6 @@ def _on_some_ranks(case: ResumedWeightsCase) -> Iterator[Match]:
 
 
 def _weights_of_another_step(case: ResumedWeightsCase) -> Iterator[Match]:
-    """Match the weights before a step of the launch that saved, except its first."""
     for step, own in enumerate(case.interruption.origin(0).steps):
         if step and same(own.before, case.found):
             ago = case.interruption.place - step

@@ -80,7 +80,6 @@ def _in_one_layer(case: AlikeMasksCase) -> list[Pair]:
 
 
 def _between_ranks(case: AlikeMasksCase) -> dict[tuple[int, int], list[Pair]]:
-    """Return the pairs that are alike in the same place on two ranks, by those ranks."""
     between: dict[tuple[int, int], list[Pair]] = {}
     for a, b in _alike_but_for(case, "rank"):
         between.setdefault((min(a.rank, b.rank), max(a.rank, b.rank)), []).append((a, b))
@@ -88,8 +87,6 @@ def _between_ranks(case: AlikeMasksCase) -> dict[tuple[int, int], list[Pair]]:
 
 
 def _all_ranks(from_the_start: bool) -> MaskPrediction:
-    """Return the prediction that all ranks draw the same masks, from the first step on or later."""
-
     def predict(case: AlikeMasksCase) -> Iterator[Match]:
         between, world = _between_ranks(case), case.analysis.world
         if world > 1 and set(between) == set(combinations(range(world), 2)):

@@ -50,7 +50,6 @@ def _stage_stepped_again(case: TraceCase) -> Iterator[Match]:
 
 
 def _without_batch(analysis: TraceAnalysis) -> list[GlobalStep]:
-    """Return the steps that no rank had a batch for."""
     return [global_step for global_step in analysis.steps if not any(step.micro_batches for step in global_step.ranks)]
 
 
@@ -222,10 +221,6 @@ def _too_many(case: TraceCase) -> Iterator[Match]:
         yield Match(figures={"due": due})
 
 
-def _too_few(case: TraceCase) -> Iterator[Match]:
-    yield Match(figures={"due": case.analysis.steps_due})
-
-
 register(
     StepCountCase,
     *BATCHES_PER_STEP,
@@ -238,7 +233,7 @@ register(
     StepHypothesis("too-many-batches", "data", _too_many,
         "the trainer used more batches than the {due} of all epochs",
         "divide the data among the ranks", 70),
-    StepHypothesis("too-few-batches", "data", _too_few,
+    StepHypothesis("too-few-batches", "data", lambda case: [Match(figures={"due": case.analysis.steps_due})],
         "the batches of all epochs make {due} steps",
         "check which batches of an epoch are left out or enlarged", 60),
 )  # fmt: skip

@@ -175,7 +175,6 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
 
 
 def _stage_not_updated(case: SubjectUpdateCase) -> Iterator[Match]:
-    """Match if the parameters of one of the ranks that hold a model together did not move."""
     held = HeldParameters(case.analysis.holders[case.rank] if case.analysis.is_staged else {})
     for rank in held.ranks:
         own = [name for name, ranks in held.holders.items() if ranks[0] == rank and name in case.right]

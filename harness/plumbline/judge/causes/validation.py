@@ -49,8 +49,6 @@ EvaluationHypothesis = Hypothesis[EvaluationCase, Match]
 
 
 def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator[Match]]:
-    """Return the prediction for models with running statistics (wrong buffers) or without (wrong metrics)."""
-
     def predict(case: EvaluationCase) -> Iterator[Match]:
         first = next((evaluation for evaluation in case.evaluations if evaluation.training), None)
         if first is not None and bool(case.analysis.oracle.buffers) == with_buffers:
@@ -88,7 +86,6 @@ def _counted_over_epochs(case: EvaluationCase) -> Iterator[Positions]:
 
 
 def _steps_counted(case: EvaluationCase) -> Iterator[Positions]:
-    """Predict that optimizer steps are counted, over all epochs or from the start of each."""
     epochs, every = case.analysis.epochs, case.every
     yield [((step, 0),) for step in range(every, epochs.count * epochs.windows + 1, every)]
     yield [
@@ -158,10 +155,6 @@ def _tail_dropped(case: EvaluationCase) -> Iterator[Match]:
         yield first[1]
 
 
-def _held_out_samples_missing(case: EvaluationCase) -> Iterator[Match]:
-    yield from (match for _, match in _samples_missing(case))
-
-
 _MODE = (
     "training mode updates running statistics, and dropout changes the loss",
     "call model.eval() before it and model.train() after it",
@@ -204,7 +197,8 @@ register(
     EvaluationHypothesis("tail-dropped", "data", _tail_dropped,
         "the last {missing} of {count} held-out samples are not evaluated",
         "check whether the last batch, or samples that do not fill every rank's share, are dropped", 115),
-    EvaluationHypothesis("held-out-samples-missing", "data", _held_out_samples_missing,
+    EvaluationHypothesis("held-out-samples-missing", "data",
+        lambda case: [match for _, match in _samples_missing(case)],
         "{missing} of {count} held-out samples are not evaluated",
         "check which shares are evaluated, and by which ranks", 110),
 )  # fmt: skip

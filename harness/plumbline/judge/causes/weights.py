@@ -14,7 +14,7 @@ from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
-from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, register
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.replicas import holders_of, with_tensors_of_all
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
@@ -99,7 +99,6 @@ def _parameters_missing(case: TraceCase) -> Iterator[Match]:
 
 
 def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
-    """Return the parameters that several ranks hold and start with different values."""
     ranks = analysis.recorded_steps[0].ranks
     first = with_tensors_of_all(ranks).before
     return {name for step in ranks for name, value in step.before.items() if not torch.equal(value, first[name])}
@@ -108,10 +107,6 @@ def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
 def _initialised_anew(case: TraceCase) -> Iterator[Match]:
     if not _differing_at_first(case.analysis):
         yield Match(0)
-
-
-def _not_broadcast(case: UnequalStartCase) -> Iterator[Match]:
-    yield Match(0, figures={"differ": differing_parameters(*case.differing)})
 
 
 def differing_parameters(names: Sequence[str], of: int) -> str:
@@ -125,7 +120,8 @@ def differing_parameters(names: Sequence[str], of: int) -> str:
 
 register(
     UnequalStartCase,
-    Hypothesis[UnequalStartCase, Match]("not-broadcast", "sync", _not_broadcast,
+    Hypothesis[UnequalStartCase, Match]("not-broadcast", "sync",
+        lambda case: [Match(0, figures={"differ": differing_parameters(*case.differing)})],
         "{differ} between the ranks",
         "broadcast all weights from one rank before the first step", 160),
 )  # fmt: skip
@@ -282,11 +278,6 @@ def _changed_between_steps(case: TraceCase) -> Iterator[Match]:
         yield Match(*first)
 
 
-def _changed_after_the_last(case: TraceCase) -> Iterator[Match]:
-    if next(_changes(case), None) is None:
-        yield Match()
-
-
 register(
     ChangedWeightsCase,
     SHARED_MEMORY,
@@ -299,7 +290,7 @@ register(
     WeightHypothesis("changed-between-steps", "optimizer", _changed_between_steps,
         "weights changed between two optimizer steps",
         "check what writes to the parameters besides the optimizer", 118),
-    WeightHypothesis("changed-after-the-last-step", "optimizer", _changed_after_the_last,
+    WeightHypothesis("changed-after-the-last-step", "optimizer", holds(lambda case: next(_changes(case), None) is None),
         "the final weights differ from those after the last step",
         "check what writes to the parameters after the training loop", 116),
 )  # fmt: skip

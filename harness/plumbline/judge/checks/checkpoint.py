@@ -225,7 +225,6 @@ _from_deviation = partial(from_deviation, "checkpoint")
 
 
 def _refuse_vacuous(interruption: Interruption) -> None:
-    """Raise where a trainer that lost everything would have passed."""
     left, start = interruption.left(0)[0], interruption.whole.start
     if all(name not in left or torch.equal(left[name], value) for name, value in start.items()):
         raise Vacuous("no weight had moved when training was interrupted, so nothing could be lost")

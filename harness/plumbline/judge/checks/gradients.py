@@ -195,7 +195,6 @@ def _used_until(index: int, analysis: TraceAnalysis) -> set[str]:
 
 
 def _refuse_vacuous(analysis: TraceAnalysis) -> None:
-    """Raise where a wrong trainer would have passed too."""
     expected = analysis.expected.values()
     if all(norm(value) == 0 for each in expected for value in each.contract.values()):
         raise Vacuous("every gradient is zero")

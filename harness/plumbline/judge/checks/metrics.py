@@ -43,7 +43,6 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
 
 
 def _failed(report: ReportedValue, count: int, table: LossTable, x_noise: float) -> Finding:
-    """Return the finding for the first of ``count`` wrong reports; ``x_noise`` is the largest error."""
     values = table.expected_values(report)
     nearest = min(values, key=lambda value: abs(value - report.value), default=math.nan)
     message = (

@@ -149,7 +149,6 @@ def _alike(masks: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | No
 
 
 def _streams(masks: Sequence[SampleMask]) -> Finding | None:
-    """Return the failure if a device draws another's bits, or its own again, with a lag."""
     drawn: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
     for mask in masks:
         drawn[mask.place.rank, mask.place.device].append(mask.bits)

@@ -66,7 +66,6 @@ def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
 
 
 def _dependent_draws(analysis: TraceAnalysis) -> str | None:
-    """Return what is wrong if draws depend on another rank's, or on earlier ones."""
     if (again := sampler_draws.repeated(analysis)) is not None:
         return f"a batch has the samples of the batch before it at step {again[0]} on rank {again[1]}"
     if (found := sampler_draws.shared(analysis)) is None:
@@ -81,7 +80,6 @@ def _window_size(analysis: TraceAnalysis) -> int:
 
 
 def _wrong_batch_size(analysis: TraceAnalysis) -> str | None:
-    """Return the first step, except the last of an epoch, that does not consume ``accumulate`` whole batches."""
     size, world, windows = _window_size(analysis), analysis.world, analysis.epochs.windows
     for global_step in analysis.steps:
         count = sum(len(drawn(step)) for step in global_step.ranks)

@@ -72,7 +72,6 @@ def _partly_left_in(case: GradientCase) -> Predictions:
 
 
 def _partly_synchronised(case: GradientCase) -> Predictions:
-    """Predict that only one micro-batch was averaged over the ranks, or all but one."""
     if case.world > 1 and case.micro_batches > 1 and case.has_shares[case.rank]:
         for place in range(case.micro_batches):
             yield Combination(_alone(case, place, only=True))

@@ -76,7 +76,6 @@ def _others_one_step_late(case: GradientCase) -> Predictions:
 
 
 def _some_ranks_one_step_late(case: GradientCase) -> Predictions:
-    """Predict an average to which one of the ranks adds its share of the step before."""
     for late in range(case.world) if case.world > 1 and case.has_earlier_step else ():
         combination = Combination(lambda r, b, n, late=late: float(r != late), earlier=only({late}))  # type: ignore[misc]
         yield combination

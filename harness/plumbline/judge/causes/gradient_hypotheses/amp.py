@@ -29,7 +29,6 @@ def _unknown_scale_left_in(case: OracleGradientCase) -> Gradients:
 
 
 def _unscaled_by_a_lowered_scale(case: OracleGradientCase) -> Gradients:
-    """Predict twice the gradient for each optimizer that steps after one that overflowed and halved the scale."""
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for order in (optimizers, optimizers[::-1]):
         factor, predicted = 1.0, {}
@@ -40,7 +39,6 @@ def _unscaled_by_a_lowered_scale(case: OracleGradientCase) -> Gradients:
 
 
 def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
-    """Predict zeros where the scaled gradient of any share overflows in float16."""
     counterfactuals = case.counterfactuals
     if not counterfactuals.cell.arithmetic.scaled:
         return

@@ -9,11 +9,6 @@ from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
-def _not_clipped(case: OracleGradientCase) -> Gradients:
-    if case.clip_norm is not None:
-        yield case.expected.raw
-
-
 def _before_unscaling(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.step.scale:
         yield clipped(case.expected.raw, case.clip_norm / case.step.scale)
@@ -61,7 +56,6 @@ def _by_value(case: OracleGradientCase) -> Gradients:
 
 
 def _to_another_length(case: OracleGradientCase) -> Gradients:
-    """Predict the right direction with the observed length; clipping never makes a gradient longer."""
     factor = factor_between(case.expected.raw, case.observed, default=0.0)
     if case.clip_norm is not None and factor > 0:
         yield scaled(min(factor, 1.0), case.expected.raw)
@@ -96,7 +90,7 @@ register(
     GradientHypothesis("clipped-before-unscaling", "clipping", _before_unscaling,
         "clipped while they were still multiplied by the loss scale of {scale}",
         "call scaler.unscale_(optimizer) before clipping", 990),
-    GradientHypothesis("not-clipped", "clipping", _not_clipped,
+    GradientHypothesis("not-clipped", "clipping", lambda case: [] if case.clip_norm is None else [case.expected.raw],
         "not clipped",
         "clip before the step", 580),
     GradientHypothesis("clipped-before-averaging", "clipping", _before_averaging,

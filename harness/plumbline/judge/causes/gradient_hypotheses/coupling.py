@@ -41,7 +41,6 @@ def _each_device_alone(case: OracleGradientCase) -> Gradients:
 
 
 def _each_forward_alone(case: OracleGradientCase) -> Gradients:
-    """Predict that each forward of the model had a loss of its own, although several forwards make one batch."""
     groups = tuple(
         (forward,) for step in case.ranks for micro in step.micro_batches for forward in micro.forwards if forward
     )
@@ -141,7 +140,6 @@ class _UnevenSamples(Exception):  # noqa: N818 - it ends a prediction and is not
 
 @contextmanager
 def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]:
-    """Make every BatchNorm of the oracle's model normalise in another way within the context."""
     layers: list[Any] = [module for module in oracle.model.modules() if isinstance(module, _BatchNorm)]
 
     def forward_of(layer: Any) -> Any:
@@ -166,7 +164,6 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
 
 
 def _shared_statistics(case: OracleGradientCase) -> Gradients:
-    """Predict statistics over all ranks in the forward, and something else in the backward."""
     layout = case.counterfactuals.layout(case.index)
     if case.world == 1 or len(layout) > 1:
         return

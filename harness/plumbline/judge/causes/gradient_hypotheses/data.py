@@ -17,7 +17,6 @@ from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 
 def _held_out(case: OracleGradientCase) -> Gradients:
-    """Predict training on the samples with the same numbers in the held-out set."""
     counterfactuals = case.counterfactuals
     layout = counterfactuals.layout(case.index)
     with counterfactuals.at(case.index) as oracle:
@@ -62,7 +61,6 @@ Batch = Sequence[Sequence[int]]
 
 
 def _batches(layout: Layout) -> list[Batch]:
-    """Return the samples of each group, micro-batch by micro-batch."""
     return [[[sample_of(i) for share in group for i in share] for group in groups] for groups in layout]
 
 
@@ -85,7 +83,6 @@ def partners(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _shares(case: OracleGradientCase) -> list[list[Share]]:
-    """Return the samples of each micro-batch, batch by batch; empty if a micro-batch has several shares."""
     layout, size = case.counterfactuals.layout(case.index), case.batch_parts
     if size == 1 or len(layout) % size or any(len(groups) > 1 or len(groups[0]) > 1 for groups in layout):
         return []
@@ -151,7 +148,6 @@ def _crossed(
 
 
 def _layer_outputs(oracle: Oracle, share: Share) -> tuple[list[tuple[nn.Module, Tensor]], Tensor]:
-    """Return the output of each layer without layers of its own, in order, and the loss."""
     outputs: list[tuple[nn.Module, Tensor]] = []
 
     def keep(layer: nn.Module, args: Any, output: Any) -> None:

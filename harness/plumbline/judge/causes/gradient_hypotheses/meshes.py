@@ -11,7 +11,7 @@ from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
-from plumbline.judge.hypothesis import Match, register
+from plumbline.judge.hypothesis import holds, register
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
@@ -29,7 +29,6 @@ def _sizes(case: OracleGradientCase) -> list[int]:
 
 
 def _partial_sums(case: OracleGradientCase) -> Gradients:
-    """Predict the first rank's part of a sum, or of a mean, from the parts that the other ranks have."""
     if case.clip_norm is not None or case.in_stages:  # stages share only tied weights, which have their own causes
         return
     held = HeldParts(case)
@@ -49,7 +48,6 @@ def _mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
 
 
 def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
-    """Predict that each rank's block is averaged over only some dimensions of the mesh, or over none."""
     held, cell = HeldParts(case), case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
     if case.clip_norm is not None or not held.in_blocks or case.world == 1:
@@ -61,7 +59,6 @@ def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
 
 
 def _blocks_averaged(case: OracleGradientCase) -> Gradients:
-    """Predict that blocks of different rows, or columns, were averaged with each other."""
     held = HeldParts(case)
     if case.clip_norm is not None or not held.in_blocks:
         return
@@ -102,7 +99,6 @@ def _rest_missing(case: OracleGradientCase) -> Gradients:
 
 
 def _missing_elsewhere(case: OracleGradientCase) -> Gradients:
-    """Predict that a rank has no gradient for parameters for which another rank has the right one."""
     missing = {name for name, value in case.observed.items() if not norm(value)}
     ranks = [step.gradients for step in case.ranks]
     if missing and all(any(name in own and norm(own[name]) for own in ranks) for name in missing):
@@ -119,7 +115,6 @@ def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _experts_scaled(case: OracleGradientCase) -> Gradients:
-    """Predict any length for each tensor that only one rank holds, and the right gradient for all others."""
     total = dict(case.expected.raw)
     for name in _own_experts(case) if case.clip_norm is None else ():
         factor = factor_between({name: total[name]}, case.observed)
@@ -130,7 +125,6 @@ def _experts_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _counted_again(case: OracleGradientCase) -> Gradients:
-    """Predict a norm that counts whole tensors once per rank, or blocks once per replica, or both."""
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
         return
@@ -163,18 +157,6 @@ def _positions_again(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
         for gradient in case.counterfactuals.with_positions_in_parts(case.index, size):
             yield clipped(gradient, case.clip_norm)
-
-
-def _unlike_members(case: OracleGradientCase) -> Gradients:
-    """Match where ranks that see the same samples differ in the gradient of a parameter that all of them hold."""
-    if any(True for _ in HeldParts(case).unlike()):
-        yield Match()
-
-
-def _exchanged_otherwise(case: OracleGradientCase) -> Gradients:
-    """Match, by elimination, where every step is wrong, and several ranks compute each sample."""
-    if case.pattern.every_step and not case.pattern.only_scaled and _sizes(case):
-        yield Match()
 
 
 register(
@@ -217,13 +199,15 @@ register(
     GradientHypothesis("positions-from-zero", "data", _positions_again,
         "those of a training in which each part of a sequence is numbered from zero",
         "add the first position of the rank's part to its positions", 205),
-    GradientHypothesis("unlike-within-a-replica", "sync", _unlike_members,
+    GradientHypothesis("unlike-within-a-replica", "sync",
+        holds(lambda case: any(True for _ in HeldParts(case).unlike())),
         "wrong, and different on ranks that see the same samples, for parameters that each of them holds whole",
         "check whether activations or their gradients are parts of a sum that is not taken over these ranks", 98),
     GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
         "right, but for parameters that only one rank holds they are right in direction and not in length",
         "check what an expert's gradient is divided by: ranks, or the rows that use it", 33),
-    GradientHypothesis("exchanged-otherwise", "sync", _exchanged_otherwise,
+    GradientHypothesis("exchanged-otherwise", "sync",
+        holds(lambda case: case.pattern.every_step and not case.pattern.only_scaled and bool(_sizes(case))),
         "not a known combination of the samples' gradients, and several ranks compute each sample together",
         "check what ranks exchange in the forward, and that its gradients return to where it came from", 5),
 )  # fmt: skip

@@ -16,7 +16,6 @@ from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
-    """Yield each number of samples, of one rank's share or of all shares, and its inverse."""
     layout = case.counterfactuals.layout(case.index)
     counts = {sum(map(len, group)) for groups in layout for group in groups} | {len(samples(layout))}
     for count in counts - {1}:
@@ -24,7 +23,6 @@ def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
 
 
 def _short_batch(case: OracleGradientCase) -> Gradients:
-    """Predict that each share's sum is divided by the size of a full share, also where the share is shorter."""
     workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
     layout = case.counterfactuals.layout(case.index)
     full = workload.global_batch_size(cell.topology.devices) / case.world
@@ -49,8 +47,6 @@ def _constant_at_some_steps(case: OracleGradientCase) -> Gradients:
 def _weighted_otherwise(
     parts_of: Callable[[OracleGradientCase], Sequence[Tensors]],
 ) -> Callable[[OracleGradientCase], Gradients]:
-    """Return the prediction of a sum of the right parts with the weights that fit best."""
-
     def predict(case: OracleGradientCase) -> Gradients:
         if not case.pattern.only_scaled:
             fitted = fit(parts_of(case), case.observed, list(case.observed))
@@ -100,7 +96,6 @@ def _another_loss(case: OracleGradientCase) -> Gradients:
 
 
 def _mask_ignored(case: OracleGradientCase) -> Gradients:
-    """Predict that entries which a boolean column masks out of the loss, such as padding, are counted."""
     for name, column in case.counterfactuals.analysis.oracle.data.columns.items():
         if column.dtype == torch.bool and not bool(column.all()):
             counted = case.counterfactuals.with_column(case.index, name, torch.ones_like(column))
@@ -117,7 +112,6 @@ def _several_micro_batches(case: OracleGradientCase) -> list[Tensors]:
 
 
 def _extremes(case: OracleGradientCase) -> Gradients:
-    """Predict a reduction that takes the largest, the smallest or the middle entry of all ranks."""
     if case.world == 1 or case.micro_batches > 1 or case.clip_norm is not None:
         return
     (parts,) = case.expected.parts
@@ -126,10 +120,6 @@ def _extremes(case: OracleGradientCase) -> Gradients:
             name: reduce(torch.stack([part.get(name, torch.zeros_like(value)) for part in parts]), 0)
             for name, value in case.expected.raw.items()
         }
-
-
-def _some_tensors_multiplied(case: OracleGradientCase) -> Gradients:
-    yield from case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw))
 
 
 register(
@@ -144,7 +134,8 @@ register(
     GradientHypothesis("reduced-by-an-extreme", "averaging", _extremes,
         "the largest, smallest or middle entries of all ranks, not their mean",
         "use a sum in the all-reduce", 345),
-    GradientHypothesis("some-tensors-multiplied", "averaging", _some_tensors_multiplied,
+    GradientHypothesis("some-tensors-multiplied", "averaging",
+        lambda case: case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw)),
         "right for some parameters and {odd_factor} × the right ones for others",
         "check what scales the gradients of these parameters only: a hook, a group or a reduction", 94),
     GradientHypothesis("scaled-by-a-constant", "averaging", multiplied(_factor_of_ranks),

@@ -56,7 +56,6 @@ def _passes_left_in(case: OracleGradientCase) -> Gradients:
 
 
 def _shortened(case: OracleGradientCase) -> Gradients:
-    """Predict the right direction for one optimizer's gradients, with any shorter length."""
     right, observed = case.expected.contract, case.observed
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for names in optimizers if len(optimizers) > 1 and case.clip_norm is None else ():

@@ -38,7 +38,6 @@ def _own_where_unused(case: OracleGradientCase) -> Gradients:
 
 
 def _stale_where_unused(case: OracleGradientCase) -> Gradients:
-    """Predict that a rank without a gradient contributes the last one that it had."""
     if not case.unused or case.micro_batches > 1 or case.clip_norm is not None:
         return
     parts = [dict(part) for part in case.expected.parts[0]]
@@ -57,7 +56,6 @@ def _exchanged(case: OracleGradientCase) -> Gradients:
 
 
 def _rows_in_another_order(case: OracleGradientCase) -> Gradients:
-    """Predict some tensors whose rows, or entries, are reversed or shifted by one."""
     raw = {name: value for name, value in case.expected.raw.items() if value.dim()}
     yield from case.with_nearer({name: value.flip(0) for name, value in raw.items()})
     for shift in (1, -1):

@@ -54,7 +54,6 @@ def _stages_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _own_norms(case: OracleGradientCase) -> dict[int, Tensors]:
-    """Return what each rank holds of the gradient before it is clipped."""
     raw = case.expected.raw
     return {rank: {name: raw[name] for name in case.held.on(rank) & raw.keys()} for rank in case.held.ranks}
 
