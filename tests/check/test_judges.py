@@ -22,11 +22,11 @@ from plumbline.check.evidence.training import (
 )
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.generator_states import judge_generator_states
+from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
-from plumbline.check.judge.replay_truth import judge_gradients
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.rank.observers.row_hashes import digest
 from plumbline.core.finding import Finding

@@ -1,7 +1,7 @@
 """What a right gradient is: how the check of gradients asks, whoever knows the answer.
 
 ``oracle``: the workload is known, so one device computes the gradient in float64 (``judge.checks.gradients``).
-``replay``: a script's own calls, computed again on each rank (``check.judge.replay_truth``).
+``replay``: a script's own calls, computed again on each rank (``check.judge.gradients``).
 A truth need not hold a gradient. A case says how far it is from a prediction; the scalar products of both with the same
 directions are enough for that.
 """

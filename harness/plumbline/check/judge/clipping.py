@@ -51,12 +51,9 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         _copies_in_parts,
     ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
-    if not found and (apart := _shards_by_hand(training)) is not None:
-        found = [apart]
-    if not found and (copies := _copies_apart(training)) is not None:
-        found = [copies]
-    if not found and (other := _other_length(training)) is not None:  # than asked for, which those may be the cause of
-        found = [other]
+    for flaw in (_shards_by_hand, _copies_apart, _other_length):  # each may follow from what stands before it
+        if not found and (finding := flaw(training)) is not None:
+            found = [finding]
     yield from found
     yield from failed_observers(training, OBSERVER, "clipping")
     clipped = [one for one in noted(training, OBSERVER) if _complete(one)]

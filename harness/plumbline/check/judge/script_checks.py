@@ -12,6 +12,7 @@ from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.generator_states import judge_generator_states
+from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.likely_mistakes import judge_lost_ties, judge_rounded_updates, judge_unused_losses
 from plumbline.check.judge.objective import judge_objective
@@ -19,7 +20,6 @@ from plumbline.check.judge.optimized_parameters import judge_optimized_parameter
 from plumbline.check.judge.precision_used import judge_precision_used
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
-from plumbline.check.judge.replay_truth import judge_gradients
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.update import judge_update

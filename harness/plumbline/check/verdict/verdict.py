@@ -8,8 +8,8 @@ from enum import Enum
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.noted import HeadlineNote
-from plumbline.check.judge.replay_truth import CHECK as GRADIENTS
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
