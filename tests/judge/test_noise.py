@@ -16,6 +16,7 @@ from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.buffer_replay import buffer_errors, buffers_after
 from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.checks.gradients import _factor_before_clipping, compare_gradients
+from plumbline.judge.full_training import FullTraining
 from plumbline.judge.oracle.noise import (
     FALSE_ALARM,
     NoiseScale,
@@ -247,7 +248,7 @@ class BehindOneAnother(Generated):
 def test_a_whole_training_in_float64_may_round_otherwise_inside_its_layers(simulation, cell_of):
     workload, cell = BehindOneAnother(), cell_of("batchnorms-behind-one-another", "ddp", "1x3", "64")
     trace = simulation.right_trace(workload, cell)
-    training = TraceAnalysis(trace, workload, cell).full_training
+    training = FullTraining(TraceAnalysis(trace, workload, cell))
     other = training._train(
         Oracle(workload, 3, cell.arithmetic), training.layouts,
         moved=partial(nudged, generator=torch.Generator().manual_seed(99)),
@@ -269,7 +270,7 @@ class CancellingOnOneDevice(Generated):
 def test_each_way_in_which_a_whole_training_may_go_has_a_noise(simulation, cell_of):
     workload, cell = CancellingOnOneDevice(), cell_of("cancelling-on-one-device", "ddp", "1x2", "bf16")
     analysis = TraceAnalysis(simulation.right_trace(workload, cell), workload, cell)
-    training = analysis.full_training
+    training = FullTraining(analysis)
     contracts_own = training._noise_of(training.layouts, training.contract)
     for way, exact in training.one_device.items():
         ended = training._train(analysis.cell_oracle, way)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.evidence.trace import same as same
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.epochs import Epochs
-from plumbline.judge.oracle.full_training import FullTraining
 from plumbline.judge.oracle.layout import (
     Layout,
     contract_layout,
@@ -44,6 +44,8 @@ from plumbline.judge.oracle.noise import (
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from plumbline.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from plumbline.workloads import Workload
+
+_Made = TypeVar("_Made")
 
 NUDGES = 3
 """Weights a rounding of float64 away that tell whether a tensor is zero in truth."""
@@ -107,6 +109,7 @@ class TraceAnalysis(Recording):
         self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = _epsilon(cell.arithmetic.storage)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
+        self._made: dict[Callable[[TraceAnalysis], Any], Any] = {}
 
     @cached_property
     def recorded(self) -> Trace:
@@ -132,10 +135,12 @@ class TraceAnalysis(Recording):
         for trace in self.whole_trace.ranks:
             yield from trace.step_records
 
-    @cached_property
-    def full_training(self) -> FullTraining:
-        """Whole trainings from the job's weights, for the checks of the final weights."""
-        return FullTraining(self)
+    def once(self, make: Callable[[TraceAnalysis], _Made]) -> _Made:
+        """Return what ``make`` makes of this trace; it is made once."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: _Made = self._made[make]
+        return made
 
     @cached_property
     def steps(self) -> tuple[GlobalStep, ...]:

@@ -21,6 +21,7 @@ from plumbline.judge.checks.skipped_steps import skipped_steps
 from plumbline.judge.checks.update import update
 from plumbline.judge.checks.weights import ranks_agree, stillness
 from plumbline.judge.findings import Vacuous, error_at, failed, from_deviation, with_parameters
+from plumbline.judge.full_training import FullTraining
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.interrupted_training import Interruption, saving_cell
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit
@@ -202,7 +203,7 @@ PART_CHECKS: tuple[PartCheck, ...] = (
 
 def _end(interruption: Interruption) -> Finding:
     """The user's own question: are the weights at the end those of the uninterrupted training?"""
-    full_training = interruption.whole.full_training
+    full_training = interruption.whole.once(FullTraining)
     resumed, whole = (analysis.steps[-1].ranks[0].after for analysis in (interruption.resumed, interruption.whole))
     step = interruption.total - 1
     errors = [

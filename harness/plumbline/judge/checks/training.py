@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import TwoWayComparison, Vacuous
+from plumbline.judge.full_training import FullTraining
 from plumbline.judge.oracle.noise import Deviation, distance
 from plumbline.judge.trace_analysis import TraceAnalysis
 
@@ -13,7 +14,7 @@ def training(analysis: TraceAnalysis) -> Finding:
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was taken on all ranks")
     last = analysis.steps_taken[-1]
-    full_training = analysis.full_training
+    full_training = analysis.once(FullTraining)
     contract = full_training.contract
     one_device = full_training.one_device.values()
     comparison = TwoWayComparison()

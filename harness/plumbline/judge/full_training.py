@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,63 +16,16 @@ from plumbline.judge.oracle.layout import Layout, shuffled, single_batch_layout
 from plumbline.judge.oracle.noise import distance, limit, norm, nudged, rounding_unit, within_a_rounding
 from plumbline.judge.oracle.oracle import Oracle, without_held_back
 from plumbline.judge.oracle.partial_sums import PartialSums
-from plumbline.workloads import Workload
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 TRAINING_RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
 
 
-class TracedTraining(Protocol):
-    """What is needed of a trace: the job's weights, the subject's samples at each step, and oracles to train with."""
-
-    workload: Workload
-    epsilon: float
-    compute_epsilon: float
-
-    @property
-    def start(self) -> Tensors:
-        """The job's initial weights."""
-
-    @property
-    def steps_taken(self) -> Sequence[Any]:
-        """The steps that no rank skipped."""
-
-    @property
-    def layouts(self) -> Mapping[int, Layout]:
-        """Who computed what at each step taken, by step index."""
-
-    @property
-    def is_one_device(self) -> bool:
-        """Whether the contract is what one device computes."""
-
-    def tolerated(self, step: Any) -> dict[str, float]:
-        """Return the error with which each tensor of a step's gradient still counts as right."""
-
-    @property
-    def oracle(self) -> Oracle:
-        """Float64, one device."""
-
-    @property
-    def cell_oracle(self) -> Oracle:
-        """The cell's own precision, one device."""
-
-    def batches_between(self, step: Any) -> int:
-        """Return the number of a step's batches after which its optimizers alternate, 0 if they do not."""
-
-    def standing_schedules(self, step: Any) -> frozenset[int]:
-        """Return the numbers of the optimizers whose schedules do not advance after a step that was taken."""
-
-    def one_device(self, layout: Layout) -> Layout:
-        """Return the same samples as one device takes them, each batch at once."""
-
-    def load_inputs(self, oracle: Oracle, step: Any) -> None:
-        """Give an oracle what a step's forwards depend on besides the weights."""
-
-
 class FullTraining:
     """One device's trainings with the samples that the subject used; each is run once, and only if it is needed."""
 
-    def __init__(self, recorded: TracedTraining) -> None:
+    def __init__(self, recorded: TraceAnalysis) -> None:
         self._recorded = recorded
         self.limit = limit(TRAINING_RUNS)
 
@@ -123,7 +75,7 @@ class FullTraining:
         return {name: value if math.isfinite(value) else 0.0 for name, value in far.items()}  # one may diverge
 
     def _with_tolerated_errors(
-        self, step: Any, gradient: Tensors, generator: torch.Generator, side: int
+        self, step: GlobalStep, gradient: Tensors, generator: torch.Generator, side: int
     ) -> dict[str, Tensor]:
         errors = self._recorded.tolerated(step)
         moved = {}
@@ -186,7 +138,7 @@ class FullTraining:
         layouts: Sequence[Layout],
         parts: int | None = None,
         moved: Callable[[Tensors], Tensors] | None = None,
-        erring: Callable[[Any, Tensors], Tensors] | None = None,
+        erring: Callable[[GlobalStep, Tensors], Tensors] | None = None,
     ) -> Tensors:
         """Return the final weights.
 
