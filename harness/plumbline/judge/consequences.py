@@ -202,7 +202,8 @@ def mark_consequences(
     checks detected, and the finding of the later check is the consequence.
     """
     rules, findings = RULES if rules is None else rules, list(findings)
-    bad = sorted((one for one in findings if one.outcome.is_bad), key=_order)
+    places = {check: place for place, check in enumerate(ORDER)}
+    bad = sorted((one for one in findings if one.outcome.is_bad), key=lambda one: places.get(one.check, len(ORDER)))
     origins: dict[str, str] = {}
     hints: dict[str, str | None] = {}
     for finding in bad:
@@ -265,7 +266,3 @@ def _root(check: str, origins: dict[str, str]) -> str:
     while check in origins:
         check = origins[check]
     return check
-
-
-def _order(finding: Finding) -> int:
-    return ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)

@@ -197,8 +197,8 @@ def with_error_grid(finding: Finding, deviations: Iterable[Deviation]) -> Findin
     kept = [name for name in dict.fromkeys(names.values()) if name in rows]
     if not kept:
         return finding
-    table = [[errors.get((row, step)) for step in shown] for row in kept]
-    grid = ErrorGrid(tuple(kept), tuple(shown), tuple(tuple(map(_rounded, row)) for row in table))
+    table = [[float(f"{errors[row, step]:.2g}") if (row, step) in errors else None for step in shown] for row in kept]
+    grid = ErrorGrid(tuple(kept), tuple(shown), tuple(map(tuple, table)))
     return replace(finding, error_grid=grid)
 
 
@@ -211,7 +211,3 @@ def _folded(names: Iterable[str]) -> dict[str, str]:
         if len(set(rows.values())) <= MOST_PARAMETERS:
             break
     return rows if names else {}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.2g}")

@@ -12,7 +12,6 @@ import torch
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
-from plumbline.evidence.trace import Trace
 from plumbline.judge.causes.launch import LaunchCase
 from plumbline.judge.causes.step_count import VacuousCase
 from plumbline.judge.checks import CHECKS, Check, checks_of
@@ -83,7 +82,8 @@ def _of_subject(analysis: TraceAnalysis) -> list[Finding]:
         torch.manual_seed(analysis.workload.seed)
         findings = run_checks(analysis)
         if any(map(_is_of_numbers, findings)) and (step := _diverged_at(analysis)) is not None:
-            until = TraceAnalysis(_until(trace, step), analysis.workload, cell, analysis.behavior)
+            begun = replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
+            until = TraceAnalysis(begun, analysis.workload, cell, analysis.behavior)
             findings = [_before(step, one, until) if _is_of_numbers(one) else one for one in findings]
     return with_hung_ranks(findings, trace) if trace.hung else findings
 
@@ -111,10 +111,6 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
         f"finite in precision {until.cell.precision} either; lower the learning rate, or clip"
     )
     return Finding(finding.check, Outcome.ERRORED, vacuous, step=step)
-
-
-def _until(trace: Trace, step: int) -> Trace:
-    return replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
 
 
 KINDS: dict[type, Kind] = {TraceAnalysis: Kind(RULES, same_cause=True, run=_of_subject)}

@@ -64,10 +64,6 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         yield from _by_hand(training)
 
 
-def _asked_for(limit: float, norm: float) -> float:
-    return min(1.0, limit / (norm + _TO_AVOID_ZERO))
-
-
 def _complete(one: ObserverFacts) -> list[Facts]:
     """Return the calls between the last backward pass of a step and the step."""
     last = _last_pass(one)
@@ -257,7 +253,7 @@ def _other_length(training: RecordedTraining) -> Finding | None:
                 continue
             if not norm or norm == math.inf:
                 continue
-            due = _asked_for(call["limit"], norm)
+            due = min(1.0, call["limit"] / (norm + _TO_AVOID_ZERO))
             if abs(call["factor"] - due) > max(NORM_KNOWN_TO, one.facts["roundings"]) * due:
                 return one.failed(
                     "clipping",

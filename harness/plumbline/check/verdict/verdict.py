@@ -72,15 +72,11 @@ def answer_of(one: CheckedTraining) -> Answer:
     coverage = one.coverage
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
-    has_passed = any(_has_passed(finding, GRADIENTS) for finding in one.findings)
+    has_passed = any(each.check == GRADIENTS and each.outcome is Outcome.PASSED for each in one.findings)
     if not has_passed or not coverage.gradients.entries or coverage.nothing_moved:
         return Answer.NOT_JUDGED
     is_full = min(coverage.gradients.part, coverage.updates.part) >= ENOUGH
     return Answer.RIGHT if is_full else Answer.RIGHT_IN_PART
-
-
-def _has_passed(finding: Finding, check: str) -> bool:
-    return finding.check == check and finding.outcome is Outcome.PASSED
 
 
 def is_accusation(finding: Finding) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import Step, Tensors
+from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
 from plumbline.judge.causes.counterfactuals import Counterfactuals
 from plumbline.judge.causes.occasions import occasion
@@ -58,7 +58,8 @@ class OracleTruth(Truth[OracleGradientCase]):
         if not wrong:
             return _slightly_scaled(finding, self.cases)
         first = self._accused(wrong)[0]
-        parameter = _worst_parameter(first)
+        right = first.expected.contract
+        parameter = max(first.expected.units, key=lambda name: first.error_of(name, right), default=None)
         rank = self.analysis.holder(first.rank, parameter)
         names = [name for name in first.expected.units if self.analysis.holder(first.rank, name) == rank]
         finding = replace(
@@ -169,7 +170,11 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
             frozen = name not in analysis.oracle.trained
             if norm(step.gradients[name]):
                 what = f"of a parameter that is {'frozen' if frozen else 'unused in this step'}"
-            elif not frozen and name not in _used_until(global_step.index, analysis) and not _still(name, step):
+            elif (
+                not frozen
+                and name not in _used_until(global_step.index, analysis)
+                and not step.after[name].equal(step.before[name])
+            ):
                 what = "of zeros and moved a parameter that no loss has depended on so far"
             else:
                 continue
@@ -184,10 +189,6 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
             )
             return replace(finding, error_x_noise=math.inf)
     return None
-
-
-def _still(name: str, step: Step) -> bool:
-    return step.after[name].equal(step.before[name])
 
 
 def _used_until(index: int, analysis: TraceAnalysis) -> set[str]:
@@ -293,10 +294,6 @@ def _common_clip_limits(cases: Sequence[OracleGradientCase]) -> tuple[float, ...
         lengths = [length(part) for part in parts]
         limits.append([clip_limit_of(w * own * len(parts), own) for w, own in zip(weights, lengths, strict=True)])
     return tuple(map(statistics.median, zip(*limits, strict=True)))
-
-
-def _worst_parameter(case: OracleGradientCase) -> str | None:
-    return max(case.expected.units, key=lambda name: case.error_of(name, case.expected.contract), default=None)
 
 
 def _figures(case: OracleGradientCase) -> str:
