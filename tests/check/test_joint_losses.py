@@ -7,8 +7,8 @@ from typing import Any
 
 import joint_losses
 import pytest
-
 from plumbline.check.judge.judge import CheckedTraining
+
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.verdict import Answer, answer_of
 

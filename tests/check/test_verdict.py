@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
-from plumbline.check.command.process_notes import PythonProcess
+from plumbline.check.command.checked_command import PythonProcess
 from plumbline.check.command.running import EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.verdict.verdict import Answer, verdict_of

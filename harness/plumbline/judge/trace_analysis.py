@@ -414,9 +414,10 @@ class TraceAnalysis(Recording):
         """Return the limit for a correct trainer in × noise: ``limit``, or 0 where the result must be exact."""
         return 0.0 if self.exact else limit
 
-    def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
-        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') no earlier rank has, bit for bit."""
-        return differing(self.steps_taken, pick)
+    @property
+    def different_gradients(self) -> Iterable[tuple[GlobalStep, int, Step]]:
+        """The ranks' steps whose gradients no earlier rank has, bit for bit."""
+        return differing(self.steps_taken, "gradients")
 
 
 def differing(steps: Iterable[GlobalStep], pick: str) -> Iterator[tuple[GlobalStep, int, Step]]:

@@ -113,9 +113,9 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
-def listed(names: Iterable[str], most: int) -> str:
+def listed(names: Iterable[object], most: int = 4) -> str:
     """Return the first ``most`` names and how many there are beyond: ``a, b, c and 4 more``."""
-    every = list(names)
+    every = list(map(str, names))
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
 

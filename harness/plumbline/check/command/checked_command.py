@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plumbline.check.command.process_notes import PythonProcess, read_processes
 from plumbline.check.command.running import CommandEnd, CommandError, ProcessWatch, run_command
 from plumbline.check.evidence.options import RecordingOptions, write_options
 
@@ -98,3 +98,60 @@ def _folder() -> Iterator[Path]:
 def environment(folder: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(START_FOLDER), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, ENVIRONMENT: folder, "PYTHONPATH": path}
+
+
+@dataclass(frozen=True)
+class PythonProcess:
+    """One process: its interpreter, its command line, and how far it came.
+
+    ``rank`` is what the launcher says, None without one. ``torch`` is the version that it imported, "" if none.
+    ``obstacle`` says why nothing could be recorded, "" if nothing prevented it. ``ended`` is False where it was killed,
+    and ``raised`` is the exception that ended it, "" if none did. ``optimizers``, ``passes`` and ``steps`` count what
+    the recorder met, and ``begun`` the optimizers that began a step; they are 0 where it was killed.
+    """
+
+    pid: int
+    python: str
+    words: tuple[str, ...]
+    rank: int | None
+    torch: str = ""
+    obstacle: str = ""
+    ended: bool = False
+    raised: str = ""
+    optimizers: int = 0
+    passes: int = 0
+    steps: int = 0
+    begun: int = 0
+
+
+def read_processes(folder: Path, ended: Sequence[int] = ()) -> list[PythonProcess]:
+    """Return the processes that began below a command, in the order in which they ``ended``, then by their ids."""
+    files = {int(file.name.rpartition("-")[2]): file for file in folder.glob("process-*")}
+    pids = [pid for pid in ended if pid in files]
+    read = [_process(pid, _facts(files[pid])) for pid in (*pids, *sorted(files.keys() - set(pids)))]
+    return [one for one in read if one is not None]
+
+
+def _facts(file: Path) -> Mapping[str, Any]:
+    facts: dict[str, Any] = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            facts |= json.loads(line)
+        except ValueError:  # the process was killed while it wrote
+            continue
+    return facts
+
+
+def _process(pid: int, facts: Mapping[str, Any]) -> PythonProcess | None:
+    if "python" not in facts:  # a forked process: it began as another one
+        return None
+    rank = str(facts.get("rank") or "")
+    as_noted = ("torch", "ended", "raised", "optimizers", "passes", "steps", "begun")
+    return PythonProcess(
+        pid,
+        facts["python"],
+        tuple(facts.get("words", ())),
+        int(rank) if rank.isdigit() else None,
+        obstacle=facts.get("obstacle") or (facts.get("error") and f"recording failed: {facts['error']}") or "",
+        **{name: facts[name] for name in as_noted if name in facts},
+    )

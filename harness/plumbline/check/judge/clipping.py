@@ -12,20 +12,12 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import received_gradients
-from plumbline.check.judge.noted import (
-    ObserverFacts,
-    failed_observers,
-    information,
-    listed,
-    not_judged,
-    noted,
-    side_by_side,
-)
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, not_judged, noted, side_by_side
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import step_copies
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted
+from plumbline.report.text import counted, listed
 
 OBSERVER = "clipping"
 

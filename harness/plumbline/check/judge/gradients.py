@@ -20,7 +20,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
-from plumbline.check.judge.noted import headline_note, listed, not_judged
+from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.recorded_weights import shared_numbers
@@ -32,6 +32,7 @@ from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 from plumbline.replay.reasons import STALE
+from plumbline.report.text import listed
 
 CHECK = "gradients"
 

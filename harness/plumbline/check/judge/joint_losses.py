@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.model_parts import OBSERVER
-from plumbline.check.judge.noted import headline_note, listed
+from plumbline.check.judge.noted import headline_note
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
+from plumbline.report.text import listed
 
 _WRONG = {
     "own": "leaves out the gradients of the other ranks",

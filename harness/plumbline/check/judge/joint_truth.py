@@ -9,13 +9,14 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.model_parts import OBSERVER
-from plumbline.check.judge.noted import listed, not_judged
+from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.case import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
 from plumbline.judge.truth import GradientEvidence, Truth
+from plumbline.report.text import listed
 
 CHECK = "gradients"
 

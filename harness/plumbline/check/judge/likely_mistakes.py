@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, listed, noted
+from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, noted
 from plumbline.core.finding import Finding
+from plumbline.report.text import listed
 
 
 def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:

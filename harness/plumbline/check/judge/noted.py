@@ -66,9 +66,9 @@ class HeadlineNote(Information):
     """What is so likely to be a mistake that it stands right under the verdict: whole sentences."""
 
 
-def headline_note(check: str, sentences: str, step: int | None = None) -> HeadlineNote:
+def headline_note(check: str, sentences: str) -> HeadlineNote:
     """Return what the script does, and what to do if it is not meant."""
-    return HeadlineNote(check, Outcome.PASSED, sentences, step=step)
+    return HeadlineNote(check, Outcome.PASSED, sentences)
 
 
 def not_judged(check: str, why: str, step: int | None = None) -> Finding:
@@ -82,12 +82,6 @@ def failed_observers(training: RecordedTraining, observer: str, check: str) -> I
         if error := (rank.facts.get(observer) or {}).get("error"):
             yield not_judged(check, f"recording failed on rank {rank.rank}: {error}")
             return
-
-
-def listed(names: Iterable[object], most: int = 4) -> str:
-    """Return names in one line, of which at most so many are written out."""
-    every = list(map(str, names))
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def amount(number: float) -> str:

@@ -11,14 +11,14 @@ from functools import cached_property
 import torch
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, information, listed, not_judged, noted, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, information, not_judged, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
 from plumbline.judge.hypothesis import Hypothesis, explain, holds, register
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
-from plumbline.report.text import counted
+from plumbline.report.text import counted, listed
 
 OBSERVER = "update"
 NOT_MOVED = "the right updates of the recorded steps do not move it"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from plumbline.check.command.checked_command import CheckedCommand
-from plumbline.check.command.process_notes import PythonProcess
+from plumbline.check.command.checked_command import CheckedCommand, PythonProcess
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe

@@ -260,9 +260,9 @@ class OracleGradientCase(GradientCase):
     def is_finite(self) -> bool:
         return all(bool(value.isfinite().all()) for value in self.observed.values())
 
-    def own_parts(self, rank: int, expected: ExpectedGradients | None = None) -> Parts:
-        """Return one rank's own part of each micro-batch, of this step or of another; empty where it had none."""
-        return [[groups[rank]] for groups in (expected or self.expected).parts if rank < len(groups)]
+    def own_parts(self, rank: int) -> Parts:
+        """Return one rank's own part of each micro-batch; empty where it had none."""
+        return [[groups[rank]] for groups in self.expected.parts if rank < len(groups)]
 
     @cached_property
     def shares(self) -> list[Tensors]:

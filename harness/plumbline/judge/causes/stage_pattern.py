@@ -95,10 +95,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed([str(rank) for rank in ranks])}"
 
 
-def names_in_words(names: Sequence[str], most: int = 2) -> str:
-    """Return the first few names, and how many more there are."""
-    rest = len(names) - most
-    return _listed(list(names) if rest <= 1 else [*names[:most], f"{rest} more"])
+def names_in_words(names: Sequence[str]) -> str:
+    """Return the first two names and how many more there are, or all of three."""
+    return _listed(list(names) if len(names) <= 3 else [*names[:2], f"{len(names) - 2} more"])
 
 
 def _listed(words: Sequence[str]) -> str:

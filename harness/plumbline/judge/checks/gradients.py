@@ -42,7 +42,7 @@ class OracleTruth(Truth[OracleGradientCase]):
     @cached_property
     def cases(self) -> Sequence[OracleGradientCase]:
         counterfactuals = Counterfactuals(self.analysis)
-        different = self.analysis.differing_ranks("gradients")
+        different = self.analysis.different_gradients
         return [OracleGradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
 
     def compare(self) -> Finding:
@@ -137,7 +137,7 @@ def compare_gradients(analysis: TraceAnalysis) -> Finding:
     # One device may take the micro-batches one by one or all samples at once.
     comparison = TwoWayComparison()
     errors: list[Deviation] = []
-    for global_step, rank, step in analysis.differing_ranks("gradients"):
+    for global_step, rank, step in analysis.different_gradients:
         expected = analysis.expected[global_step.index]
         for name, promised in expected.contract.items():
             given = step.gradients.get(name, torch.zeros_like(promised))
@@ -163,7 +163,7 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
     A gradient of zeros counts where weight decay makes something of it: a parameter without a gradient so far must not
     change. Later on zeros may be what is left of an earlier step.
     """
-    for global_step, rank, step in analysis.differing_ranks("gradients"):
+    for global_step, rank, step in analysis.different_gradients:
         for name in step.gradients:
             if name in analysis.expected[global_step.index].contract:
                 continue
