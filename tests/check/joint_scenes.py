@@ -1,11 +1,10 @@
-"""Trainings whose ranks compute one forward together, right ones and wrong ones: ``joint_scenes.py SCENE [MISTAKE]``.
+"""Trainings whose ranks compute one forward together, right ones and wrong ones.
 
-Each is written as people write it by hand or with torch, and takes five steps.
+Each is written as people write it by hand or with torch, and takes three steps.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = 5
+STEPS = 3
 WIDTH = 16
 ROWS = 8
 MISTAKE = ""
@@ -120,11 +119,11 @@ class Megatron(nn.Module):
 
 
 class Deep(nn.Module):
-    """Twelve blocks: more parameters than are compared one by one."""
+    """Three blocks: many parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Megatron() for _ in range(12))
+        self.blocks = nn.ModuleList(Megatron() for _ in range(3))
 
     def forward(self, values: Tensor) -> Tensor:
         for block in self.blocks:
@@ -277,12 +276,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
 """Models, what is done with their gradients, and how many neighbouring ranks see the same samples: 0 is all of them."""
 
 
-def train(scene: str) -> None:
+def train(scene: str) -> list[float]:
+    """Train, and return the loss of each step."""
     make, finish, alike = MODELS[scene]
     rank = dist.get_rank()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank // alike if alike else 0)
+    losses = []
     for _ in range(STEPS):
         if MISTAKE != "gradients-not-zeroed":
             optimizer.zero_grad()
@@ -294,11 +295,12 @@ def train(scene: str) -> None:
         if MISTAKE == "clipped-by-own-norm":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-        sys.stdout.write(f"{rank} {loss.item()}\n")
+        losses.append(loss.item())
+    return losses
 
 
-def train_stages(scene: str) -> None:
-    """Train a pipeline of two stages by hand, or with a schedule of torch."""
+def train_stages(scene: str) -> list[float]:
+    """Train a pipeline of two stages by hand, or with a schedule of torch; return no losses."""
     rank = dist.get_rank()
     wide = 2 * WIDTH
     stages = [nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, end)) for end in (WIDTH, 4)]
@@ -313,6 +315,7 @@ def train_stages(scene: str) -> None:
         rows, targets = (torch.randn(2 * ROWS, width, generator=generator) for width in (WIDTH, 4))
         step(rows, targets)
         optimizer.step()
+    return []
 
 
 def _scheduled(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
@@ -345,15 +348,9 @@ def _by_hand(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
     return step
 
 
-def run(scene: str, mistake: str = "") -> None:
-    """Train on the ranks of the present process group."""
+def run(scene: str, mistake: str = "") -> list[float]:
+    """Train on the ranks of the present process group, and return the losses."""
     global MISTAKE
     MISTAKE = mistake
     torch.manual_seed(0)
-    (train_stages if scene.startswith("pipeline") else train)(scene)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    run(*sys.argv[1:])
-    dist.destroy_process_group()
+    return (train_stages if scene.startswith("pipeline") else train)(scene)
