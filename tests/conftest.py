@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -38,9 +39,14 @@ TOGETHER = {
     "cli/test_cli.py": WARM,
     "cli/test_smoke.py": WARM,
     "judge/test_checkpoint.py": WARM,
+    "judge/test_drawn_problems.py": WARM,
+    "judge/test_divergence.py": WARM,
     "judge/test_large_tensors.py": WARM,
+    "judge/test_meshes.py": WARM,
     "judge/test_metrics.py": WARM,
     "judge/test_right_trainers.py": WARM,
+    "judge/test_stages.py": WARM,
+    "judge/test_windows.py": WARM,
     "judge/test_wrong_trainers.py": WARM,
     "launch/test_ends.py": WARM,
     "own_workloads/test_fork_servers.py": WARM,
@@ -48,8 +54,11 @@ TOGETHER = {
     "subjects/test_torch.py": WARM,
     "worker/test_fused.py": WARM,
     "worker/test_sharded.py": WARM,
+    "plugin/test_cells_in_flight.py": "runs of a project",
     "plugin/test_expectations.py": "runs of a project",
     "plugin/test_run.py": "runs of a project",
+    "plugin/test_subject_code.py": "runs of a project",
+    "plugin/test_undeclared.py": "runs of a project",
 }
 """Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
 
@@ -57,9 +66,11 @@ ONE_POOL = (
     "torch",
     "torch-schedules",
     "reference",
+    "train-loop",
     *(str(HERE / "extending" / "outside" / f"{name}.py") for name in ("backend", "mistake", "precision", "subject")),
     str(HERE / "extending" / "outside" / "workload.py"),
     *(str(HERE / "cli" / name) for name in ("adapters.py", "trainers.py")),
+    *(str(HERE / "judge" / "subjects" / name) for name in ("wrong_meshes.py", "wrong_stages.py")),
     *(str(HERE / "worker" / "subjects" / name) for name in ("fused.py", "sharded.py")),
 )
 """Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
@@ -71,6 +82,10 @@ for number, locator in enumerate({locators}):
     for place, one in enumerate(load(locator)):  # of one name for several backends, too
         globals()[f"{{number}}_{{place}}"] = one.train
 """
+
+# Tests and what they import stay until the end. Nobody looks for garbage among them: neither this process while it
+# collects tests, nor a rank forked from it, which would have to copy the pages of a million objects.
+gc.disable()
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
@@ -106,6 +121,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(file.relative_to(HERE).as_posix()) if file.is_relative_to(HERE) else str(file)
 
     return ByGroup(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, among objects that are made from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
