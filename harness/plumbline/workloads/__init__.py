@@ -10,68 +10,60 @@ import copy
 from collections import ChainMap
 from collections.abc import Mapping
 
-from plumbline.workloads.accumulation import Accumulation, Metrics, Validation
-from plumbline.workloads.basics import LinearExact, Mlp, Sequential, Uneven
-from plumbline.workloads.checkpointing import CheckpointElastic, CheckpointExperts, CheckpointResume, CheckpointWindows
-from plumbline.workloads.coupling import AccumulationTokens, CnnBatchNorm, Contrastive, LmTokens
+from plumbline.workloads import (
+    accumulation,
+    basics,
+    checkpointing,
+    coupling,
+    experts,
+    parameter_use,
+    randomness,
+    unusual_tensors,
+    updates,
+)
 from plumbline.workloads.dataset import Batch, Columns
-from plumbline.workloads.experts import MixtureOfExperts
-from plumbline.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
 from plumbline.workloads.performance import PERFORMANCE
 from plumbline.workloads.performance_workload import PerformanceWorkload
-from plumbline.workloads.randomness import Dropout, RandomMasks
-from plumbline.workloads.unusual_tensors import ClippingTied, EmbeddingSparse, NestedOutputs, Transformer
-from plumbline.workloads.updates import (
-    Adam,
-    AdamW,
-    Clipping,
-    ClippingAdamW,
-    Overflow,
-    OverflowSchedule,
-    ScheduledRate,
-    ScheduleWindows,
-    SeveralOptimizers,
-)
 from plumbline.workloads.workload import Workload
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        LinearExact(),
-        Mlp(),
-        CnnBatchNorm(),
-        Contrastive(),
-        LmTokens(),
-        Adam(),
-        AdamW(),
-        SeveralOptimizers(),
-        ScheduledRate(),
-        Clipping(),
-        ClippingAdamW(),
-        ClippingTied(),
-        Accumulation(),
-        AccumulationTokens(),
-        ScheduleWindows(),
-        Validation(),
-        Metrics(),
-        Sequential(),
-        Uneven(),
-        Dropout(),
-        RandomMasks(),
-        Transformer(),
-        EmbeddingSparse(),
-        NestedOutputs(),
-        MixtureOfExperts(),
-        Frozen(),
-        UnusedParameters(),
-        UnusedAtTheEnd(),
-        Thawed(),
-        Overflow(),
-        OverflowSchedule(),
-        CheckpointResume(),
-        CheckpointWindows(),
-        CheckpointElastic(),
-        CheckpointExperts(),
+        basics.LinearExact(),
+        basics.Mlp(),
+        coupling.CnnBatchNorm(),
+        coupling.Contrastive(),
+        coupling.LmTokens(),
+        updates.Adam(),
+        updates.AdamW(),
+        updates.SeveralOptimizers(),
+        updates.ScheduledRate(),
+        updates.Clipping(),
+        updates.ClippingAdamW(),
+        unusual_tensors.ClippingTied(),
+        accumulation.Accumulation(),
+        coupling.AccumulationTokens(),
+        updates.ScheduleWindows(),
+        accumulation.Validation(),
+        accumulation.Metrics(),
+        basics.Sequential(),
+        basics.Uneven(),
+        randomness.Dropout(),
+        randomness.RandomMasks(),
+        unusual_tensors.Transformer(),
+        unusual_tensors.EmbeddingSparse(),
+        unusual_tensors.NestedOutputs(),
+        experts.MixtureOfExperts(),
+        parameter_use.Frozen(),
+        parameter_use.UnusedParameters(),
+        parameter_use.UnusedAtTheEnd(),
+        parameter_use.Thawed(),
+        updates.Overflow(),
+        updates.OverflowSchedule(),
+        checkpointing.CheckpointResume(),
+        checkpointing.CheckpointWindows(),
+        checkpointing.CheckpointElastic(),
+        checkpointing.CheckpointExperts(),
     )
 }
 

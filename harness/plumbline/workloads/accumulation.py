@@ -53,6 +53,7 @@ class Validation(Mlp):
 
     name = "validation"
     exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"
+    network: ClassVar[type[nn.Module]] = _WithBatchNormAndDropout
     blocks = 4
     needs: ClassVar[frozenset[str]] = frozenset({"validation", "accumulation"})
     narrow = True
@@ -60,9 +61,6 @@ class Validation(Mlp):
     accumulate = 4
     steps_per_epoch = 8
     validate_every = 2
-
-    def build(self) -> nn.Module:
-        return _WithBatchNormAndDropout()
 
 
 class _WithDropout(nn.Module):
@@ -82,14 +80,12 @@ class Metrics(Accumulation):
 
     name = "metrics"
     exposes = "one rank's figure for all, means of unequal means, padding that counts, losses of another moment or mode"
+    network: ClassVar[type[nn.Module]] = _WithDropout
     needs: ClassVar[frozenset[str]] = frozenset({"metrics", "validation", "accumulation"})
     validate_every = 3
 
     def samples(self, devices: int) -> int:
         return super().samples(devices) - MISSING
-
-    def build(self) -> nn.Module:
-        return _WithDropout()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and what an error ``costs``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,46 @@ class Perceptron(nn.Module):
         return self.layers(batch["x"])
 
 
-class Mlp(Workload):
+def warm_up_then_decay(step: int, warm_up: int, decay: float) -> float:
+    """Return the rate at ``step`` relative to the highest: a linear warm-up, then an exponential decay."""
+    return min((step + 1) / (warm_up + 1), decay ** (step - warm_up))
+
+
+class Plain(Workload):
+    """A workload in a few values: the class of its model, the optimizer with its options, and a learning-rate schedule.
+
+    ``warm_up`` has the steps of the warm-up and the factor of the decay after each later one; None: a constant rate.
+    """
+
+    network: ClassVar[type[nn.Module]]
+    stepped_by: ClassVar[tuple[Callable[..., torch.optim.Optimizer], dict[str, float]]] = (torch.optim.SGD, {"lr": 0.1})
+    warm_up: ClassVar[tuple[int, float] | None] = None
+
+    def build(self) -> nn.Module:
+        return self.network()
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        make, options = self.stepped_by
+        return make(params, **options)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        if (rate := self.warm_up) is None:
+            return None
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_decay(step, *rate))
+
+
+class _TwoLayers(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+class Mlp(Plain):
     """A two-layer perceptron that classifies random points; SGD, which hides no wrong scale."""
 
     name = "mlp"
     exposes = "wrong averages, missing synchronisation, wrong shards: no excuse for any difference"
+    network: ClassVar[type[nn.Module]] = _TwoLayers
     blocks = 3
-
-    def build(self) -> nn.Module:
-        return Perceptron(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,) and the class ``y`` (scalar, 0..7)."""
@@ -55,7 +86,7 @@ class _Linear(nn.Module):
         return self.linear(batch["x"])
 
 
-class LinearExact(Workload):
+class LinearExact(Plain):
     """Least squares on one-hot features of ±1, weights in eighths, targets in halves.
 
     A step of N samples divides by N and multiplies by the learning rate 8, which adds log2(N/8) bits. The 24 bits of a
@@ -64,12 +95,11 @@ class LinearExact(Workload):
 
     name = "linear-exact"
     exposes = "any difference at all: the result must be equal bit for bit, without a tolerance"
+    network: ClassVar[type[nn.Module]] = _Linear
+    stepped_by = (torch.optim.SGD, {"lr": float(FEATURES)})
     blocks = 1
     exact = True
     batch_size = 16
-
-    def build(self) -> nn.Module:
-        return _Linear()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (8,), one entry of ±1, and ``y`` (2,), -1 to 1 in halves."""
@@ -83,9 +113,6 @@ class LinearExact(Workload):
         """Return half the squared error, summed over outputs, averaged over samples."""
         error: Tensor = outputs - batch["y"]
         return error.square().sum(1).mean() / 2
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=float(FEATURES))
 
 
 class Sequential(Mlp):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from plumbline.workloads.basics import Mlp
 from plumbline.workloads.dataset import Batch
 from plumbline.workloads.experts import MixtureOfExperts
-from plumbline.workloads.updates import GAIN, AdamW, warm_up_then_decay
+from plumbline.workloads.updates import GAIN, AdamW
 
 
 class _Remembering(nn.Module):
@@ -44,10 +43,6 @@ class _Remembering(nn.Module):
         return self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
 
 
-def _factor(step: int) -> float:
-    return warm_up_then_decay(step, 3, 0.9)
-
-
 class CheckpointResume(Mlp):
     """The perceptron with momentum, a rate of its own for every step, buffers, and an overflow in every epoch.
 
@@ -56,6 +51,9 @@ class CheckpointResume(Mlp):
 
     name = "checkpoint"
     exposes = "momentum, rate, loss scale, buffers, the epoch or the place in it lost where training is resumed"
+    network: ClassVar[type[nn.Module]] = _Remembering
+    warm_up = (3, 0.9)
+    stepped_by = (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9})
     whole_layers = "its model reads a layer's biases beside the layer's forward"
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "scheduler"})
@@ -64,19 +62,10 @@ class CheckpointResume(Mlp):
     steps_per_epoch = 6
     interrupt_after = 8
 
-    def build(self) -> nn.Module:
-        return _Remembering()
-
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``gain``: 1, or 4096 for one sample."""
         planned = torch.arange(count) == count // 2
         return {**super().columns(count, generator), "gain": torch.where(planned, GAIN, 1.0)}
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.2, momentum=0.9)
-
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
 
 
 class CheckpointWindows(Mlp):
@@ -84,15 +73,13 @@ class CheckpointWindows(Mlp):
 
     name = "checkpoint-windows"
     exposes = "a place in the epoch that is counted in steps where batches are meant, or the other way round"
+    stepped_by = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "accumulation"})
     narrow = True
     precisions = ("32",)
     accumulate = 2
     steps_per_epoch = 9
     interrupt_after = 7
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 class CheckpointElastic(AdamW):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from plumbline.workloads.basics import Plain
 from plumbline.workloads.dataset import Batch
-from plumbline.workloads.workload import Workload
 
 
 class _Cnn(nn.Module):
@@ -25,15 +24,14 @@ class _Cnn(nn.Module):
         return self.head(self.features(batch["image"]).mean((2, 3)))
 
 
-class CnnBatchNorm(Workload):
+class CnnBatchNorm(Plain):
     """A small convolutional net with BatchNorm, trained with momentum."""
 
     name = "cnn-batchnorm"
     exposes = "statistics per replica (deviates by contract), buffers, an optimizer that has a state"
+    network: ClassVar[type[nn.Module]] = _Cnn
+    stepped_by = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
     blocks = 7
-
-    def build(self) -> nn.Module:
-        return _Cnn()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``image`` (1, 6, 6), its brightness and contrast differing by sample, and the class ``y``."""
@@ -41,9 +39,6 @@ class CnnBatchNorm(Workload):
         brightness = torch.randn(count, 1, 1, 1, generator=generator)
         image = torch.randn(count, 1, 6, 6, generator=generator) * contrast + brightness
         return {"image": image, "y": torch.randint(4, (count,), generator=generator)}
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 TEMPERATURE = 0.5
@@ -58,15 +53,13 @@ class _Encoder(nn.Module):
         return nn.functional.normalize(self.layers(batch["views"]), dim=-1)
 
 
-class Contrastive(Workload):
+class Contrastive(Plain):
     """InfoNCE with in-batch negatives (van den Oord et al. 2018, arXiv:1807.03748, eq. 4), two views a sample."""
 
     name = "contrastive"
     exposes = "which batch the loss sees: all of it (none, dp), a node's (ddp2), a rank's (ddp)"
+    network: ClassVar[type[nn.Module]] = _Encoder
     blocks = 3
-
-    def build(self) -> nn.Module:
-        return _Encoder()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``views`` (2, 12): one point seen twice with noise."""
@@ -98,17 +91,15 @@ class _LanguageModel(nn.Module):
         return self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
 
 
-class LmTokens(Workload):
+class LmTokens(Plain):
     """Next-token prediction with padding; the loss is divided by the number of real tokens in the batch."""
 
     name = "lm-tokens"
     exposes = "token means taken per rank or per micro-batch, division by the padded length"
+    network: ClassVar[type[nn.Module]] = _LanguageModel
     blocks = 3
     sequence = LENGTH
     mean_over_labels = True
-
-    def build(self) -> nn.Module:
-        return _LanguageModel()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``tokens`` (length + 1,), and ``real`` and ``labels`` (length,).

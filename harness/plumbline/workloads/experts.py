@@ -52,10 +52,8 @@ class MixtureOfExperts(Mlp):
 
     name = "experts"
     exposes = "gradients of experts or of their router counted twice, divided once too often, or missing"
+    network: ClassVar[type[nn.Module]] = _Mixture
     blocks = 2
     experts = EXPERTS
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16", "bf16-true")
-
-    def build(self) -> nn.Module:
-        return _Mixture()

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from plumbline.workloads.basics import Plain
 from plumbline.workloads.dataset import Batch
 from plumbline.workloads.experts import EXPERTS, Experts
 from plumbline.workloads.randomness import KeyedDropout
-from plumbline.workloads.updates import warm_up_then_decay
-from plumbline.workloads.workload import Workload
 
 INPUTS = ("features", "tokens", "sparse-tokens", "images")
 LOSSES = ("classes", "squares", "token-mean", "in-batch", "two")
@@ -72,7 +71,7 @@ class Recipe:
         return self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
 
-class Generated(Workload):
+class Generated(Plain):
     """The problem of a recipe: a subclass sets ``name`` and ``recipe``."""
 
     recipe: ClassVar[Recipe]
@@ -88,6 +87,7 @@ class Generated(Workload):
         cls.accumulate, cls.clip_norm, cls.shuffle, cls.seed = made.accumulate, made.clip_norm, made.shuffle, made.seed
         cls.validate_every, cls.interrupt_after = made.validate_every, made.interrupt_after
         cls.gloo_only = "NCCL cannot all-reduce sparse gradients" if made.inputs == "sparse-tokens" else None
+        cls.warm_up = None if made.schedule == "none" else (2, 0.8)
         cls.needs_epochs = None if made.shuffle and not made.left_out else "asks for the order and the end of an epoch"
 
     def build(self) -> nn.Module:
@@ -129,11 +129,6 @@ class Generated(Workload):
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
         return list(_optimizers(self.recipe.optimizer, list(params)))
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        if self.recipe.schedule == "none":
-            return None
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
-
     def samples(self, devices: int) -> int:
         size = self.global_batch_size(devices)
         most = size - devices if self.steps_per_epoch > 1 else 0
@@ -162,10 +157,6 @@ def _blocks(layers: tuple[str, ...]) -> int:
         return 2
     plain = layers.index("experts") if "experts" in layers else len(layers)
     return plain + 2
-
-
-def _rate(step: int) -> float:
-    return warm_up_then_decay(step, 2, 0.8)
 
 
 class _Model(nn.Module):

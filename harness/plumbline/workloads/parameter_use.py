@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,11 @@ class Frozen(Mlp):
 
     name = "frozen"
     exposes = "frozen weights that are thawed, decayed through gradients of zero, or cut off what lies before them"
+    network: ClassVar[type[nn.Module]] = _PartlyFrozen
+    stepped_by = (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1})
     needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
     narrow = True
     precisions = ("32",)
-
-    def build(self) -> nn.Module:
-        return _PartlyFrozen()
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
 
 
 class Branching(nn.Module):
@@ -72,20 +67,18 @@ class UnusedParameters(Mlp):
 
     name = "unused-parameters"
     exposes = "gradients left unreduced because another rank, or none, used a parameter; unused ones that move"
+    network: ClassVar[type[nn.Module]] = _WithSpare
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
     narrow = True
-
-    def build(self) -> nn.Module:
-        return _WithSpare()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
         return {**super().columns(count, generator), "hard": torch.arange(count) % 10 == 5}
 
 
-class UnusedAtTheEnd(Mlp):
+class UnusedAtTheEnd(UnusedParameters):
     """A perceptron with a branch that every sample takes, except in the last step.
 
     DistributedDataParallel without ``find_unused_parameters`` leaves a whole bucket unreduced then, and raises at the
@@ -94,16 +87,10 @@ class UnusedAtTheEnd(Mlp):
 
     name = "unused-at-the-end"
     exposes = "a bucket left unreduced in the last step, which DistributedDataParallel would only notice in the next"
-    blocks = 2
-    needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
-    unused_parameters = True
-    narrow = True
+    network: ClassVar[type[nn.Module]] = Branching
     precisions = ("32",)
     epochs = 1
     shuffle = False
-
-    def build(self) -> nn.Module:
-        return Branching()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
@@ -148,6 +135,7 @@ class Thawed(Mlp):
 
     name = "thawed"
     exposes = "a layer without a gradient that decays all the same, and that is never trained when its time has come"
+    stepped_by = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
@@ -156,6 +144,3 @@ class Thawed(Mlp):
 
     def build(self) -> nn.Module:
         return _ThawsLater(self.steps_per_epoch)
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)

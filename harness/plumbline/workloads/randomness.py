@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -92,12 +94,10 @@ class Dropout(Mlp):
 
     name = "dropout"
     exposes = "training in evaluation mode, columns of a batch that no longer belong to each other"
+    network: ClassVar[type[nn.Module]] = _WithKeyedDropout
     blocks = 5
     narrow = True
     precisions = ("32",)
-
-    def build(self) -> nn.Module:
-        return _WithKeyedDropout()
 
 
 UNITS = 64
@@ -120,10 +120,8 @@ class RandomMasks(Mlp):
 
     name = "random-masks"
     exposes = "masks that are the same on several ranks, devices, or steps; no masks at all"
+    network: ClassVar[type[nn.Module]] = _WithDrawnDropout
     blocks = 5
     narrow = True
     couples_stages = True
     precisions = ("32",)
-
-    def build(self) -> nn.Module:
-        return _WithDrawnDropout()

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plumbline.workloads.basics import Mlp
+from plumbline.workloads.basics import Mlp, Plain
 from plumbline.workloads.dataset import Batch
-from plumbline.workloads.workload import Workload
 
 ROWS = 60
 WORDS = 4
@@ -25,18 +24,16 @@ class _Bag(nn.Module):
         return self.head(self.embedding(batch["words"]).mean(1).tanh())
 
 
-class EmbeddingSparse(Workload):
+class EmbeddingSparse(Plain):
     """Classifies bags of words; the embedding's gradient is sparse, and ranks have few rows in common."""
 
     name = "embedding-sparse"
     exposes = "sparse gradients that are summed, overwritten or left out where dense ones are averaged"
+    network: ClassVar[type[nn.Module]] = _Bag
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"sparse-gradients"})
     gloo_only = "NCCL cannot all-reduce sparse gradients"
     narrow = True
-
-    def build(self) -> nn.Module:
-        return _Bag()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``words`` (4,), the frequent ones first in the vocabulary, and the class ``y``."""
@@ -63,13 +60,11 @@ class NestedOutputs(Mlp):
 
     name = "nested-outputs"
     exposes = "outputs gathered in part, without a gradient, or in another order; scalars that get lost or are summed"
+    network: ClassVar[type[nn.Module]] = _Several
     blocks = 2
     whole_layers = "its penalty reads a layer's weights beside the layer's forward"
     needs: ClassVar[frozenset[str]] = frozenset({"nested-outputs"})
     narrow = True
-
-    def build(self) -> nn.Module:
-        return _Several()
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         hidden, (aside, length) = outputs["rest"]
@@ -120,20 +115,18 @@ class _Transformer(nn.Module):
         return self.head(self.norm_3(x))
 
 
-class Transformer(Workload):
+class Transformer(Plain):
     """Next-token prediction by one pre-norm block (Radford et al. 2019), all samples equally long."""
 
     name = "transformer"
     exposes = "tied weights counted twice, averaged twice or untied; a gradient that is zero by construction accused"
+    network: ClassVar[type[nn.Module]] = _Transformer
     blocks = 5
     sequence = LENGTH
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
     couples_stages = True
     batch_size = 12
-
-    def build(self) -> nn.Module:
-        return _Transformer()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``tokens`` (length + 1,)."""

@@ -17,11 +17,14 @@ class Adam(Mlp):
 
     name = "adam"
     exposes = "gradients of a wrong scale, which Adam hides in the weights; moments that are lost or per rank"
+    stepped_by = (torch.optim.Adam, {"lr": 0.01})
     narrow = True
     precisions = ("32",)
 
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(params, lr=0.01)
+
+class _Normalised(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
 
 
 class AdamW(Mlp):
@@ -29,12 +32,10 @@ class AdamW(Mlp):
 
     name = "adamw"
     exposes = "parameter groups merged or reordered, decay where none is meant, moments that are lost"
+    network: ClassVar[type[nn.Module]] = _Normalised
     blocks = 4
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("32", "64", "bf16-true")
-
-    def build(self) -> nn.Module:
-        return Perceptron(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         every = list(params)
@@ -72,14 +73,12 @@ class Clipping(Mlp):
 
     name = "clipping"
     exposes = "clipping left out, after the step, before unscaling, before averaging, tensor by tensor, by value"
+    stepped_by = (torch.optim.SGD, {"lr": 1.0})
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
     couples_stages = True
     clip_norm = 0.05
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=1.0)
 
 
 class ClippingAdamW(Mlp):
@@ -87,22 +86,11 @@ class ClippingAdamW(Mlp):
 
     name = "clipping-adamw"
     exposes = "wrong clipping that AdamW's indifference to scale would hide in the weights"
+    stepped_by = (torch.optim.AdamW, {"lr": 0.01})
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
     precisions = ("32",)
     clip_norm = 0.05
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=0.01)
-
-
-def warm_up_then_decay(step: int, warm_up: int, decay: float) -> float:
-    """Return the rate at ``step`` relative to the highest: a linear warm-up, then an exponential decay."""
-    return min((step + 1) / (warm_up + 1), decay ** (step - warm_up))
-
-
-def _factor(step: int) -> float:
-    return warm_up_then_decay(step, 2, 0.8)
 
 
 class ScheduledRate(Mlp):
@@ -110,15 +98,11 @@ class ScheduledRate(Mlp):
 
     name = "schedule"
     exposes = "a schedule that is stepped once an epoch, twice, before the step, once a rank, or not at all"
+    stepped_by = (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})
     needs: ClassVar[frozenset[str]] = frozenset({"scheduler"})
     narrow = True
     precisions = ("32",)
-
-    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.3, momentum=0.9)
-
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
+    warm_up = (2, 0.8)
 
 
 class ScheduleWindows(ScheduledRate):
@@ -156,13 +140,11 @@ class Overflow(Mlp):
 
     name = "overflow"
     exposes = "overflows found by each rank alone, or ignored; steps that are skipped and move something all the same"
+    network: ClassVar[type[nn.Module]] = _Amplifying
     blocks = 2
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("16", "32")
     shuffle = False
-
-    def build(self) -> nn.Module:
-        return _Amplifying()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``gain``: 1, or 4096 in the middle."""
