@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import CAPABILITIES, subject
-from plumbline.subjects.loop import weighted
-from plumbline.subjects.released import installed_by
+from plumbline.subjects.released import installed_by, weighted
 
 with installed_by("pip install accelerate"):
     from accelerate import Accelerator

@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import CAPABILITIES, subject
-from plumbline.subjects.loop import weighted, windows
-from plumbline.subjects.released import installed_by
+from plumbline.subjects.released import installed_by, weighted, windows
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, shard
 from plumbline.subjects.torch_fsdp import REFUSED as FSDP_LACKS
 

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.released import installed_by
+from plumbline.subjects.released import ddp_options, installed_by
 
 with installed_by("pip install pytorch-ignite"):
     import ignite.distributed as idist
@@ -41,7 +41,7 @@ def train(job):
 def _training(local_rank, job):
     manual_seed(job.seed + idist.get_rank())
     bare = job.model()
-    model = idist.auto_model(bare, **_wrapping(job))
+    model = idist.auto_model(bare, **ddp_options(job))
     optimizer = idist.auto_optim(job.optimizer(bare.parameters()))
     # Ignite takes the global batch size.
     loader = idist.auto_dataloader(job.dataset, batch_size=job.global_batch_size, shuffle=job.shuffle)
@@ -91,10 +91,6 @@ def _training(local_rank, job):
 def _report(job, name, engine, metric):
     metric.attach(engine, name)
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: job.log(name, engine.state.metrics[name]))
-
-
-def _wrapping(job):
-    return {"find_unused_parameters": job.unused_parameters} if job.world_size > 1 else {}
 
 
 def _inputs_and_targets(batch, device, non_blocking):

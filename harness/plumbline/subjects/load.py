@@ -14,11 +14,7 @@ from plumbline.user_code.user_module import import_file, import_module
 
 
 def parse_subject(text: str) -> tuple[str, str | None]:
-    """Split ``locator;python=/path/to/python`` into the locator and the interpreter, None for this one.
-
-    Raises:
-        PlanError: the text is invalid, or the interpreter does not exist.
-    """
+    """Split ``locator;python=/path/to/python`` into the locator and the interpreter, None for this one."""
     locator, _, settings = text.partition(";")
     python = None
     for setting in filter(None, settings.split(";")):
@@ -37,9 +33,6 @@ def load(locator: str) -> list[Subject]:
     """Return the subjects behind ``path/to/file.py``, ``path/to/file.py::name``, a module or a short name.
 
     Several subjects may have the same name, each for its own backends.
-
-    Raises:
-        SubjectError: nothing is found, it cannot be imported, or it declares no subject.
     """
     place, _, wanted = locator.partition("::")
     if place.endswith(".py"):

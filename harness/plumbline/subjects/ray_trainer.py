@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import CAPABILITIES, subject
-from plumbline.subjects.loop import windows
-from plumbline.subjects.released import installed_by
+from plumbline.subjects.released import ddp_options, installed_by, windows
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token to the home directory
@@ -70,7 +69,7 @@ def loop(job):
     context = ray.train.get_context()
     torch.manual_seed(job.seed + context.get_world_rank())
     bare = job.model()
-    model = prepare_model(bare, parallel_strategy_kwargs=_wrapping(job))
+    model = prepare_model(bare, parallel_strategy_kwargs=ddp_options(job))
     optimizer = job.optimizer(bare.parameters())
     scheduler = job.scheduler(optimizer)
     scaler = job.grad_scaler()
@@ -98,7 +97,3 @@ def step(job, model, optimizer, scheduler, scaler):
     optimizer.zero_grad()
     if scheduler is not None and scaler.get_scale() >= scale:
         scheduler.step()
-
-
-def _wrapping(job):
-    return {"find_unused_parameters": job.unused_parameters} if job.world_size > 1 else {}

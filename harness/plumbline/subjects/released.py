@@ -1,4 +1,4 @@
-"""Imports of libraries under test."""
+"""What adapters share: imports of the libraries under test, and pieces of training loops."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from plumbline.core.errors import SubjectError
 
 
 @contextmanager
 def installed_by(command: str) -> Iterator[None]:
-    """Import a library in this context. If that fails, the error names the ``command`` that installs it.
-
-    Raises:
-        SubjectError: the library, or one of its dependencies, cannot be imported.
-    """
+    """Import a library in this context. If that fails, the error names the ``command`` that installs it."""
     try:
         yield
     except ImportError as error:
@@ -82,3 +81,27 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave it empty."""
+
+
+def windows(loader: Any, accumulate: int) -> Iterator[tuple[int, Any, int, bool]]:
+    """Yield each batch of an epoch: its number, itself, the batches in its window, and whether it is the window's last.
+
+    The last window of an epoch may be shorter than ``accumulate``.
+    """
+    for number, batch in enumerate(loader):
+        first = number - number % accumulate
+        size = min(accumulate, len(loader) - first)
+        yield number, batch, size, number + 1 == first + size
+
+
+def ddp_options(job: Any) -> dict[str, bool]:
+    """Return options for libraries that wrap the model in DistributedDataParallel if there are several ranks."""
+    return {"find_unused_parameters": job.unused_parameters} if job.world_size > 1 else {}
+
+
+def weighted(loss: Tensor, batch: Any) -> Tensor:
+    """Return a batch's loss times its number of samples, and that number: the sums of a mean over samples."""
+    count = len(batch["index"])
+    return torch.stack(
+        [loss.detach().double() * count, torch.tensor(float(count), dtype=torch.float64).to(loss.device)]
+    )

@@ -78,36 +78,20 @@ class JobLoss(nn.Module):
         return self.job.loss(features["outputs"], features["batch"])
 
 
-def _forget_launcher():
-    # As if started without torchrun: in a process group of one, the trainer would drop incomplete batches.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-
-
 def in_order(dataset, batch_size, drop_last, **kwargs):
     """Return a sampler of batches that does not shuffle, unlike the trainer's own."""
     return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
 
 
-@subject(
-    name="sentence-transformers",
-    backends=["none", "ddp"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES,
-    library="sentence-transformers",
-    buffers="per-rank",
-)
+DECLARED = {"library": "sentence-transformers", "backends": ["none", "ddp"], "buffers": "per-rank"}
+
+
+@subject(name="sentence-transformers", precisions=PRECISIONS, capabilities=CAPABILITIES, **DECLARED)
 def train(job):
     embed(job)
 
 
-@subject(
-    name="sentence-transformers-gather",
-    backends=["none", "ddp"],
-    precisions=PRECISIONS,
-    library="sentence-transformers",
-    buffers="per-rank",
-)
+@subject(name="sentence-transformers-gather", precisions=PRECISIONS, **DECLARED)
 def train_gathering(job):
     """Train with ``gather_across_devices=True``, which gathers the pairs of all ranks."""
     embed(job, gather=True)
@@ -115,7 +99,9 @@ def train_gathering(job):
 
 def embed(job, gather=False):
     if job.world_size == 1:
-        _forget_launcher()
+        # As if started without torchrun: in a process group of one, the trainer would drop incomplete batches.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
     model = SentenceTransformer(modules=[JobEncoder(job)], device=job.device.type)
     optimizer = job.optimizer(model.parameters())
     trainer = SentenceTransformerTrainer(

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShippedAdapter:
-    """An adapter that ships.
+    """An adapter that ships, declared by ``module``.
 
-    Args:
-        module: the module that declares it.
-        library: pip's requirement for the library under test, None if it comes with Plumbline.
-        dependencies: what training needs of the library's dependencies. If given, the others are not installed.
-        torch: the version of torch that it needs, None for any.
+    ``library`` is pip's requirement for the library under test, None if it comes with Plumbline. ``dependencies`` is
+    what training needs of the library's dependencies; if given, the others are not installed. ``torch`` is the version
+    of torch that it needs, None for any.
     """
 
     module: str
@@ -40,7 +38,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "sentence-transformers-gather": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
     "composer": ShippedAdapter("plumbline.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("plumbline.subjects.ray_trainer", "ray[train]"),
-    "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainers", "deepspeed"),
+    "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainer", "deepspeed"),
     # It depends on some ninety packages for plots, uploads and reports.
     "aitoolbox": ShippedAdapter("plumbline.subjects.aitoolbox_trainer", "aitoolbox", dependencies=("tqdm",)),
 }

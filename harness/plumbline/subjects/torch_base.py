@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from plumbline.subjects.declare import CAPABILITIES, subject
-from plumbline.subjects.loop import windows
+from plumbline.subjects.released import windows
 
 PRECISIONS = ["64", "32", "16", "bf16", "bf16-true"]
 
@@ -175,6 +175,13 @@ def fit(job, trainer):
                 job.log("val_loss", evaluate(job, trainer, val_loader))
         if count:  # not if training was interrupted at the end of the epoch
             job.log("loss", mean_over_ranks(job, total, count))
+
+
+def scale_gradients(parameters, norm, max_norm):
+    """Scale gradients whose norm is ``norm`` to at most ``max_norm``, as ``clip_grad_norm_`` does."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad *= min(1.0, max_norm / (float(norm) + 1e-6))
 
 
 def mean_over_ranks(job, total, count):

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
-from plumbline.subjects.torch_checkpoint import load_parts, save_parts
-from plumbline.subjects.torch_fsdp import broadcast_buffers
+from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit, scale_gradients
+from plumbline.subjects.torch_fsdp import broadcast_buffers, load_parts, save_parts
 
 # GradScaler checks only the gradients of its own rank, and ranks have different experts: no float16.
 PRECISIONS = ["64", "32", "bf16", "bf16-true"]
@@ -61,10 +60,7 @@ class Ep(OneDevice):
                 squares[id(parameter) in self.own] += parameter.grad.double().square().sum().cpu()
         experts = squares[1].to(next(self.model.parameters()).device)
         torch.distributed.all_reduce(experts)
-        norm = (squares[0] + experts.cpu()).sqrt()
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= min(1.0, max_norm / (float(norm) + 1e-6))
+        scale_gradients(self.model.parameters(), (squares[0] + experts.cpu()).sqrt(), max_norm)
 
 
 class OwnExperts(nn.ModuleDict):
@@ -82,7 +78,9 @@ class OwnExperts(nn.ModuleDict):
         received = torch.empty(len(sent), dtype=torch.int64, device=x.device)
         torch.distributed.all_to_all_single(received, torch.tensor(sent, device=x.device))
         received = received.tolist()
-        weights = torch.cat([self._padded(gates[one][:, share]) for one, share in zip(rows, self.shares, strict=True)])
+        shares = [gates[one][:, share] for one, share in zip(rows, self.shares, strict=True)]
+        columns = max(map(len, self.shares))  # all ranks need the same number
+        weights = torch.cat([nn.functional.pad(share, (0, columns - share.shape[1])) for share in shares])
         rows = torch.cat(rows)
         inputs, weights = exchange(x[rows], received, sent), exchange(weights, received, sent)
         outputs = torch.zeros_like(inputs, dtype=weights.dtype)
@@ -91,10 +89,6 @@ class OwnExperts(nn.ModuleDict):
             own = weights[:, place].nonzero().flatten()
             outputs = outputs.index_add(0, own, (weights[own, place, None] * expert(inputs[own])).to(outputs.dtype))
         return torch.zeros_like(x, dtype=gates.dtype).index_add(0, rows, exchange(outputs, sent, received))
-
-    def _padded(self, gates):
-        # All ranks need the same number of columns.
-        return nn.functional.pad(gates, (0, max(map(len, self.shares)) - gates.shape[1]))
 
 
 def exchange(rows, received, sent):

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.torch_base import PRECISIONS, OneDevice, fit
-from plumbline.subjects.torch_checkpoint import load_parts, save_parts
+from plumbline.subjects.torch_base import PRECISIONS, OneDevice, fit, scale_gradients
+from plumbline.subjects.torch_fsdp import load_parts, save_parts
 
 CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-parameters"]
 
@@ -148,9 +148,7 @@ class Stages(OneDevice):
             if parameter.grad is not None and counts_here:
                 square += parameter.grad.double().square().sum()
         torch.distributed.all_reduce(square)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad *= min(1.0, max_norm / (float(square.sqrt()) + 1e-6))
+        scale_gradients(self.parameters, square.sqrt(), max_norm)
 
     def save(self, file, others):
         save_parts(self.model, self.own_optimizers, file, others, self.held)

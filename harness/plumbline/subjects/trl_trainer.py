@@ -120,26 +120,15 @@ def tokenizer(size):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), pad_token="<pad>")
 
 
-@subject(
-    name="trl",
-    backends=["none", "ddp"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES,
-    library="trl",
-    loss="labels",
-)
+DECLARED = {"backends": ["none", "ddp"], "precisions": PRECISIONS, "capabilities": CAPABILITIES, "loss": "labels"}
+
+
+@subject(name="trl", library="trl", **DECLARED)
 def train(job):
     supervised(job)
 
 
-@subject(
-    name="trl-padding-free",
-    backends=["none", "ddp"],
-    precisions=PRECISIONS,
-    capabilities=CAPABILITIES,
-    library="trl",
-    loss="labels",
-)
+@subject(name="trl-padding-free", library="trl", **DECLARED)
 def train_padding_free(job):
     """Train with batches of one row, in which positions divide the samples."""
     supervised(job, padding_free=True)

@@ -65,11 +65,7 @@ def cache_folder() -> Path:
 
 
 def parse_requirement(what: str) -> VirtualEnvironment:
-    """Return the environment for ``NAME==VERSION``, with the required version of torch or that of this interpreter.
-
-    Raises:
-        InstallError: the name is unknown or needs no library, or the version is missing.
-    """
+    """Return the environment for ``NAME==VERSION``, with the required version of torch or that of this interpreter."""
     name, _, version = (part.strip() for part in what.partition("=="))
     if name not in LIBRARIES:
         if name in SHORT_NAMES:
@@ -99,9 +95,6 @@ def install(environment: VirtualEnvironment, progress: Callable[[str], None] = l
 
     It is built under a temporary name and renamed when it is complete. The scripts beside the interpreter contain the
     temporary name: use ``python -m`` instead.
-
-    Raises:
-        InstallError: a step failed.
     """
     folder = environment.folder
     if environment.python.exists():
