@@ -35,9 +35,8 @@ from staged_models import SIZES, Problem, Task
 from turns import CORES, WARM_UP, Pace, Training, Turn
 
 from plumbline.trainer import Trainer
-from plumbline.trainer.balanced import plan
-from plumbline.trainer.balanced.stage_plan import Balance, StagePlan
-from plumbline.trainer.balanced.stages import Profile, Stage
+from plumbline.trainer.balanced import planning
+from plumbline.trainer.balanced.stage_plan import Balance, Profile, Stage, StagePlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +129,7 @@ def train_balanced(problem: Problem, steps: int, paces: list[Pace]) -> dict[str,
 def train_with_equal_counts(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
     """Train on two devices with equally many blocks on each, and the best number of micro-batches for that."""
     # This process is forked for this training alone.
-    plan.partition, plan.moved_by_one = equal_counts, lambda stages: iter(())
+    planning.partition, planning.moved_by_one = equal_counts, lambda stages: iter(())
     return train_balanced(problem, steps, paces)
 
 

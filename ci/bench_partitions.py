@@ -19,7 +19,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from plumbline.trainer.balanced.partition import StageCosts, partition
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Stage
+from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Stage
 
 CASES, MICRO_BATCHES, SEED = 400, 8, 17
 # What counts as best: sums of at most 12 numbers, taken in different orders.

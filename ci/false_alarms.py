@@ -27,8 +27,7 @@ from plumbline.engine.examine import examine
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.planning.declaration import Declaration
-from plumbline.planning.expectation_files import read_expectations
-from plumbline.planning.expectations import expected, known_of_subject
+from plumbline.planning.expectation_files import expected, known_of_subject, read_expectations
 from plumbline.planning.plan import Matrix, plan
 
 

@@ -35,8 +35,7 @@ from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.planning.expectation_files import FOLDER, read_expectations
-from plumbline.planning.expectations import expected, known_of_subject
+from plumbline.planning.expectation_files import FOLDER, expected, known_of_subject, read_expectations
 from plumbline.report.text import markdown, shortened
 
 HERE = Path(__file__).resolve().parent / "history"

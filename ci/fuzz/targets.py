@@ -33,10 +33,9 @@ from plumbline.evidence.trace import RankTrace, Step, Tensors, Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import launch
-from plumbline.launch.launch_progress import RunningLaunch
+from plumbline.launch.launch_progress import NoEventError, RunningLaunch, event_of
 from plumbline.launch.pool import Pool
 from plumbline.launch.remote.node_checks import Node
-from plumbline.launch.server_events import NoEventError, event_of
 from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.planning.expectation_files import read_expectations
@@ -48,9 +47,9 @@ from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
 from plumbline.results.run import RESULTS, read_run
 from plumbline.subjects.load import parse_subject
+from plumbline.trainer.connector import parse_gpus
 from plumbline.trainer.environments import first_host
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.gpus import parse_gpus
 from plumbline.worker.authenticated_channel import (
     NODE,
     AuthenticatedChannel,

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from plumbline.trainer.balanced.plan import plan_stages
-from plumbline.trainer.balanced.stage_plan import Balance
-from plumbline.trainer.balanced.stages import BlockCost, Prediction, Profile, Stage
+from plumbline.trainer.balanced.planning import plan_stages
+from plumbline.trainer.balanced.stage_plan import Balance, BlockCost, Prediction, Profile, Stage
 
 CI = Path(__file__).parents[2] / "ci"
 

@@ -10,8 +10,13 @@ import pytest
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.software import UNKNOWN, Software
-from plumbline.planning.expectation_files import ExpectationsError, read_expectations
-from plumbline.planning.expectations import expected, known_of, known_of_subject
+from plumbline.planning.expectation_files import (
+    ExpectationsError,
+    expected,
+    known_of,
+    known_of_subject,
+    read_expectations,
+)
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
 from plumbline.subjects.short_names import SHORT_NAMES
 

@@ -134,9 +134,9 @@ SCRIPT = """
     from datetime import timedelta
     import torch
     from plumbline import Module, Trainer
-    from plumbline.trainer import rendezvous_check
+    from plumbline.trainer import environments
 
-    rendezvous_check.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
+    environments.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
 
     class Line(Module):
         def __init__(self):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from plumbline.launch.child_processes import ChildEnd, first_to_fail
+from plumbline.launch.launch_progress import ChildEnd, first_to_fail
 
 
 def ended(rank: int, at: float, code: int | None, *, raised: bool = False, late: bool = False) -> ChildEnd:

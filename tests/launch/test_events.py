@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.launch.server_events import NoEventError, event_of
+from plumbline.launch.launch_progress import NoEventError, event_of
 
 EXIT = {
     "event": "exit",

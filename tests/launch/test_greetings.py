@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.core.errors import LaunchError, PlanError
-from plumbline.launch.launchers import find_launcher
+from plumbline.launch.launchers import find_launcher, hosts, slurm
 from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.slurm import addresses_of_nodes
 from plumbline.launch.pool import WORKER
-from plumbline.launch.remote import greetings, own_address
+from plumbline.launch.remote import node_listener
 from plumbline.launch.remote.node_checks import Node
 from plumbline.launch.remote.node_listener import NodeListener
 from plumbline.launch.remote.node_processes import NodeProcesses
@@ -244,13 +244,13 @@ def test_nodes_join_beside_connections_that_say_nothing_or_nonsense(listener):
         assert silent[-1].recv(1 << 10).startswith(b"plumbline nodes 1\n")
         assert silent[-1].recv(1) == b"", "nobody is greeted any more"
     count = int(listener.refusals.split()[0])
-    assert count >= 300 + 1 - greetings.MOST_GREETINGS, "the oldest made room"
+    assert count >= 300 + 1 - node_listener.MOST_GREETINGS, "the oldest made room"
     for channel in (*joined, *(channel for _, channel in nodes)):
         channel.close()
 
 
 def test_one_that_is_too_slow_is_turned_away_and_said_where_a_start_fails(monkeypatch, listener):
-    monkeypatch.setattr(greetings, "GREETING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(node_listener, "GREETING_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", listener.port)) as slow:
         slow.sendall(b"plumb")
         until(lambda: listener.refusals)
@@ -380,14 +380,14 @@ def test_a_short_token_is_refused(monkeypatch):
 
 
 def test_it_listens_at_the_one_address_that_its_nodes_reach(monkeypatch):
-    assert own_address.address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert slurm.address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
     with pytest.raises(PlanError, match=r"several addresses \(there are no nodes\)"):
-        own_address.address_towards([])
-    monkeypatch.setattr(own_address, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
-    assert own_address.only_address() == "10.0.0.1"
-    monkeypatch.setattr(own_address, "addresses", lambda: {"eth0": "10.0.0.1", "docker0": "172.17.0.1"})
+        slurm.address_towards([])
+    monkeypatch.setattr(hosts, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    assert hosts.only_address() == "10.0.0.1"
+    monkeypatch.setattr(hosts, "addresses", lambda: {"eth0": "10.0.0.1", "docker0": "172.17.0.1"})
     with pytest.raises(PlanError, match=r"10.0.0.1 on eth0, 172.17.0.1 on docker0\): .*--listen ADDRESS"):
-        own_address.only_address()
+        hosts.only_address()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PlanError, match=r"scontrol does not report .*--listen ADDRESS"):
         addresses_of_nodes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.worker.timing.collectives import union
+from plumbline.worker.timing.profiler import union
 
 moments = st.integers(0, 60)
 

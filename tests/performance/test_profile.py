@@ -12,8 +12,8 @@ from plumbline.benchmark.timed_launch import profiled
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.launch.settings import Settings
-from plumbline.worker.timing import step_profile
-from plumbline.worker.timing.step_profile import PROFILED_STEPS, StepProfile
+from plumbline.worker.timing import profiler
+from plumbline.worker.timing.profiler import PROFILED_STEPS, StepProfile
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_profiler_that_fails_is_a_problem_and_no_error(profile, monkeypatch):
 
 
 def test_a_file_that_no_browser_opens_is_not_kept(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr(step_profile, "MOST_BYTES", 10)
+    monkeypatch.setattr(profiler, "MOST_BYTES", 10)
     train(profile)
     assert "the limit is" in profile.problems[0]
     assert list(tmp_path.iterdir()) == []

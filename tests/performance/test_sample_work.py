@@ -13,8 +13,8 @@ from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import RankTiming, Round
 from plumbline.machine.peak_flops import Peak, peak_of
-from plumbline.worker.timing.collectives import Collectives
 from plumbline.worker.timing.counted_step import ExecutedFlops
+from plumbline.worker.timing.profiler import Collectives
 
 H100 = "NVIDIA H100 80GB HBM3"
 PARTS = {"compute": 0.6, "exposed_communication": 0.2, "data": 0.1, "idle": 0.1}

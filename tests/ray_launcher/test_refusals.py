@@ -50,7 +50,7 @@ def test_an_address_that_is_none_is_refused(address):
 def test_an_address_where_nobody_answers_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert find_cluster(f"127.0.0.1:{port}").launcher == "127.0.0.1", "the way to it is the way back"
+        assert find_cluster(f"127.0.0.1:{port}")[1] == "127.0.0.1", "the way to it is the way back"
     with pytest.raises(PlanError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no Ray cluster can be reached there"):
         find_cluster(f"127.0.0.1:{port}")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.launch.launchers.slurm import SlurmPool, addresses_of_nodes
-from plumbline.launch.remote.own_address import address_towards
+from plumbline.launch.launchers.slurm import SlurmPool, address_towards, addresses_of_nodes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "slurm_cluster.sh"

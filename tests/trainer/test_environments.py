@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytest
 
 from plumbline.trainer import MisconfigurationError, PlainEnvironment, SlurmEnvironment, TorchrunEnvironment
-from plumbline.trainer.environments import detect_environment, first_host, free_port, tasks_per_node
-from plumbline.trainer.rendezvous_check import check_rendezvous
+from plumbline.trainer.environments import check_rendezvous, detect_environment, first_host, free_port, tasks_per_node
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.trainer import MisconfigurationError
-from plumbline.trainer.gpus import driver_started, make_visible, parse_gpus
+from plumbline.trainer.connector import driver_started, make_visible, parse_gpus
 
 indices = st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True)
 
@@ -84,7 +84,7 @@ def test_a_driver_that_is_not_loaded_is_not_started(monkeypatch):
 
 @pytest.mark.cuda
 def test_the_real_driver_is_started_by_torch_and_not_by_counting_devices():
-    script = "import torch; from plumbline.trainer.gpus import driver_started as started;"
+    script = "import torch; from plumbline.trainer.connector import driver_started as started;"
     script += "print(torch.cuda.device_count() > 0, started(), torch.cuda.init(), started())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "None", "True"]

@@ -153,12 +153,3 @@ def test_a_store_that_cannot_be_written_disturbs_no_training_and_leaves_no_evide
     recorder.optimizer_steps.after(optimizer, (), {})
     with pytest.raises(OSError, match=FOLDER):
         recorder.trace(0)
-
-
-def test_a_trace_with_projections_in_the_place_of_tensors_says_so(tmp_path, monkeypatch):
-    path = tmp_path / "rank-0.safetensors"
-    flattened = {"steps": [], "sketches": {"0/final/weight": [1.0, 2, [3], "float32"]}}
-    monkeypatch.setattr("plumbline.evidence.rank_file.flatten", lambda trace: (flattened, {}))
-    write_rank(str(path), RankTrace(0, 1, ()))
-    with pytest.raises(TraceError, match="random projections instead of large tensors"):
-        read_rank(path)

@@ -13,7 +13,7 @@ from typing import Final
 from plumbline.benchmark.timed_launch import LaunchTimings
 from plumbline.evidence.timing import FORWARD, Chunk
 from plumbline.results.records import TimelineChunk
-from plumbline.worker.timing.collectives import union
+from plumbline.worker.timing.profiler import union
 
 Step = Mapping[int, Sequence[Chunk]]
 """The chunks of one step by rank, in the order in which they ran."""

@@ -8,11 +8,7 @@ ACCELERATORS = ("cpu", "cuda")
 
 
 def resolve_accelerator(requested: str, cuda_devices: int) -> str:
-    """Return the accelerator for ``--accelerator``, which may be ``auto``.
-
-    Raises:
-        PlanError: CUDA is requested, but there is no CUDA device.
-    """
+    """Return the accelerator for ``--accelerator``, which may be ``auto``."""
     if requested == "auto":
         return "cuda" if cuda_devices else "cpu"
     if requested == "cuda" and not cuda_devices:

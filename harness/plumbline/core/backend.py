@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from plumbline.core.mesh import HeldPart, Mesh
@@ -32,16 +33,9 @@ MODEL = frozenset({Held.PARAMETERS, Held.GRADIENTS, Held.OPTIMIZER_STATE})
 """What is split if each device has a part of the model: shards of tensors, or whole layers."""
 
 
-def nodes(topology: Topology) -> int:
-    return topology.num_nodes
-
-
-def gpus(topology: Topology) -> int:
-    return topology.gpus
-
-
-def devices(topology: Topology) -> int:
-    return topology.devices
+nodes: Callable[[Topology], int] = attrgetter("num_nodes")
+gpus: Callable[[Topology], int] = attrgetter("gpus")
+devices: Callable[[Topology], int] = attrgetter("devices")
 
 
 def innermost(topology: Topology) -> int:
@@ -64,7 +58,6 @@ def above_middle(topology: Topology) -> int:
 
 
 def _factor(count: int) -> int:
-    """Return the smallest proper factor of a number, 1 if it has none."""
     return next((n for n in range(2, count) if count % n == 0), 1)
 
 
@@ -80,14 +73,10 @@ def pipelines(topology: Topology) -> int:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of a backend's mesh.
+    """One dimension of a backend's mesh; ``size`` returns its default number of devices on a topology.
 
-    Args:
-        name: the name of the dimension.
-        size: returns its default number of devices on a topology.
-        splits: what the devices along it hold a part of each. They hold everything else in whole.
-        local: one process drives the devices along it, gathers their outputs and computes one loss.
-        optional: its size may be 1.
+    The devices along it hold a part each of what is in ``splits``, and everything else in whole. ``local``: one process
+    drives them, gathers their outputs and computes one loss. ``optional``: its size may be 1.
     """
 
     name: str

@@ -9,6 +9,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from plumbline.core.errors import PlanError
@@ -32,11 +33,8 @@ def pytest_arguments(words: Sequence[str]) -> list[str]:
 
     pytest reads the suites' settings and ``conftest.py``, and not those of the current project. Reports and pytest's
     cache go to the current folder.
-
-    Raises:
-        PlanError: a word before the options is not the name of a suite.
     """
-    names = _leading(words)
+    names = list(takewhile(lambda word: not word.startswith(("-", "@")), words))
     for name in names:
         if name not in SUITES:
             close = difflib.get_close_matches(name, SUITES, 1)
@@ -54,11 +52,6 @@ def pytest_arguments(words: Sequence[str]) -> list[str]:
     here = ["-o", f"cache_dir={Path.cwd() / '.pytest_cache'}", "--report-dir", "reports"]
     paths = [str(folder / name) for name in names or SUITES[:1]]
     return [*settings, *here, *paths, *words[len(names) :]]
-
-
-def _leading(words: Sequence[str]) -> Sequence[str]:
-    first = next((place for place, word in enumerate(words) if word.startswith(("-", "@"))), len(words))
-    return words[:first]
 
 
 def command(*words: str) -> str:

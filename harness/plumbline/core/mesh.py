@@ -51,11 +51,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinates(self, member: int) -> dict[str, int]:
-        """Return a member's coordinate along each dimension.
-
-        Raises:
-            ValueError: there is no such member.
-        """
+        """Return a member's coordinate along each dimension."""
         if not 0 <= member < self.size:
             raise ValueError(f"{self} has members 0 to {self.size - 1}, not {member}")
         found = {}

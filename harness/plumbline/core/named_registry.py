@@ -26,11 +26,7 @@ class NamedRegistry(dict[str, N]):
             self.register(value)
 
     def register(self, value: N) -> N:
-        """Add ``value`` under its name and return it.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Add ``value`` under its name and return it."""
         if self.setdefault(value.name, value) != value:
             raise ValueError(f"{self.kind} {value.name!r} already exists; choose another name")
         return value

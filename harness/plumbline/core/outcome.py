@@ -28,13 +28,6 @@ class Outcome(str, Enum):
         return self in (Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT, Outcome.CRASHED)
 
 
-_SEVERITY = {outcome: place for place, outcome in enumerate(Outcome)}
-
-
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the most severe of ``outcomes``.
-
-    Raises:
-        ValueError: there are none.
-    """
-    return max(outcomes, key=_SEVERITY.__getitem__)
+    """Return the most severe of ``outcomes``."""
+    return max(outcomes, key=list(Outcome).index)

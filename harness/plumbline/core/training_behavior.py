@@ -45,11 +45,7 @@ class TrainingBehavior:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any]) -> TrainingBehavior:
-        """Undo :attr:`declared`.
-
-        Raises:
-            ValueError: this version does not know a name or a value.
-        """
+        """Undo :attr:`declared`."""
         unknown = declared.keys() - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown declaration {min(unknown)!r}")

@@ -64,9 +64,7 @@ class Sketch:
 def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
     """Return the sketch of a dense tensor of floating-point numbers; it is computed where the tensor lies.
 
-    Args:
-        tensor: of any shape and strides.
-        numbers: a power of two, from 8 to 2048.
+    ``numbers`` is a power of two, from 8 to 2048.
     """
     reading = _Reading(tensor, numbers // ROWS)
     for start in reading.starts:
@@ -191,13 +189,9 @@ def _row_sums(bits: Tensor) -> Tensor:
     return products.bitwise_xor_(shifted).sum(1)
 
 
+@lru_cache(maxsize=16)
 def row_weights(device: torch.device) -> Tensor:
     """Return the weights (ROWS, CHUNK) of the rows of a chunk."""
-    return _row_weights(str(device))
-
-
-@lru_cache(maxsize=16)
-def _row_weights(device: str) -> Tensor:
     return _integers(torch.arange(ROWS * CHUNK, device=device), _LEAST_WEIGHT).view(ROWS, CHUNK)
 
 
@@ -207,13 +201,13 @@ def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) 
     Without them what has opposite signs in two chunks would cancel.
     """
     first_block, last_block = first // _BLOCK, (first + chunks - 1) // _BLOCK
-    blocks = [_block_of_factors(one, columns, str(device)) for one in range(first_block, last_block + 1)]
+    blocks = [_block_of_factors(one, columns, device) for one in range(first_block, last_block + 1)]
     made = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
     return made[first - first_block * _BLOCK :][:chunks]
 
 
 @lru_cache(maxsize=64)
-def _block_of_factors(block: int, columns: int, device: str) -> Tensor:
+def _block_of_factors(block: int, columns: int, device: torch.device) -> Tensor:
     """Return the factors of ``_BLOCK`` chunks: most tensors are small, and have the same first ones."""
     size = ROWS * columns * _BLOCK
     places = torch.arange(block * size, (block + 1) * size, device=device)
@@ -227,12 +221,8 @@ def _integers(places: Tensor, least: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _weights_of_words(device: str) -> Tensor:
-    return _scrambled(torch.arange(_WORDS, device=device) + 2**41) | 1
-
-
 def _word_weights(device: torch.device) -> Tensor:
-    return _weights_of_words(str(device))
+    return _scrambled(torch.arange(_WORDS, device=device) + 2**41) | 1
 
 
 def _scrambled(numbers: Tensor) -> Tensor:

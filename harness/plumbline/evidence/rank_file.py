@@ -50,11 +50,7 @@ def so_far_path(own: str) -> str:
 
 
 def write_rank(path: str, trace: RankTrace) -> None:
-    """Write ``trace`` to ``path``, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-    """
+    """Write ``trace`` to ``path``, whole or not at all."""
     write_file(path, *flatten(trace))
 
 
@@ -114,11 +110,7 @@ class RankFile:
         self._lock = Lock()
 
     def write_so_far(self) -> None:
-        """Write what has been recorded so far, unless the whole was written.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write what has been recorded so far, unless the whole was written."""
         with self._lock:
             if not self._finished:
                 write_rank(so_far_path(self._path), self._so_far())
@@ -194,8 +186,6 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     """
     recorded = values["steps"]
     parts: dict[tuple[int, str], Tensors] = {}
-    if values.get("sketches"):
-        raise ValueError("it was written by version 0.1 or earlier, with random projections instead of large tensors")
     stored: dict[str, Any] = {
         name: StoredTensor(int(fingerprint), tuple(map(int, shape)), str(dtype))
         for name, (fingerprint, shape, dtype) in dict(values.get("stored", {})).items()

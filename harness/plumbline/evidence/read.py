@@ -47,19 +47,12 @@ def read_trace(folder: Path) -> Trace:
     )
 
 
-def refuse_links(path: Path) -> None:
-    """Refuse a link: a run may come from anywhere, and only files in its folder belong to it.
-
-    Raises:
-        TraceError: ``path`` is a symbolic link.
-    """
-    if path.is_symlink():
-        raise TraceError(f"{path} is a symbolic link, which a trace never contains: copy the run from its source again")
-
-
 def _read_launch(folder: Path) -> Trace:
     for place in (folder, folder / FOLDER):
-        refuse_links(place)
+        if place.is_symlink():  # a run may come from anywhere, and only files in its folder belong to it
+            raise TraceError(
+                f"{place} is a symbolic link, which a trace never contains: copy the run from its source again"
+            )
     # A rank always leaves a log, and a trace only if it ends well.
     names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
     if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
@@ -75,11 +68,7 @@ def _read_launch(folder: Path) -> Trace:
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Return one rank's trace; sharded tensors are not joined, and stored ones not loaded.
-
-    Raises:
-        TraceError: the file is missing, truncated or not a trace; the message names it.
-    """
+    """Return one rank's trace; sharded tensors are not joined, and stored ones not loaded."""
     try:
         return unflatten(*read_file(path))
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
@@ -124,11 +113,7 @@ def _tensors(header: dict[str, Any], content: bytearray, begin: int) -> Tensors:
 
 
 def _content(path: Path) -> bytearray:
-    """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened.
-
-    Raises:
-        OSError, ValueError: it is not a regular file, or larger than ``LARGEST_FILE``.
-    """
+    """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -142,11 +127,6 @@ def _content(path: Path) -> bytearray:
 
 
 def _check(content: bytearray) -> None:
-    """Verify a file's checksum, if it has one.
-
-    Raises:
-        ValueError: it was changed after it was written.
-    """
     place = content.find(f'"{CHECKSUM}": "'.encode(), 0, 100) + len(CHECKSUM) + 5
     recorded = content[place : place + 8]
     if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", recorded):
@@ -191,7 +171,6 @@ def whole_tensors(trace: Trace, store: Path) -> Trace:
 
 
 def _blocks_of(rank: RankTrace) -> dict[str, Block]:
-    """Return the blocks of the parameters that a rank held only in part."""
     held = rank.steps[0].before if rank.steps else {}
     shards: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, Shard)}
     return {name: _block(shard) for name, shard in shards.items() if _block(shard)[1] != shard.shape}

@@ -60,11 +60,7 @@ def reference(tensor: Tensor) -> StoredTensor:
 
 
 def load(folder: str, stored: StoredTensor) -> Tensor:
-    """Return a tensor of the store in ``folder``, mapped into memory: its file may be removed later, but not changed.
-
-    Raises:
-        TraceError: the file is missing or was changed; the message names it.
-    """
+    """Return a tensor of the store in ``folder``, mapped into memory: its file may be removed, but not changed."""
     path = os.path.join(folder, _file_name(stored))
     dtype, count = _DTYPES.get(stored.dtype), prod(stored.shape)
     try:
@@ -82,7 +78,6 @@ def load(folder: str, stored: StoredTensor) -> Tensor:
 
 
 def _write(path: str, tensor: Tensor) -> None:
-    """Write a tensor's entries to a new file, unless the file exists."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with suppress(FileExistsError), open(path, "xb") as file:  # only one process can do this
         values = tensor.cpu().contiguous()

@@ -14,8 +14,7 @@ from plumbline.core.invocation import suites
 from plumbline.hunt.search import TIME_LIMIT, Search
 from plumbline.launch.pool import Pool
 from plumbline.planning.declaration import Declaration
-from plumbline.planning.expectation_files import Expectation, read_expectations
-from plumbline.planning.expectations import known_of_subject
+from plumbline.planning.expectation_files import Expectation, known_of_subject, read_expectations
 from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from plumbline.workloads import WORKLOADS
 

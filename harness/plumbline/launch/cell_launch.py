@@ -18,8 +18,7 @@ from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.trace import Exit, RankTrace, Trace
-from plumbline.launch.exit_reason import explain
-from plumbline.launch.hung_ranks import take_so_far, without_unfinished
+from plumbline.launch.exit_reason import explain, take_so_far, without_unfinished
 from plumbline.launch.launch_progress import RunningLaunch
 from plumbline.launch.node_launch import gather
 from plumbline.launch.pool import Pool
@@ -85,7 +84,6 @@ class CellLaunch:
 
     @property
     def _due(self) -> int:
-        """The number of optimizer steps in this launch."""
         assignment = self.assignments[0]
         workload = workload_of(assignment.cell)
         if assignment.stop_after_step is not None:
@@ -95,11 +93,7 @@ class CellLaunch:
         )
 
     def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
-        """Train ``cell`` on the same pool, to a checkpoint or from it; the evidence goes into the folder ``part``.
-
-        Raises:
-            LaunchError, TraceError: As for :func:`start` and :meth:`wait_for_trace`.
-        """
+        """Train ``cell`` on the same pool, to a checkpoint or from it; the evidence goes into the folder ``part``."""
         return start(self.pool, cell, self.folder / part, self.settings, checkpoint).wait_for_trace()
 
 
@@ -116,12 +110,9 @@ def start(
 
     With a ``barrier_socket``, ranks are timed instead of recorded, and wait at that socket between rounds. With
     ``profile``, they also write the results of torch's profiler to that folder.
-
-    Raises:
-        LaunchError: The pool's server is gone, or a subject that starts its ranks itself cannot be timed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    whole_nodes = _starts_its_ranks(pool, cell)
+    whole_nodes = any(declared["launch"] == "node" for declared in _declared(pool, cell))
     if whole_nodes and barrier_socket:
         raise LaunchError(f"{cell.subject} starts its ranks itself; such ranks can be recorded, but not timed")
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
@@ -167,9 +158,6 @@ def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int
     One launch stops after ``after`` optimizer steps and saves a checkpoint; another launch resumes from it. An
     ``elastic`` training has a different number of devices before the interruption. An incomplete trace is returned
     without further launches. The checkpoint, which may contain code, is not kept.
-
-    Raises:
-        LaunchError, TraceError: A launch failed, or its evidence cannot be read.
     """
     if not trace.is_whole:
         return trace
@@ -181,10 +169,6 @@ def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(trace, saved=saved, resumed=resumed)
-
-
-def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
-    return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
 def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:

@@ -1,18 +1,118 @@
-"""The progress of a launch, from its fork servers' events: which ranks have ended, and when to signal the others.
+"""The events of fork servers, and the progress of a launch: which ranks have ended, and when to signal the others.
 
 ``Pool.finish`` reads the events and sends the signals.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from plumbline.launch.child_processes import CHILD_EXIT_TIMEOUT_S, ChildEnd, Children
+from plumbline.core.errors import WorkloadError
+
+CHILD_EXIT_TIMEOUT_S = 15.0
+"""Time for a trainer to notice that one of its ranks is gone, or to end after all have written their evidence."""
+
+
+_SAME_NAMES = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
+"""The fields that an event about a child's end and a ``ChildEnd`` have in common."""
+
+
+@dataclass(frozen=True)
+class ChildEnd:
+    """How a process ended that the first process of a node had started, directly or not.
+
+    ``rank`` is the rank that it (most probably) was, None if unknown. ``evidence`` is the rank whose evidence it wrote;
+    ``failed`` says that this contains an error. ``idle``: it was not a rank. ``late``: it was ended together with the
+    launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written. ``code`` is
+    None if the exit code is unknown. ``orphaned``: the first process of its node had exited before it.
+    """
+
+    pid: int
+    rank: int | None
+    steps: int | None
+    evidence: int | None
+    failed: bool
+    idle: bool
+    late: bool
+    out_of_memory: bool
+    unwritten: str | None
+    at: float
+    orphaned: bool
+    code: int | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        return not self.late and (self.failed or (self.evidence is None and not self.idle and self.rank is not None))
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without evidence, and not by SIGTERM or SIGABRT, with which ranks end after another one."""
+        return self.evidence is None and self.code not in (None, -signal.SIGTERM, -signal.SIGABRT)
+
+
+def first_to_fail(children: Iterable[ChildEnd], cut_off: Collection[int] = ()) -> ChildEnd | None:
+    """Return the child that failed first. The others end because of it.
+
+    ``cut_off`` has the ranks that raised because they lost the connection to another one. The time alone does not
+    decide, because a busy machine may report the ends in another order. A rank that died breaks the connections of
+    others, which then raise; and when one has raised, others are terminated.
+    """
+    bad = (one for one in children if one.is_bad)
+    return min(
+        bad, key=lambda one: (not one.died, not (one.failed and one.evidence not in cut_off), one.at), default=None
+    )
+
+
+class Children:
+    """Collects the events about a launch's children, ``per_node`` on each node. The first rank identifies a node."""
+
+    def __init__(self, per_node: int) -> None:
+        self._per_node = per_node
+        self._evidence: dict[int, set[int]] = {}
+        self._ends: dict[int, list[ChildEnd]] = {}
+        self._codes: dict[int, int] = {}
+        self._raised: set[int] = set()
+        self._bad = False
+
+    def update(self, event: Mapping[str, Any], *, late: bool) -> None:
+        if event["event"] == "left":
+            self._evidence.setdefault(event["rank"], set()).add(event["trace"])
+            self._bad = self._bad or event["failed"]
+        elif event["event"] == "gone":
+            values = {name: event[name] for name in _SAME_NAMES}
+            end = ChildEnd(rank=event["as"], evidence=event["trace"], late=late or event["killed"], **values)
+            self._ends.setdefault(event["rank"], []).append(end)
+            self._bad = self._bad or end.is_bad
+        elif event["event"] == "raised" and not late:
+            self._raised.add(event["rank"])
+            self._bad = True
+        elif event["event"] == "reaped":
+            self._codes[event["pid"]] = event["code"]
+
+    def has_finished(self, waiting: Collection[int]) -> bool:
+        """Return whether the nodes in ``waiting`` only have to end: a rank has failed, or all have written evidence."""
+        if not self._per_node:
+            return False
+        return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
+
+    def call_raised(self, first: int) -> bool:
+        return first in self._raised
+
+    def of(self, first: int) -> tuple[ChildEnd, ...]:
+        return tuple(map(self._with_code, self._ends.get(first, ())))
+
+    def _with_code(self, end: ChildEnd) -> ChildEnd:
+        code = self._codes.get(end.pid)
+        # An orphan without an exit code ended because its parent was gone.
+        return replace(end, code=code, late=end.late or (end.orphaned and code is None and end.evidence is None))
+
 
 EXIT_GRACE_S = 3.0
 """Time for ranks to notice that another rank is gone, to end after their evidence is there and, at the time limit, to
@@ -159,3 +259,65 @@ class LaunchProgress:
             raised=self._children.call_raised(rank),
             children=self._children.of(rank),
         )
+
+
+_MAYBE_INT, _MAYBE_STR = (int, type(None)), (str, type(None))
+_PLACE: dict[str, Any] = {"launch": int, "rank": int}
+_CHILD: dict[str, Any] = {
+    **_PLACE,
+    "pid": int,
+    "as": _MAYBE_INT,
+    "trace": _MAYBE_INT,
+    "steps": _MAYBE_INT,
+    "failed": bool,
+    "idle": bool,
+    "killed": bool,
+    "out_of_memory": bool,
+    "unwritten": _MAYBE_STR,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "ready": {"subjects": list},
+    "refused": {"message": str},
+    "so_far": _PLACE,
+    "evidence": _PLACE,
+    "unwritten": {**_PLACE, "why": str},
+    "late": {**_PLACE, "steps": int, "stopped": bool},
+    "exit": {**_PLACE, "code": int, "steps": int, "evidence": bool, "out_of_memory": bool},
+    "left": _CHILD,
+    "gone": _CHILD,
+    "reaped": {**_PLACE, "pid": int, "code": int},
+    "raised": _PLACE,
+    "listens": {"port": int},
+    "reached": {"failed": dict},
+    "port": {"port": int},
+    "workloads": {"contents": dict, "message": str},
+}
+"""The fields of each event, besides ``at``: its time in seconds, on the monotonic clock."""
+
+
+class NoEventError(ValueError):
+    """A line is not a valid event of a fork server."""
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """Return the event in a line; raise ``NoEventError`` if it is not valid."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NoEventError(f"{line[:80]!r} is not JSON: {error}") from None
+    fields = _FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if fields is None:
+        raise NoEventError(f"{line[:80]!r} is not an event")
+    for name, kind in {**fields, "at": float}.items():
+        if name not in event or not isinstance(event[name], kind):
+            raise NoEventError(f"{event['event']!r} has no valid {name!r}")
+    if not math.isfinite(event["at"]):
+        raise NoEventError(f"{event['event']!r} has no finite 'at'")
+    return event
+
+
+def contents_of(event: dict[str, Any], place: str) -> dict[str, str]:
+    """Return the fingerprints of the workloads that were imported at ``place``, by name."""
+    if event["message"]:
+        raise WorkloadError(f"in {place}: {event['message']}")
+    return dict(event["contents"])

@@ -14,10 +14,8 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.read import read_rank
 from plumbline.evidence.trace import Exit, RankTrace
-from plumbline.launch.child_processes import ChildEnd, first_to_fail
-from plumbline.launch.exit_reason import explain
-from plumbline.launch.hung_ranks import take_so_far
-from plumbline.launch.launch_progress import LaunchedRankEnd
+from plumbline.launch.exit_reason import explain, take_so_far
+from plumbline.launch.launch_progress import ChildEnd, LaunchedRankEnd, first_to_fail
 from plumbline.worker.assignment import Assignment, stack_beside
 
 
@@ -28,9 +26,6 @@ def gather(
 
     ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. An error of the subject's call
     that no rank raised becomes the first rank's. The folder then looks as after a launch of ranks by Plumbline.
-
-    Raises:
-        TraceError: Evidence cannot be read.
     """
     folder = Path(started[0].evidence).parent
     _sort_stacks(started, ends)
@@ -48,7 +43,8 @@ def gather(
             exits[node.rank] = explain(end, node, time_limit)
             found.pop(node.rank, None)
         elif first is not None and _is_first_rank(first, node, end, found):
-            found[node.rank] = _with_error_of(first, found.get(node.rank, first))
+            trace = found.get(node.rank, first)
+            found[node.rank] = replace(trace, error=first.error, failed_at=first.failed_at, stack=first.stack)
             write_rank(node.evidence, found[node.rank])
     broken = origin is not None or bool(exits) or any(rank.error for rank in found.values())
     for node, end in zip(started, ends, strict=True):
@@ -99,10 +95,6 @@ def _is_first_rank(first: RankTrace, node: Assignment, end: LaunchedRankEnd, fou
     if first.error is not None and not any(child.is_bad for child in end.children):
         return True
     return node.rank not in found and not any(child.rank == node.rank for child in end.children if not child.idle)
-
-
-def _with_error_of(first: RankTrace, rank: RankTrace) -> RankTrace:
-    return replace(rank, error=first.error, failed_at=first.failed_at, stack=first.stack)
 
 
 def _missing(

@@ -18,9 +18,16 @@ import plumbline
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.launch import this_machine
-from plumbline.launch.launch_progress import EXIT_GRACE_S, LaunchedRankEnd, LaunchProgress, RunningLaunch
+from plumbline.launch.launch_progress import (
+    EXIT_GRACE_S,
+    LaunchedRankEnd,
+    LaunchProgress,
+    NoEventError,
+    RunningLaunch,
+    contents_of,
+    event_of,
+)
 from plumbline.launch.process_tags import TAG, end_tagged
-from plumbline.launch.server_events import NoEventError, contents_of, event_of
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, cpu_seconds, ignore
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.processes import KILL_TIMEOUT_S
@@ -72,11 +79,7 @@ class Pool:
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """The declarations of the subjects behind the locator; waits for the server to be warm.
-
-        Raises:
-            SubjectError: The locator names no subject, or it cannot be imported.
-        """
+        """The declarations of the subjects behind the locator; waits for the server to be warm."""
         if self._subjects is None:
             try:
                 event = self._first_event()
@@ -105,11 +108,6 @@ class Pool:
 
         Returns:
             For each host or interpreter, a fingerprint of each workload's weights and data, by name.
-
-        Raises:
-            WorkloadError: A workload cannot be imported there.
-            SubjectError: As for ``subjects``.
-            LaunchError: The server is gone.
         """
         assert self.subjects
         self._send({"command": "workloads", "locators": [*locators]})
@@ -120,12 +118,7 @@ class Pool:
         return {self._python: contents_of(event, self._python)}
 
     def wait_until_idle(self) -> None:
-        """Wait until the server has nothing left to do, so that it does not disturb measurements.
-
-        Raises:
-            SubjectError: As for ``subjects``.
-            LaunchError: The server is gone.
-        """
+        """Wait until the server has nothing left to do, so that it does not disturb measurements."""
         self._free_port()  # it answers commands in their order
 
     def _free_port(self) -> int:
@@ -190,11 +183,7 @@ class Pool:
         return progress.ends
 
     def kill_ranks(self) -> None:
-        """Kill the ranks of the launch in progress; ``finish``, in another thread, then returns.
-
-        Raises:
-            LaunchError: The server is gone.
-        """
+        """Kill the ranks of the launch in progress; ``finish``, in another thread, then returns."""
         self._send({"command": "signal", "launch": self._launches, "signal": int(signal.SIGKILL)})
 
     def close(self) -> None:
@@ -225,12 +214,7 @@ class Pool:
             raise self._lost("is gone") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event, None at the deadline.
-
-        Raises:
-            ServerNotStartedError: The server ended before its first event.
-            LaunchError: The server ended later.
-        """
+        """Return the next event, None at the deadline."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._events, selectors.EVENT_READ)

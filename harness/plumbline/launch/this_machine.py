@@ -1,4 +1,4 @@
-"""Launches on this machine: environment variables, rendezvous, and the devices of each node."""
+"""Environment variables, rendezvous, devices and addresses of the machine that launches."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ _LOOPBACKS = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
 
 
 def loopback() -> str:
-    """Return the address at which processes of this machine reach each other.
-
-    Raises:
-        LaunchError: There is none.
-    """
+    """Return the address at which processes of this machine reach each other."""
     for address, family in _LOOPBACKS:
         try:
             with socket.create_server((address, 0), family=family) as server:
@@ -53,9 +49,6 @@ def listen(address: str) -> socket.socket:
     """Return a socket that listens at ``address`` alone, at a port that no other process can take from now on.
 
     It is an IPv4 socket if possible: only a DNS server resolves the names of a dual-stack socket's addresses.
-
-    Raises:
-        LaunchError: This machine does not have that address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

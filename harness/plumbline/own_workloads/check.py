@@ -6,49 +6,116 @@ the trainer's mistake.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import WorkloadError
 from plumbline.core.precision import PRECISIONS
 from plumbline.own_workloads.content import check_data, check_model
 from plumbline.own_workloads.load import calling
-from plumbline.own_workloads.training_pass import NoNarrowing, TrainingPass, forward_of, loss_of, pass_of
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import Batch, Columns, Workload
+
+
+def forward_of(model: nn.Module, batch: Batch) -> Any:
+    with calling("forward(batch)"):
+        return model(batch)
+
+
+def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
+    """Return the loss."""
+    with calling("loss(outputs, batch)"):
+        loss: Any = workload.loss(outputs, batch)
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise WorkloadError(f"loss(outputs, batch) returned {what}: return a scalar tensor, for example with .mean()")
+    if not bool(loss.isfinite()):
+        raise WorkloadError(f"loss(outputs, batch) is {float(loss.detach())} at the initial weights")
+    return loss
+
+
+def pass_of(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
+    return loss_of(workload, forward_of(model, batch), batch)
+
+
+class TrainingPass:
+    """A model of ``workload`` in training mode, at its initial weights."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype) -> None:
+        self._workload = workload
+        self.model = workload.model(dtype).train()
+
+    def gradient(self, batch: Batch) -> dict[str, Tensor]:
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        loss = pass_of(self._workload, self.model, batch)
+        with calling("backward"):
+            gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        return {name: value for name, value in zip(trained, gradients, strict=True) if value is not None}
+
+
+class NoNarrowing(TorchFunctionMode):
+    """Refuses operations that turn float64 that depends on a parameter into a narrower type.
+
+    Its gradient would be rounded as in float32, and the oracle would be no better than the trainer.
+    """
+
+    def __torch_function__(
+        self, operation: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if (
+            isinstance(result, Tensor)
+            and result.is_floating_point()
+            and result.dtype is not torch.float64
+            and any(
+                isinstance(given, Tensor) and given.dtype is torch.float64 and given.requires_grad
+                for given in tree_leaves((args, kwargs))
+            )
+        ):
+            name = getattr(operation, "__name__", str(operation))
+            raise WorkloadError(
+                f"{name}() converts float64 to {str(result.dtype).removeprefix('torch.')}: to avoid computing in 16 "
+                "bits, cast with x.to(torch.promote_types(x.dtype, torch.float32))"
+            )
+        return result
+
 
 _ACCURACY = (torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps) ** 0.5
 """The largest allowed ratio of the oracle's error to that of float32: beyond it, the oracle is not float64."""
 
 
 def refuse_unfit(workload: Workload, devices: Sequence[int]) -> None:
-    """Check that trainers can be judged on a workload.
-
-    Args:
-        workload: one of the user's own, with the seed of the run.
-        devices: the numbers of devices of the run's cells, over all nodes.
-
-    Raises:
-        WorkloadError: they cannot; the message says what to change.
-    """
+    """Check that trainers can be judged on one of the user's own workloads, with these numbers of ``devices``."""
     check_numbers(workload)
     model = check_model(workload)
     every = [check_data(workload, count) for count in devices]
     batches = [*_batches(every[0], workload.global_batch_size(devices[0]))]
     _check_forward(workload, batches[0])
     for data, count in zip(every[1:], devices[1:], strict=True):
-        _check_shares(workload, data, count)
+        size = workload.global_batch_size(count) // count
+        try:
+            pass_of(workload, workload.model().train(), data.batch(range(size)))
+        except WorkloadError as error:
+            raise WorkloadError(
+                f"with {count} devices, each gets {size} of the samples of a batch, and then {error}"
+            ) from error
     first = TrainingPass(workload, torch.float32)
     gradients = [first.gradient(batch) for batch in batches]
     if not workload.unused_parameters:
         _check_every_parameter(first.model, gradients)
     _check_optimizers(workload, model)
     outputs = forward_of(first.model, batches[0])
-    _check_needs(workload, dict(_needed(workload, first.model, outputs, gradients)))
+    for capability, why in _needed(workload, first.model, outputs, gradients):
+        if capability not in workload.needs:
+            raise WorkloadError(
+                f'{why}: add "{capability}" to needs, as in needs = frozenset({{"{capability}", …}}). Otherwise '
+                "trainers that do not support it would fail"
+            )
     _check_oracle(workload, devices[0])
     if workload.exact:
         _check_exact(workload, devices[0])
@@ -94,16 +161,6 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
     _check_loss(workload, outputs, batch)
     if not _draws(model):
         _refuse_other_outputs(outputs, forward_of(model, batch))
-
-
-def _check_shares(workload: Workload, data: Columns, devices: int) -> None:
-    size = workload.global_batch_size(devices) // devices
-    try:
-        pass_of(workload, workload.model().train(), data.batch(range(size)))
-    except WorkloadError as error:
-        raise WorkloadError(
-            f"with {devices} devices, each gets {size} of the samples of a batch, and then {error}"
-        ) from error
 
 
 def _draws(model: nn.Module) -> bool:
@@ -193,15 +250,6 @@ def _needed(
         yield "sparse-gradients", "the model has sparse gradients"
     if not isinstance(outputs, Tensor):
         yield "nested-outputs", f"forward returns {type(outputs).__name__}"
-
-
-def _check_needs(workload: Workload, needed: dict[str, str]) -> None:
-    for capability, why in needed.items():
-        if capability not in workload.needs:
-            raise WorkloadError(
-                f'{why}: add "{capability}" to needs, as in needs = frozenset({{"{capability}", …}}). Otherwise '
-                "trainers that do not support it would fail"
-            )
 
 
 def _check_oracle(workload: Workload, devices: int) -> None:

@@ -38,11 +38,7 @@ def check_model(workload: Workload) -> nn.Module:
 
 
 def check_data(workload: Workload, devices: int) -> Columns:
-    """Return the training data of ``workload`` for ``devices`` devices.
-
-    Raises:
-        WorkloadError: it has no complete batch, its samples have no index, or it differs between two calls.
-    """
+    """Return the training data of ``workload`` for ``devices`` devices."""
     size = workload.global_batch_size(devices)
     if size % devices:
         raise WorkloadError(f"global_batch_size({devices}) is {size}, which is not divisible by {devices}")

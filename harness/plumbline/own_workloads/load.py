@@ -18,11 +18,7 @@ from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload,
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Turn an exception in the user's code into an error that begins with ``what`` is called.
-
-    Raises:
-        WorkloadError: the code raised.
-    """
+    """Turn an exception in the user's code into an error that begins with ``what`` is called."""
     try:
         yield
     except PlumblineError:
@@ -44,11 +40,7 @@ class OwnWorkload:
 
 
 def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
-    """Load the workloads behind ``locators`` and register them instead of those that were loaded before.
-
-    Raises:
-        WorkloadError: one is not found, cannot be imported, or has a name that is taken.
-    """
+    """Load the workloads behind ``locators`` and register them instead of those that were loaded before."""
     for name in [name for name, workload in WORKLOADS.items() if workload.locator is not None]:
         del WORKLOADS[name]
     found: list[OwnWorkload] = []
@@ -61,11 +53,7 @@ def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
 
 
 def load_workload(locator: str) -> Workload:
-    """Return the workload behind a locator that names exactly one.
-
-    Raises:
-        WorkloadError: it is not found or cannot be imported.
-    """
+    """Return the workload behind a locator that names exactly one."""
     ((workload, _),) = _load(locator)
     return workload
 
@@ -132,11 +120,7 @@ def _made(kind: type[Workload], module: ModuleType, place: str) -> Workload:
 
 
 def workload_of(cell: Cell) -> Workload:
-    """Return the workload of ``cell``, with the cell's seed.
-
-    Raises:
-        WorkloadError: the user's own workload cannot be loaded.
-    """
+    """Return the workload of ``cell``, with the cell's seed."""
     known = EVERY.get(cell.workload)
     if cell.workload_locator is not None and (known is None or known.locator != cell.workload_locator):
         WORKLOADS[cell.workload] = load_workload(cell.workload_locator)

@@ -1,11 +1,14 @@
 """Files of expectations: known failures of a trainer's released versions, and their reasons.
 
-Each subject has one TOML file with its name.
+Each subject has one TOML file with its name. A subject without one gets the entries that hold for its library
+(``@subject(library=…)``) at the installed version. Such an entry covers only the exact finding (check, cell and cause)
+and its consequences. The cell ends as *known*: the finding stands, but only the library can correct it. A subject that
+makes the same mistake itself is covered too. If the finding does not appear, that is not an unexpected pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import tomllib  # type: ignore[import-not-found, unused-ignore]  # the parent runs on Python 3.11
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from plumbline.core.accelerator import ACCELERATORS
@@ -187,11 +191,7 @@ class Expectation:
 
 
 def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
-    """Return the expectations in ``folder``, by subject.
-
-    Raises:
-        ExpectationsError: a file cannot be read, or an entry is invalid.
-    """
+    """Return the expectations in ``folder``, by subject."""
     return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
 
 
@@ -231,3 +231,63 @@ def _complaint(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         message = "unknown key"
     return f"{', '.join(map(str, where))}: {message}"
+
+
+def known_of_subject(
+    name: str, software: Software, known: Mapping[str, Sequence[Expectation]]
+) -> tuple[Expectation, ...]:
+    """Return the expectations for a subject: those of its own file, or else those for its library."""
+    if name in known:
+        return known_of(software, known[name])
+    try:
+        version = Version(software.version or "unknown")
+    except InvalidVersion:
+        return ()
+    library = canonicalize_name(software.library or "")
+    return tuple(
+        one.for_library(software)
+        for expectations in known.values()
+        for one in expectations
+        if one.entry.holds_for == "library" and canonicalize_name(one.library or "") == library
+        if one.entry.applies_to(version)
+    )
+
+
+def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[Expectation, ...]:
+    """Return the expectations that apply to the installed version."""
+    naming = next((one for one in expectations if one.entry.versions is not None), None)
+    if naming is None:
+        return tuple(expectations)
+    try:
+        version = Version(software.version or "unknown")
+    except InvalidVersion:
+        raise ExpectationsError(
+            f"{naming.record.entry} names versions, but the installed version of {software.library!r} is unknown: set "
+            "@subject(library=…) to pip's name of an installed package"
+        ) from None
+    return tuple(one for one in expectations if one.entry.applies_to(version))
+
+
+def expected(
+    cell: Cell, findings: Sequence[Finding], expectations: Iterable[Expectation]
+) -> tuple[Expected | None, ...]:
+    """Return the expectation for each finding of ``cell``, None if there is none.
+
+    There is one for a finding that an entry predicts, for its consequences, and for a finding that passed although the
+    subject's own file predicts a failure. There is none for any other failure.
+    """
+    about = [expectation for expectation in expectations if expectation.entry.cell.covers(cell)]
+    met = [one for one in about if any(map(one.entry.matches, findings))]
+    return tuple(_about(finding, about, met) for finding in findings)
+
+
+def _about(finding: Finding, about: Sequence[Expectation], met: Sequence[Expectation]) -> Expected | None:
+    for one in met:
+        if one.entry.matches(finding):
+            return one.record
+    for one in met:
+        if finding.check in one.entry.consequences and finding.outcome.is_bad:
+            return one.record.model_copy(update={"outcome": finding.outcome})
+    tried = finding.outcome in (Outcome.PASSED, Outcome.DEVIATES)
+    owed = [one for one in about if tried and not one.of_library]
+    return next((one.record for one in owed if finding.check in one.entry.check), None)

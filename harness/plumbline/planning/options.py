@@ -24,11 +24,7 @@ from plumbline.workloads import find
 
 
 def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return the names of the workloads to train: the user's own, and the built-in ones that are ``named``.
-
-    Raises:
-        PlanError: ``named`` contains one of the user's own.
-    """
+    """Return the names of the workloads to train: the user's own, and the built-in ones that are ``named``."""
     if not own:
         return named
     for one in own:
@@ -42,11 +38,7 @@ def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None
 
 
 def refuse_unfit_workloads(own: Sequence[OwnWorkload], matrix: Matrix) -> None:
-    """Check that trainers can be judged on these workloads with the devices of ``matrix``.
-
-    Raises:
-        WorkloadError: they cannot.
-    """
+    """Check that trainers can be judged on these workloads with the devices of ``matrix``."""
     if not own:
         return
     devices = sorted({1, *(topology.devices for topology in topologies(matrix.gpus, matrix.nodes))})
@@ -134,11 +126,7 @@ class Options:
         return {one.name: WorkloadSource(locator=one.locator, sha256=one.sha256) for one in self.own_workloads}
 
     def expectations(self, suite: Path) -> Path:
-        """Return the folder of expectation files. By default it lies beside the folder of the file ``suite``.
-
-        Raises:
-            ExpectationsError: the folder does not exist.
-        """
+        """Return the folder of expectation files. By default it lies beside the folder of the file ``suite``."""
         given = self._given["expectations"]
         if given and not os.path.isdir(given):
             raise ExpectationsError(f"--expectations {given}: folder not found")

@@ -1,4 +1,4 @@
-"""From the options of a run to its cells."""
+"""From the options of a run to its cells: those that can show something that a smaller one cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from plumbline.core.backend import BACKENDS, Backend, declared_for
+from plumbline.core.backend import BACKENDS, Backend, declared_for, resized
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.core.finding import Finding
@@ -16,10 +16,87 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.planning.declaration import Declaration, Refusal
-from plumbline.planning.selection import is_sampled, is_worth_a_cell
 from plumbline.planning.topologies import MeshChoice, topologies
 from plumbline.results.records import PERFORMANCE
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
+
+
+def is_worth_a_cell(
+    workload: Workload,
+    backend: Backend,
+    topology: Topology,
+    precision: str,
+    planned: Sequence[Topology],
+    stages_per_rank: int = 1,
+) -> bool:
+    """Say whether a combination can show something that a smaller one of the ``planned`` topologies cannot.
+
+    If the trainer chooses its backend itself, one topology is enough. An elastic workload also needs another topology,
+    where its training begins.
+    """
+    if isinstance(workload, PerformanceWorkload):
+        return _is_worth_timing(workload, backend, topology, precision, planned)
+    if not (backend.opt_in if workload.experts else not backend.divides_experts):
+        return False
+    small = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
+    if backend.chosen_by_trainer:
+        return topology == small[1] and not workload.narrow
+    if workload.elastic and not backend.fits(resized(topology, backend)):
+        return False
+    return not workload.narrow or (
+        precision in workload.precisions and topology in _narrow(backend, small, stages_per_rank)
+    )
+
+
+def is_sampled(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
+    """Say whether a cell is one of the few that are planned for a sampled backend.
+
+    They are in float32, on the smallest topology and on the smallest one where each dimension has several devices. Of
+    the narrow workloads, those that couple stages are included.
+    """
+    if isinstance(workload, PerformanceWorkload) or (workload.narrow and not workload.couples_stages):
+        return False
+    return precision == "32" and topology in (backend.smallest, backend.smallest_whole)
+
+
+def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
+    """Return the topologies of narrow workloads: one device, and up to three on one node.
+
+    The backend's smallest topology is added if it fits neither, or if few workloads suit the backend: many stages, for
+    example, need more blocks than most models have. A sampled backend has only its smallest topology.
+    """
+    if backend.sampled:
+        return {backend.smallest}
+    found = {small[0], small[-1]}
+    few = backend.divides_experts or backend.divides_sequences or stages_per_rank > 1
+    return found | {backend.smallest} if few or backend.smallest not in small else found
+
+
+def _is_worth_timing(
+    workload: PerformanceWorkload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
+) -> bool:
+    """Say whether a cell is measured: on powers of two devices of one node, and on the largest topology of several.
+
+    A workload's first precision is measured on all of them, the others only on the smallest topology of each backend.
+    A backend that the trainer chooses itself is another name for one that is already measured.
+    """
+    if backend.chosen_by_trainer or precision not in workload.precisions:
+        return False
+    if workload.backends is not None and backend.name not in workload.backends:
+        return False
+    places = [place for place in _timed(workload, backend, planned) if backend.fits(place)]
+    return topology in (places if precision == workload.precisions[0] else places[:1])
+
+
+def _timed(workload: PerformanceWorkload, backend: Backend, planned: Sequence[Topology]) -> list[Topology]:
+    single = [t for t in planned if t.num_nodes == 1]
+    largest = max(t.gpus for t in single)
+    places = [t for t in single if t.gpus == largest or t.gpus & (t.gpus - 1) == 0]
+    if backend.name in workload.on_nodes:
+        several = [t for t in planned if t.num_nodes > 1 and t.gpus > 1]
+        places += sorted(several, key=lambda t: (t.devices, t.gpus))[-1:]
+    return places
+
 
 SMOKE_PRECISION = "32"
 SMOKE_WORKLOADS = ("mlp", "adamw", "cnn-batchnorm")
@@ -84,11 +161,7 @@ class Matrix:
         return not backend.opt_in or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
     def precisions_for(self, declared: Declaration) -> list[str]:
-        """Return the precisions that are planned for a subject. An opt-in precision must be declared or named.
-
-        Raises:
-            PlanError: a name is unknown.
-        """
+        """Return the precisions that are planned for a subject. An opt-in precision must be declared or named."""
         names = _known("precision", self.precisions, PRECISIONS)
         offered = declared.precisions[self.accelerator]
         return [name for name in names if not PRECISIONS[name].opt_in or name in offered or self.precisions]
@@ -129,9 +202,6 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     """Return every cell of the matrix, small topologies first, including those that are refused.
 
     ``among`` has the workloads of the suite, by name.
-
-    Raises:
-        PlanError: a name is unknown, or two subjects share one.
     """
     backends = [BACKENDS[name] for name in _known("backend", matrix.backends, BACKENDS)]
     workloads = [EVERY[name] for name in _known("workload", matrix.workloads, EVERY) if name in among]
@@ -190,11 +260,7 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
 
 
 def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
-    """Check that there are enough CUDA devices for a matrix.
-
-    Raises:
-        PlanError: there are not.
-    """
+    """Check that there are enough CUDA devices for a matrix."""
     wanted = max((topology.devices for topology in matrix.topologies), default=0)
     if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
         nodes = min(matrix.nodes or 1, max(present, 1))

@@ -20,9 +20,6 @@ def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
     """Return the topologies of up to ``gpus`` devices, split into nodes in every way.
 
     With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
-
-    Raises:
-        PlanError: a number is not positive.
     """
     if gpus < 1:
         raise PlanError(f"--gpus {gpus}: must be 1 or more")
@@ -67,11 +64,7 @@ class MeshChoice:
         return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
 
     def topology(self, num_nodes: int = 1) -> Topology:
-        """Return the topology of these devices on ``num_nodes`` nodes.
-
-        Raises:
-            PlanError: the devices do not divide evenly.
-        """
+        """Return the topology of these devices on ``num_nodes`` nodes."""
         devices = math.prod(self.sizes)
         if devices % num_nodes:
             raise PlanError(f"--mesh {self.text}: {devices} devices do not divide evenly among {num_nodes} nodes")
@@ -79,11 +72,7 @@ class MeshChoice:
 
 
 def parse_mesh(text: str) -> MeshChoice:
-    """Parse ``name=size,name=size``. Dimensions may come in any order.
-
-    Raises:
-        PlanError: the text is invalid, or no backend has these dimensions.
-    """
+    """Parse ``name=size,name=size``. Dimensions may come in any order."""
     sizes: dict[str, int] = {}
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))

@@ -12,7 +12,7 @@ from plumbline.core.errors import LaunchError
 from plumbline.core.finding import Finding, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import Examined
-from plumbline.planning.expectations import expected
+from plumbline.planning.expectation_files import expected
 from plumbline.planning.plan import Planned
 from plumbline.pytest_plugin.session import Session
 from plumbline.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties

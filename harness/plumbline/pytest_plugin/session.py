@@ -18,8 +18,7 @@ from plumbline.engine.subject_code import subject_code
 from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.timeouts import Timeouts
 from plumbline.machine.lease import shared_lease
-from plumbline.planning.expectation_files import read_expectations
-from plumbline.planning.expectations import known_of_subject
+from plumbline.planning.expectation_files import known_of_subject, read_expectations
 from plumbline.planning.options import Options
 from plumbline.planning.plan import Planned, plan
 from plumbline.planning.reproduction import Reproduction

@@ -32,11 +32,7 @@ class RanksFailed(Exception):  # noqa: N818
 
 
 def run_body(item: pytest.Function, marker: Marker) -> None:
-    """Run the body of a test on its ranks.
-
-    Raises:
-        BaseException: The exception of the rank that failed first, or one that skips the test or expects its failure.
-    """
+    """Run the body of a test on its ranks."""
     body = BodyOnRank(item)
     with _not_captured(item.config), TimeLimit.of_ranks(item, marker) as limit:
         try:

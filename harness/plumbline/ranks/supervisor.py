@@ -11,17 +11,118 @@ import math
 import os
 import selectors
 import signal
+import tempfile
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import IO, NoReturn
 
-from plumbline.ranks.rank_main import WITH_TERMINAL, Debugging, Describe, Function, How, RankEnd, RankReport, run
-from plumbline.ranks.rank_process import RankProcess
+from plumbline.launch.stacks import PendingCall, calls_of
+from plumbline.ranks.rank_main import (
+    WITH_TERMINAL,
+    Debugging,
+    Describe,
+    Function,
+    How,
+    RankEnd,
+    RankReport,
+    Streams,
+    run,
+)
 from plumbline.ranks.world import World
-from plumbline.worker.processes import adopt, die_with, end_all, wakeup_pipe
+from plumbline.worker.processes import adopt, die_with, end_all, signal_session, wakeup_pipe
+from plumbline.worker.rank_handle import Log
+
+
+class _Output:
+    """What a rank prints to one stream, in a file without a name, which nobody has to remove."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.log = Log(f"/dev/fd/{self._file.fileno()}")
+
+    def text(self) -> str:
+        self.log.close()
+        self._file.seek(0)
+        with self._file:
+            return self._file.read().decode(errors="replace")
+
+
+class RankProcess:
+    """One rank of a launch, from before its fork until its end is known."""
+
+    def __init__(self, rank: int, capture: bool) -> None:
+        self.rank = rank
+        self.pid = 0
+        self.report: RankReport | None = None
+        self.code: int | None = None
+        self.how: How | None = None
+        self.calls: tuple[PendingCall, ...] = ()
+        self.at = 0.0
+        self.is_debugging = False
+        self.connection, self.rank_connection = Pipe()
+        self.outputs = [_Output(), _Output()] if capture else []
+        self._stack: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+
+    @property
+    def streams(self) -> Streams:
+        out, err = (output.log.sink for output in self.outputs) if self.outputs else (None, None)
+        return Streams(out, err, self._stack.fileno())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether nobody has waited for its end yet."""
+        return self.code is None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.how in (How.RAISED, How.DIED)
+
+    def forked(self, pid: int) -> None:
+        """In the supervisor, note the process id, and close the rank's ends."""
+        self.pid = pid
+        self.rank_connection.close()
+        for output in self.outputs:
+            os.close(output.log.sink)
+
+    def close_in_fork(self) -> None:
+        """In a rank, close the supervisor's ends."""
+        self.connection.close()
+        for output in self.outputs:
+            output.log.close_in_fork()
+
+    def note_end(self, how: How) -> None:
+        """Note how it ended, unless that is known already."""
+        if self.how is None:
+            self.how, self.at = how, time.monotonic()
+            if how is not How.RETURNED:
+                self.calls = calls_of(os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace"))
+
+    def request_stack(self) -> None:
+        """Let it write its stacks. A stopped process has to continue for that."""
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    @property
+    def has_stack(self) -> bool:
+        return os.fstat(self._stack.fileno()).st_size > 0
+
+    def kill(self) -> None:
+        """Kill it, and the processes that it left in its session."""
+        signal_session(self.pid, signal.SIGKILL)
+
+    def texts(self) -> tuple[str, str]:
+        """Return what it printed to stdout and stderr. Call this once, after its end."""
+        self._stack.close()
+        if not self.outputs:
+            return "", ""
+        out, err = (output.text() for output in self.outputs)
+        return out, err
+
 
 GRACE_S = 1.0
 """Time for the other ranks to end after one has failed: those that fail too show their own tracebacks."""
@@ -62,11 +163,7 @@ class Supervisor:
         """How ranks ended that are still there at the deadline."""
 
     def run(self) -> list[SealedEnd]:
-        """Run the launch.
-
-        Raises:
-            CallerGone: The caller no longer waits for it; everything has been ended.
-        """
+        """Run the launch."""
         wake = wakeup_pipe()
         try:
             for rank in range(self._world.size):
@@ -183,7 +280,6 @@ class Supervisor:
             process.note_end(self._last_how)
 
     def _let_exit(self) -> None:
-        """Let ranks exit that wait for it, kill the others, and wait for their ends."""
         for process in self._ranks:
             if process.how in (How.HUNG, How.ENDED):
                 process.kill()

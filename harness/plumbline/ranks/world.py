@@ -21,7 +21,7 @@ from plumbline.launch.this_machine import (
     store_on,
     torchrun_variables,
 )
-from plumbline.trainer.gpus import driver_started
+from plumbline.trainer.connector import driver_started
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,7 @@ class World:
 
     @classmethod
     def prepare(cls, size: int, backend: str | None, init: bool) -> World:
-        """Return a world for ranks that will be forked from this process; the arguments are ``run_on_ranks``'s.
-
-        Raises:
-            LaunchError: This system cannot fork, nccl has too few devices, or this process has started CUDA, which
-                does not survive a fork.
-        """
+        """Return a world for ranks that will be forked from this process; the arguments are ``run_on_ranks``'s."""
         if not hasattr(os, "fork"):
             raise LaunchError("this system cannot fork processes, as ranks require: use Linux or macOS")
         devices = torch.cuda.device_count()  # by NVML: it does not start CUDA

@@ -81,11 +81,7 @@ def estimate_mean(samples: Sequence[float]) -> Estimate:
 
 
 def variance(samples: Sequence[float]) -> float:
-    """Return the unbiased sample variance; exactly 0 for equal samples.
-
-    Raises:
-        ValueError: there are fewer than two samples.
-    """
+    """Return the unbiased sample variance; exactly 0 for equal samples."""
     if len(samples) < 2:
         raise ValueError("one launch says nothing about the noise between launches: at least two are needed")
     if min(samples) == max(samples):

@@ -68,11 +68,7 @@ def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
 
 
 def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> None:
-    """Resume from the checkpoint, even with another number of ranks.
-
-    Raises:
-        MisconfigurationError: It was taken in the middle of what is now one batch, or in another training.
-    """
+    """Resume from the checkpoint, even with another number of ranks."""
     found = {name: len(checkpoint[name]) for name in ("optimizers", "schedulers")}
     wanted = {"optimizers": len(state.optimizers), "schedulers": len(state.schedules)}
     if found != wanted or checkpoint["precision"].keys() != state.precision.state_dict().keys():

@@ -1,11 +1,13 @@
-"""Turns the Trainer's arguments into a plan."""
+"""Turns the Trainer's arguments into a plan, and CUDA devices into those that this process sees."""
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,75 @@ import torch
 
 from plumbline.trainer.environments import ClusterEnvironment, detect_environment
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.gpus import parse_gpus
 from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
 from plumbline.trainer.strategies import STRATEGIES, Strategy
+
+
+def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tuple[int, ...]:
+    """Return the device indices that ``gpus`` asks for; an empty tuple means one cpu device.
+
+    Args:
+        gpus: A number is a count (``3``: devices 0, 1, 2). A list, or a string, holds indices (``"3"``:
+            device 3 only; ``"0,"``: device 0; ``"0, 1"``). ``-1`` or ``"-1"``: all devices. ``None``, ``0``,
+            ``[]``: none.
+        every_device: How many devices "all" is.
+    """
+    if gpus is None:
+        return ()
+    if isinstance(gpus, str):
+        if gpus.strip(" ") == "-1":
+            return tuple(range(every_device))
+        if not re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*,? *", gpus):
+            raise MisconfigurationError(
+                f"gpus={gpus!r} is not a list of device indices: write '0,' or '0, 1', or '-1' for all."
+            )
+        gpus = [int(index) for index in re.findall(r"[0-9]+", gpus)]
+    if isinstance(gpus, (list, tuple)):
+        if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in gpus):
+            raise MisconfigurationError(f"gpus={gpus!r} must hold device indices, each 0 or more, as in [0, 1].")
+        if len(set(gpus)) < len(gpus):
+            raise MisconfigurationError(f"gpus={gpus!r} names a device twice: name each device once.")
+        return tuple(gpus)
+    if isinstance(gpus, bool) or not isinstance(gpus, int):
+        raise MisconfigurationError(
+            f"gpus={gpus!r} is a {type(gpus).__name__}: give a count (2), a list ([0, 1]), a string ('0, 1') or None."
+        )
+    if gpus < -1:
+        raise MisconfigurationError(f"gpus={gpus} is negative: give a count, or -1 for all devices.")
+    return tuple(range(every_device if gpus == -1 else gpus))
+
+
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED, what the CUDA driver answers until cuInit was called."""
+
+
+def driver_started() -> bool:
+    """Return whether anything in this process has started the CUDA driver, without starting it.
+
+    The driver reads CUDA_VISIBLE_DEVICES when it is started, and does not survive a fork after that. It is started
+    before torch.cuda.is_initialized() says so: by torch.cuda.is_available(), for one, and by other libraries.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_LAZY", 0))
+    except OSError:
+        return False  # it is not even loaded
+    count = ctypes.c_int()
+    return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
+
+
+def make_visible(
+    devices: tuple[int, ...], visible: str | None, cuda_started: bool
+) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Return the CUDA variables that show only ``devices``, and the indices the devices have after that.
+
+    ``visible`` is the present CUDA_VISIBLE_DEVICES. If CUDA has read its variables already, they and the indices stay.
+    """
+    if cuda_started:
+        return {}, devices
+    names = visible.split(",") if visible else None
+    shown = ",".join(names[index].strip() if names else str(index) for index in devices)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": shown}, tuple(range(len(devices)))
+
 
 LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
 STAGE_TIMEOUT = 1800.0
@@ -107,11 +175,7 @@ def connect(
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
-    """Return the plan for the Trainer's arguments; ``cuda_devices=None`` counts them, without starting CUDA.
-
-    Raises:
-        MisconfigurationError: They contradict each other, the machine or the launcher.
-    """
+    """Return the plan for the Trainer's arguments; ``cuda_devices=None`` counts them, without starting CUDA."""
     if nb_gpu_nodes is not None:
         if num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(

@@ -21,13 +21,11 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class ShardedSampler(Sampler[Any]):
-    """Every ``world``-th item of another sampler's order, beginning with item ``rank``.
+    """Every ``world``-th item of the order of ``source``, a sampler of indices or of batches, from item ``rank`` on.
 
-    Args:
-        source: Sampler of indices, or of batches of indices. Its order is kept.
-        rest: What becomes of the items beyond a multiple of ``world``: ``"pad"`` repeats the first items,
-            ``"drop"`` leaves them out, ``"keep"`` gives some ranks one item more.
-        agree: Take rank 0's order, for sources that draw it from a generator which may differ between ranks.
+    Of the items beyond a multiple of ``world``, ``rest`` says what becomes: ``"pad"`` repeats the first items,
+    ``"drop"`` leaves them out, ``"keep"`` gives some ranks one item more. ``agree``: take rank 0's order, for sources
+    that draw it from a generator which may differ between ranks.
     """
 
     def __init__(self, source: Any, world: int, rank: int, rest: str, agree: bool) -> None:
@@ -72,9 +70,6 @@ def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: boo
     or four ranks and batch 6, a step consumes the same samples. In training at most ``world - 1`` samples are
     repeated, in validation none. The user's own order (a sampler, a batch sampler) is taken from rank 0 and
     dealt out; the user's own DistributedSampler stays.
-
-    Raises:
-        MisconfigurationError: The loader cannot be shared between ranks, or has nothing for some of them.
     """
     name = "train_dataloader" if training else "val_dataloader"
     if not isinstance(loader, DataLoader):

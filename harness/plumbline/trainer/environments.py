@@ -1,49 +1,61 @@
-"""Cluster environments: who this process is, and who starts the others."""
+"""Cluster environments: who this process is, who starts the others, and whether all of them meet."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from plumbline.trainer.errors import MisconfigurationError
 
 
-class ClusterEnvironment(ABC):
+class ClusterEnvironment:
     """Reads a copy of the environment variables.
 
-    ``starts_ranks``: the trainer starts this node's ranks itself, because no launcher has started them.
+    ``starts_ranks``: the trainer starts this node's ranks itself, because no launcher has started them. The other
+    attributes name variables: without ``local_rank_variable``, this process is its node's first, and without
+    ``rank_variable``, the rank follows from that of the node.
     """
 
     name: str
     starts_ranks = False
+    node_rank_variable: str
+    local_rank_variable: str | None = None
+    rank_variable: str | None = None
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.variables = dict(variables)
 
     @staticmethod
-    @abstractmethod
     def detect(variables: Mapping[str, str]) -> bool:
         """Return whether this environment started the process."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def node_rank(self) -> int: ...
+    def node_rank(self) -> int:
+        return self.number(self.node_rank_variable, 0)
 
-    @abstractmethod
-    def local_rank(self) -> int: ...
-
-    @abstractmethod
-    def main_address(self) -> str:
-        """Return the host of rank 0."""
-
-    @abstractmethod
-    def main_port(self) -> int: ...
+    def local_rank(self) -> int:
+        return self.number(self.local_rank_variable) if self.local_rank_variable else 0
 
     def rank(self, local_rank: int, processes_per_node: int) -> int:
+        if self.rank_variable:
+            return self.number(self.rank_variable)
         return self.node_rank() * processes_per_node + local_rank
+
+    def main_address(self) -> str:
+        """Return the host of rank 0."""
+        return self.variables.get("MASTER_ADDR", "127.0.0.1")
+
+    def main_port(self) -> int:
+        return self.number("MASTER_PORT")
 
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
         """Return the values that variables must have, where they are set, to match the trainer's topology."""
@@ -73,25 +85,11 @@ class TorchrunEnvironment(ClusterEnvironment):
     """Reads everything from the launcher's variables."""
 
     name = "torchrun"
+    node_rank_variable, local_rank_variable, rank_variable = "GROUP_RANK", "LOCAL_RANK", "RANK"
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
         return "TORCHELASTIC_RUN_ID" in variables or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(variables)
-
-    def node_rank(self) -> int:
-        return self.number("GROUP_RANK", 0)
-
-    def local_rank(self) -> int:
-        return self.number("LOCAL_RANK")
-
-    def rank(self, local_rank: int, processes_per_node: int) -> int:
-        return self.number("RANK")
-
-    def main_address(self) -> str:
-        return self.variables.get("MASTER_ADDR", "127.0.0.1")
-
-    def main_port(self) -> int:
-        return self.number("MASTER_PORT")
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
         super().check(num_nodes, processes_per_node)
@@ -112,24 +110,18 @@ class TorchrunEnvironment(ClusterEnvironment):
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """A task is a rank; the first host of the job is the main one."""
+    """A task is a rank; the first host of the job is the main one.
+
+    With ``--distribution=cyclic``, SLURM_PROCID does not follow from the node's rank.
+    """
 
     name = "SLURM"
+    node_rank_variable, local_rank_variable, rank_variable = "SLURM_NODEID", "SLURM_LOCALID", "SLURM_PROCID"
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
         """Return whether srun has started this process, not counting a shell that srun opened (job name ``bash``)."""
         return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get("SLURM_JOB_NAME") != "bash"
-
-    def node_rank(self) -> int:
-        return self.number("SLURM_NODEID", 0)
-
-    def local_rank(self) -> int:
-        return self.number("SLURM_LOCALID")
-
-    def rank(self, local_rank: int, processes_per_node: int) -> int:
-        """Return SLURM_PROCID: with ``--distribution=cyclic`` it does not follow from the node's rank."""
-        return self.number("SLURM_PROCID")
 
     def main_address(self) -> str:
         """Return MASTER_ADDR, where node names do not resolve, or the first host of the job's node list."""
@@ -156,22 +148,14 @@ class SlurmEnvironment(ClusterEnvironment):
 
 
 def tasks_per_node(text: str) -> set[int]:
-    """Return the different numbers of tasks in SLURM's ``8,4`` or ``2(x3),1``.
-
-    Raises:
-        MisconfigurationError: it is malformed.
-    """
+    """Return the different numbers of tasks in SLURM's ``8,4`` or ``2(x3),1``."""
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise MisconfigurationError(f"The tasks per node {text!r} are malformed: they should look like 8(x2),4.")
     return {int(item.partition("(")[0]) for item in text.split(",")}
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: of ``a[01-12,20]b,c3`` it is a01b.
-
-    Raises:
-        MisconfigurationError: The brackets or ranges are malformed.
-    """
+    """Return the first host of a SLURM node list: of ``a[01-12,20]b,c3`` it is a01b."""
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(rf"{group}(,{group})*", nodes):
         raise MisconfigurationError(f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4.")
@@ -185,19 +169,11 @@ class PlainEnvironment(ClusterEnvironment):
 
     name = "the environment"
     starts_ranks = True
+    node_rank_variable = "NODE_RANK"
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
         return True  # the fallback when no launcher is found
-
-    def node_rank(self) -> int:
-        return self.number("NODE_RANK", 0)
-
-    def local_rank(self) -> int:
-        return 0  # the process that calls ``fit`` is its node's first
-
-    def main_address(self) -> str:
-        return self.variables.get("MASTER_ADDR", "127.0.0.1")
 
     def main_port(self) -> int:
         return self.number("MASTER_PORT", free_port())
@@ -237,3 +213,78 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (TorchrunEnvironment, Slurm
 def detect_environment(variables: Mapping[str, str]) -> ClusterEnvironment:
     """Return the first environment whose variables are set: torchrun (also inside SLURM), SLURM, plain."""
     return next(kind for kind in ENVIRONMENTS if kind.detect(variables))(variables)
+
+
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""How long nodes wait for each other: they may be started one after another."""
+
+LOOPBACK_JOIN_TIMEOUT = timedelta(minutes=2)
+"""How long they wait at a loopback address, where ranks of other hosts never arrive."""
+
+
+def meet(rank: int, world_size: int, num_nodes: int) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun hosts, once all ranks are there."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = LOOPBACK_JOIN_TIMEOUT if num_nodes > 1 and is_loopback(address) else default_pg_timeout
+    try:
+        store: Store
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    except (DistNetworkError, DistStoreError) as error:
+        raise missing_ranks(world_size, address, port, timeout) from error
+    store.set_timeout(default_pg_timeout)
+    return store
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "::1")
+
+
+def missing_ranks(world_size: int, address: str, port: int, timeout: timedelta) -> MisconfigurationError:
+    if is_loopback(address):
+        way = (
+            f"{address} leads every host to itself, so ranks on other hosts never meet there: "
+            "set MASTER_ADDR to an address by which they reach the first node."
+        )
+    else:
+        way = "check that every node runs with the same MASTER_ADDR and MASTER_PORT, and that one of them is node 0."
+    return MisconfigurationError(f"Not all of the {world_size} ranks came to {address}:{port} in {timeout}: {way}")
+
+
+def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None = None) -> None:
+    """Wait until ``world_size`` processes have registered different ranks at ``address``.
+
+    Without this check, nodes that all have the same NODE_RANK would wait for each other for half an hour.
+    """
+    timeout = timeout or (LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT)
+    try:
+        store, holds_it = _store(rank == 0, address, port, timeout)
+        store.add(f"rank/{rank}", 1)
+        if store.add("arrived", 1) == world_size:
+            store.set("complete", "")
+        store.wait(["complete"], timeout)
+        # Every process reads this before any of them leaves. If no rank is missing, no rank is there twice.
+        missing = [other for other in range(world_size) if not store.add(f"rank/{other}", 0)]
+        if store.add("left", 1) == world_size:
+            store.set("empty", "")
+    except (DistNetworkError, DistStoreError) as error:
+        raise missing_ranks(world_size, address, port, timeout) from error
+    # No process continues before the port is free again, or it would join this store instead of the next one.
+    with suppress(DistNetworkError, DistStoreError):
+        store.wait(["empty" if holds_it else "the end"], timeout)
+    del store
+    if missing:
+        raise MisconfigurationError(
+            f"{world_size} ranks came to {address}:{port}, but none of them is rank {missing[0]}, and another rank is "
+            "there twice: give each node a different NODE_RANK."
+        )
+
+
+def _store(first: bool, address: str, port: int, timeout: timedelta) -> tuple[TCPStore, bool]:
+    """Return the store, and whether this process hosts it.
+
+    A second rank 0 on the same host finds the port taken, and joins.
+    """
+    if first:
+        with suppress(DistNetworkError):
+            return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout), True
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout), False

@@ -68,8 +68,15 @@ class ModuleEngine:
         return loss.detach()
 
     def complete(self, optimizer: Optimizer) -> None:
-        if self.check_reduced is not None:
-            require_reduced(self.check_reduced)
+        if self.check_reduced is None:
+            return
+        try:  # DDP says so only at its next forward
+            self.check_reduced()
+        except RuntimeError as error:
+            raise MisconfigurationError(
+                "Some parameters took no part in the loss, so their gradients were not averaged over ranks: freeze "
+                f"them, or pass find_unused_parameters=True in configure_ddp. ({error})"
+            ) from error
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
         clip_grad_norm_(parameters_of(optimizer), largest)
@@ -84,12 +91,9 @@ class ModuleEngine:
 class RankResources:
     """What a rank trains with.
 
-    Args:
-        engine: Computes gradients.
-        evaluate: Runs validation steps. It does not synchronise, since ranks may have unequal numbers of batches.
-        devices: This rank's.
-        weights: For each optimizer, the module's parameters that it trains.
-        waiting: A context, entered with a description, for operations in which ranks wait for one another.
+    ``evaluate`` runs validation steps; it does not synchronise, since ranks may have unequal numbers of batches.
+    ``weights`` are the module's parameters that each optimizer trains. ``waiting`` is a context, entered with a
+    description, for operations in which ranks wait for one another.
     """
 
     engine: StepEngine
@@ -225,17 +229,6 @@ def to_device(batch: Any, devices: list[torch.device], whole: bool = False) -> A
     return map_tensors(lambda tensor: tensor.to(devices[0], non_blocking=True), batch)
 
 
-def require_reduced(check_reduced: Callable[[], None]) -> None:
-    """Raise if this backward left gradients that were not averaged; DDP says so only at its next forward."""
-    try:
-        check_reduced()
-    except RuntimeError as error:
-        raise MisconfigurationError(
-            "Some parameters took no part in the loss, so their gradients were not averaged over ranks: freeze "
-            f"them, or pass find_unused_parameters=True in configure_ddp. ({error})"
-        ) from error
-
-
 def validate(trainer: Any, module: Module, resources: RankResources) -> None:
     """Set the metrics to their means over all validation samples; gradients and training modes stay."""
     resources.engine.share_buffers()
@@ -248,7 +241,8 @@ def validate(trainer: Any, module: Module, resources: RankResources) -> None:
     sums = {name: tuple(total.tolist()) for name, total in totals.items()}
     with resources.waiting("metrics"):
         means = means_over_ranks(sums, trainer.world_size)
-    report(trainer, module, means)
+    trainer.metrics.update(means)
+    module.on_metrics(means)
 
 
 def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]], resources: RankResources) -> None:
@@ -262,12 +256,9 @@ def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, A
         if trainer.world_size > 1:
             with resources.waiting("the last loss"):
                 dist.all_reduce(sums)
-        report(trainer, module, {"loss": float(sums[0] / sums[1])})
-
-
-def report(trainer: Any, module: Module, metrics: dict[str, float]) -> None:
-    trainer.metrics.update(metrics)
-    module.on_metrics(metrics)
+        metrics = {"loss": float(sums[0] / sums[1])}
+        trainer.metrics.update(metrics)
+        module.on_metrics(metrics)
 
 
 def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict[str, float]:

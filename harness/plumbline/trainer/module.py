@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plumbline.trainer.rendezvous_check import meet
+from plumbline.trainer.environments import meet
 from plumbline.trainer.strategies import split
 
 _connections = itertools.count()

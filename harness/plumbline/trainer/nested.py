@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply ``function`` to the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -46,9 +45,6 @@ def scatter(inputs: Any, count: int) -> Sequence[Any]:
     """Split nested ``inputs`` along dim 0 of their tensors into at most ``count`` chunks.
 
     0-d tensors and everything that is not a tensor go to each chunk whole, as with DataParallel.
-
-    Raises:
-        ValueError: The tensors of one batch fall into different numbers of chunks.
     """
     first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
     return _scatter(inputs, count, 1 if first is None else _chunks(first.shape[0], count))

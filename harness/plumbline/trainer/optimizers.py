@@ -35,7 +35,6 @@ class SchedulerConfig:
 
 @contextmanager
 def frozen(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Let these weights take no gradients."""
     trained = [weight for weight in weights if weight.requires_grad]
     for weight in trained:
         weight.requires_grad_(False)
@@ -51,11 +50,6 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedules.
-
-    Raises:
-        MisconfigurationError: It is none of the allowed forms, or an optimizer has parameters of another module.
-    """
     optimizers, schedulers = returned, []
     if isinstance(returned, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in returned):
         optimizers, schedulers = returned if len(returned) == 2 else (None, [])

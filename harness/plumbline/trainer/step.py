@@ -43,11 +43,6 @@ def ends_itself(module: Module) -> bool:
 
 
 def scalar_loss(outputs: Any) -> Tensor:
-    """Return the loss in a step's outputs.
-
-    Raises:
-        MisconfigurationError: There is none, or it is not a scalar.
-    """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 
 from plumbline.trainer import checkpoints
-from plumbline.trainer.connector import Plan, connect
+from plumbline.trainer.connector import Plan, connect, driver_started, make_visible
 from plumbline.trainer.data_sharding import check_loader
 from plumbline.trainer.environments import SlurmEnvironment
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.gpus import driver_started, make_visible
 from plumbline.trainer.module import Module
-from plumbline.trainer.rank_training import rank_devices, run_rank
-from plumbline.trainer.spawn import run_ranks
+from plumbline.trainer.rank_training import rank_devices, run_rank, run_ranks
 
 
 class Trainer:

@@ -19,11 +19,7 @@ _IMPORTED: dict[Path, tuple[bytes, ModuleType]] = {}
 
 
 def import_file(path: Path, kind: str = "subject") -> ModuleType:
-    """Import the file at ``path``; ``kind`` is what it contains.
-
-    Raises:
-        SubjectError: the file does not exist, or it raises.
-    """
+    """Import the file at ``path``; ``kind`` is what it contains."""
     if not path.is_file():
         raise SubjectError(f"file {path} not found")
     # A file may have the name of a library, which it must not replace.
@@ -61,13 +57,7 @@ def _is(path: Path, file: str | None) -> bool:
 def import_module(name: str, shipped: Collection[str] = (), short_names: Collection[str] = ()) -> ModuleType:
     """Import a module by its name. It may be in the current folder.
 
-    Args:
-        name: the module.
-        shipped: modules whose own errors need no traceback.
-        short_names: alternatives for the error message.
-
-    Raises:
-        SubjectError: the module is not found, or it raises.
+    The errors of ``shipped`` modules need no traceback. ``short_names`` are alternatives for the error message.
     """
     if "/" in name or name.startswith("."):
         raise SubjectError(f"file {name} not found: give a path that ends in .py, or the name of a module")

@@ -24,7 +24,6 @@ _MACHINERY = tuple(
         ("own_workloads", "load.py"),
         ("subjects", "declare.py"),
         ("subjects", "released.py"),
-        ("worker", "preload.py"),
         ("worker", "server.py"),
     )
 )

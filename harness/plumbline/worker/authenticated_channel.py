@@ -82,9 +82,6 @@ class LauncherGreeting:
         """Add bytes from the node; return the handshake once the greeting is complete.
 
         Answer the greeting with ``proof(LAUNCHER)``. The node sends nothing before it has received that.
-
-        Raises:
-            ChannelError: The bytes are not a greeting, or the node does not know the token.
         """
         self.received += data
         said = self.received
@@ -109,11 +106,7 @@ class LauncherGreeting:
 
 
 def greet(connection: socket.socket, token: str, greeting: bytes) -> AuthenticatedChannel:
-    """Greet a launcher as a node; return the channel to it.
-
-    Raises:
-        OSError: The launcher did not answer in ``GREETING_TIMEOUT_S``, or does not know the token.
-    """
+    """Greet a launcher as a node; return the channel to it."""
     if len(greeting) > LONGEST_GREETING:
         raise ChannelError(f"this node's greeting has {len(greeting)} bytes; the limit is {LONGEST_GREETING}")
     deadline = time.monotonic() + GREETING_TIMEOUT_S
@@ -142,11 +135,7 @@ class AuthenticatedChannel:
         return self._connection.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message; wait until it is in the system's buffer.
-
-        Raises:
-            OSError: The connection has ended, or the message is too long.
-        """
+        """Send a message; wait until it is in the system's buffer."""
         if len(message) > LONGEST_MESSAGE:
             raise ChannelError(f"a message of {len(message)} bytes is too long: the limit is {LONGEST_MESSAGE}")
         numbered = _HEADER.pack(self._sent, len(message)) + message
@@ -154,11 +143,7 @@ class AuthenticatedChannel:
         self._connection.sendall(numbered + hmac.digest(self._key, numbered, "sha256"))
 
     def receive(self) -> list[bytes] | None:
-        """Wait for bytes; return the messages that they complete, or None if the other end has closed.
-
-        Raises:
-            OSError: The connection has ended, or messages were changed on the way.
-        """
+        """Wait for bytes; return the messages that they complete, or None if the other end has closed."""
         chunk = self._connection.recv(_CHUNK)
         return self._incoming.feed(chunk) if chunk else None
 
@@ -175,11 +160,7 @@ class IncomingMessages:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that ``data`` completes.
-
-        Raises:
-            ChannelError: A message is too long, not the next one, or was changed on the way.
-        """
+        """Return the messages that ``data`` completes."""
         self._rest += data
         messages = []
         while len(self._rest) >= _HEADER.size:

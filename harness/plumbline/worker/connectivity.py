@@ -21,9 +21,6 @@ class ConnectivityProbe:
         """Return the event that answers ``command``: ``listen``, ``reach`` or ``port``.
 
         Other nodes reach this one if they can connect; nobody accepts their connections.
-
-        Raises:
-            OSError: This node has no such address.
         """
         if command["command"] == "listen":
             self.close()

@@ -11,7 +11,7 @@ from typing import Any
 from plumbline.core.errors import WorkloadError
 from plumbline.own_workloads.content import content_of
 from plumbline.own_workloads.load import calling, use_workloads
-from plumbline.trainer.gpus import driver_started
+from plumbline.trainer.connector import driver_started
 from plumbline.workloads import find
 
 
@@ -28,7 +28,7 @@ def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
                 "device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()."
             )
         gc.collect()
-        gc.freeze()  # as what was imported before: see plumbline.worker.preload
+        gc.freeze()  # as what was imported before: see plumbline.worker.server
         return _contents_in_a_fork([one.name for one in own])
     except WorkloadError as error:
         return _event(message=str(error))

@@ -43,9 +43,13 @@ def run(
 
     def train() -> int:
         prepare_process(assignment)
-        _forget_launchers()
-        _use_for_temporary_files(scratch)
-        _let_scripts_import_plumbline()
+        for name in list(os.environ):
+            if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
+                del os.environ[name]
+        os.environ["TMPDIR"], tempfile.tempdir = scratch, None
+        path = str(Path(__file__).with_name("path"))  # so that scripts can import Plumbline
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
+        sys.path.insert(0, path)
         _announce_ends_of_children(assignment, announce)
         here = lead(assignment, address)
         raised = call(subject, here.job)
@@ -63,23 +67,6 @@ def run(
         return 0 if raised is None else 1
 
     exit_after(train)
-
-
-def _forget_launchers() -> None:
-    for name in list(os.environ):
-        if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]
-
-
-def _use_for_temporary_files(folder: str) -> None:
-    os.environ["TMPDIR"] = folder
-    tempfile.tempdir = None
-
-
-def _let_scripts_import_plumbline() -> None:
-    path = str(Path(__file__).with_name("path"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    sys.path.insert(0, path)
 
 
 def _announce_ends_of_children(assignment: Assignment, announce: Callable[[dict[str, Any]], None]) -> None:

@@ -22,14 +22,12 @@ from typing import Any
 
 from plumbline.evidence import rank_file as evidence
 from plumbline.recording.process import follow_processes
-from plumbline.worker.arithmetic import compute_as_named
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address, connect
 from plumbline.worker.job import Job
 from plumbline.worker.processes import dump_stacks_on_request
-from plumbline.worker.recording.child_recorder import ChildRecorder
-from plumbline.worker.recording.late_evidence import answer_requests
-from plumbline.worker.recording.process_groups import keep_process_groups
+from plumbline.worker.recording.late_evidence import answer_requests, keep_process_groups
+from plumbline.worker.recording.recorder import ChildRecorder, compute_as_named
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
 """The variable for children, as JSON: the node's assignment, its first process, and the registry's address."""
@@ -40,11 +38,7 @@ _current: NodeMember | None = None
 
 
 def current_member() -> NodeMember:
-    """Return this process's member of the recording, which it joins if it has not joined yet.
-
-    Raises:
-        RuntimeError: Neither Plumbline nor a subject under test has started this process.
-    """
+    """Return this process's member of the recording, which it joins if it has not joined yet."""
     global _current
     if _current is None:
         if VARIABLE not in os.environ:
@@ -124,7 +118,8 @@ class NodeMember:
             if self._line is None:
                 self._line = connect(self._address)
                 dump_stacks_on_request(os.open(self._stack, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
-                values = {**self._introduction(), **values}
+                rank = self.rank if "RANK" in os.environ else None
+                values = {"below": self._first, "pid": os.getpid(), "rank": rank, **values}
             self._line.sendall(json.dumps(values).encode() + b"\n")
 
     def finish(self) -> None:
@@ -190,9 +185,6 @@ class NodeMember:
         if os.environ.get("RANK", "").isdecimal():
             return int(os.environ["RANK"])
         return self.assignment.rank + (self._place or 0)
-
-    def _introduction(self) -> dict[str, Any]:
-        return {"below": self._first, "pid": os.getpid(), "rank": self.rank if "RANK" in os.environ else None}
 
     def _forked(self) -> None:
         if self._line is not None:

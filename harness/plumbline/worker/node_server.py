@@ -161,7 +161,6 @@ def _way_to_others(connection: socket.socket) -> dict[str, Any]:
 
 
 def _counts_from_starter() -> dict[str, int | None]:
-    """Return torchrun's or SLURM's numbers of nodes, and of servers on this node; None if unknown."""
     nodes, servers = (
         next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
         for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))

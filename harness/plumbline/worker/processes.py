@@ -148,7 +148,6 @@ def _children(pid: int) -> set[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, from the process's state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -14,14 +14,12 @@ import torch
 
 from plumbline.evidence.rank_file import RankFile
 from plumbline.subjects.declare import Subject
-from plumbline.worker.arithmetic import compute_as_named
 from plumbline.worker.assignment import Assignment, stack_beside
 from plumbline.worker.job import Job
 from plumbline.worker.node_member import current_member
 from plumbline.worker.processes import dump_stacks_on_request
-from plumbline.worker.recording.late_evidence import answer_requests, block_requests
-from plumbline.worker.recording.process_groups import keep_process_groups
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recording.late_evidence import answer_requests, block_requests, keep_process_groups
+from plumbline.worker.recording.recorder import Recorder, compute_as_named
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 from plumbline.worker.timing.stopwatch import Stopwatch
 
@@ -48,11 +46,8 @@ def run(
 ) -> NoReturn:
     """Train one rank and write its evidence. Does not return: the process ends here.
 
-    ``done`` is memory that outlives this process, for the number of completed steps.
-
-    The evidence is written and announced before the process ends, without running destructors, because a teardown may
-    hang: see :mod:`plumbline.worker.recording.process_groups`. Evidence so far is also written before the subject
-    destroys its process group, and when the launcher requests it.
+    ``done`` is memory that outlives this process, for the number of completed steps. The process ends without running
+    destructors, because a teardown may hang: see :mod:`plumbline.worker.recording.late_evidence`.
     """
 
     def train() -> int:

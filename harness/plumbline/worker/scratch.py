@@ -38,7 +38,7 @@ class Scratch:
             # Another process may remove it as abandoned before it is locked.
             with suppress(FileNotFoundError):
                 made = cls(tempfile.mkdtemp(prefix=prefix, dir=place))
-                if made._is_there():
+                if os.path.samestat(os.fstat(made._lock), os.stat(os.path.join(made.path, _LOCK))):
                     return made
                 made.leave(remove=False)
 
@@ -47,9 +47,6 @@ class Scratch:
         if remove:
             _remove(self.path)
         os.close(self._lock)
-
-    def _is_there(self) -> bool:
-        return os.path.samestat(os.fstat(self._lock), os.stat(os.path.join(self.path, _LOCK)))
 
 
 def _remove_if_abandoned(path: str) -> None:

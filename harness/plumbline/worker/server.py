@@ -9,6 +9,7 @@ This process must not use CUDA or threads: neither survives a fork.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -20,11 +21,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from plumbline.core.errors import PlumblineError
+from plumbline.core.errors import PlumblineError, SubjectError
 from plumbline.worker.child_registry import Child, Registry
 from plumbline.worker.connectivity import ConnectivityProbe
 from plumbline.worker.launcher_link import LauncherLink, PipeLink
-from plumbline.worker.preload import preload
 from plumbline.worker.processes import (
     KILL_TIMEOUT_S,
     adopt,
@@ -239,15 +239,10 @@ class Server:
             {
                 "event": "gone" if ended else "left",
                 **above.place,
-                "pid": child.pid,
+                **{name: getattr(child, name) for name in ("pid", "failed", "idle", "steps", "killed", "unwritten")},
                 "as": child.rank,
                 "trace": child.evidence,
-                "failed": child.failed,
-                "idle": child.idle,
-                "steps": child.steps,
-                "killed": child.killed,
                 "orphaned": ended and has_exited(child.below),
-                "unwritten": child.unwritten,
                 "out_of_memory": above.out_of_memory,
             }
         )
@@ -258,6 +253,37 @@ class Server:
             self._link.announce(json.dumps({"at": time.monotonic(), **event}).encode())
         except OSError as error:
             raise ParentDisconnected(str(error)) from error
+
+
+def preload(locator: str) -> list[Any]:
+    """Import torch, the rank's code and the subjects behind ``locator``; return the subjects."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SubjectError(
+            f"its interpreter, {sys.executable}, cannot import torch ({error}). Install torch there."
+        ) from error
+    import torch._dynamo  # the first DistributedDataParallel(...) imports it
+    import torch.distributed
+    import torch.nn.parallel
+
+    from plumbline.subjects.load import load
+
+    torch.set_num_threads(1)
+    subjects = load(locator)
+    import plumbline.worker.node_leader
+    import plumbline.worker.rank  # noqa: F401
+    from plumbline.trainer.connector import driver_started
+
+    if driver_started():
+        raise SubjectError(
+            f"importing {locator} starts CUDA, which does not survive the fork of the ranks. Move the code that uses a "
+            "device (.cuda(), torch.cuda.get_device_name(), …) into the training function."
+        )
+    # The garbage collection of a rank then skips what was imported, and does not copy its pages.
+    gc.collect()
+    gc.freeze()
+    return subjects
 
 
 def main() -> None:

@@ -7,8 +7,7 @@ import torch
 
 from plumbline.trainer.balanced.batches import divisors
 from plumbline.trainer.balanced.chain import find_chain
-from plumbline.trainer.balanced.plan import best_plan
-from plumbline.trainer.balanced.planning import measure_chain
+from plumbline.trainer.balanced.planning import best_plan, measure_chain
 from plumbline.trainer.module import in_mode
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plumbline.trainer import MisconfigurationError
 from plumbline.trainer.balanced.partition import StageCosts, partition
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Stage, Travelling
+from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Shared, Stage, Travelling
 
 
 def block(index, seconds, saved=0, state=0):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from plumbline.trainer import MisconfigurationError, Module, RankError, Trainer
-from plumbline.trainer.balanced import plan
-from plumbline.trainer.balanced.stages import Stage
+from plumbline.trainer.balanced import planning
+from plumbline.trainer.balanced.stage_plan import Stage
 from plumbline.trainer.rank_training import drawn_seed
 
 
@@ -231,8 +231,8 @@ def test_stages_train_what_one_device_does(kind, devices):
 
 def divide(monkeypatch, *stages):
     """Plan these stages, whatever has been measured."""
-    monkeypatch.setattr(plan, "partition", lambda *_: stages)
-    monkeypatch.setattr(plan, "improved", lambda best, _: best)
+    monkeypatch.setattr(planning, "partition", lambda *_: stages)
+    monkeypatch.setattr(planning, "improved", lambda best, _: best)
 
 
 def test_a_block_within_a_stage_may_be_left_out(monkeypatch):

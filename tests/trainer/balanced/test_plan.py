@@ -14,10 +14,8 @@ from torch import nn
 from plumbline.trainer import MisconfigurationError
 from plumbline.trainer.balanced.batches import divisors
 from plumbline.trainer.balanced.partition import partition
-from plumbline.trainer.balanced.plan import best_plan, plan_stages
-from plumbline.trainer.balanced.planning import memory_limits
-from plumbline.trainer.balanced.stage_plan import StagePlan
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Stage
+from plumbline.trainer.balanced.planning import best_plan, memory_limits, plan_stages
+from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Stage, StagePlan
 
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,11 +8,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plumbline.trainer.balanced.chain import find_chain
-from plumbline.trainer.balanced.memory import LiveBytes
-from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
+from plumbline.trainer.balanced.measurements import LiveBytes
 from plumbline.trainer.balanced.partition import StageCosts
-from plumbline.trainer.balanced.profile import profile
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Travelling
+from plumbline.trainer.balanced.profile import optimizer_state_bytes, profile
+from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Travelling
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.trainer.balanced.schedule import BACKWARD, FORWARD, simulate
+from plumbline.trainer.balanced.stage_plan import BACKWARD, FORWARD, simulate
 
 times = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
 

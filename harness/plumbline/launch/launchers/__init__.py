@@ -29,11 +29,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher:
-    """Return the launcher of this name.
-
-    Raises:
-        PlanError: There is no such launcher, it cannot work here, or an option belongs to another launcher.
-    """
+    """Return the launcher of this name."""
     options = options or LauncherOptions()
     if name not in LAUNCHERS:
         close = difflib.get_close_matches(name, LAUNCHERS, 1)

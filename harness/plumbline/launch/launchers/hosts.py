@@ -12,9 +12,9 @@ import sys
 from plumbline.core.errors import PlanError
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
 from plumbline.launch.pool import WORKER
-from plumbline.launch.remote.own_address import only_address
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
+from plumbline.worker.node_server import addresses
 
 NUMBER = "{node}"
 """The placeholder for a node's number, from 0, in the command."""
@@ -55,3 +55,16 @@ class HostsPool(RemotePool):
             ]
 
         super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)
+
+
+def only_address() -> str:
+    """Return this machine's IPv4 address besides loopback; raise ``PlanError`` if it has none or several."""
+    found = {name: address for name, address in addresses().items() if not address.startswith("127.")}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise PlanError("this machine has no address at which other hosts could reach it: check its network")
+    named = ", ".join(f"{address} on {name}" for name, address in found.items())
+    raise PlanError(
+        f"this machine has several addresses ({named}): choose the one at which hosts reach it with --listen ADDRESS"
+    )

@@ -12,8 +12,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plumbline.core.errors import PlanError
@@ -22,7 +20,7 @@ from plumbline.launch import remote
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
 from plumbline.launch.pool import SERVER_ENVIRONMENT, WORKER
 from plumbline.launch.remote.remote_pool import RemotePool
-from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, ignore
+from plumbline.launch.start_wait import START_TIMEOUT_S, Notify
 from plumbline.launch.this_machine import loopback
 from plumbline.worker.node_server import CONNECT_TIMEOUT_S
 from plumbline.worker.scratch import NODE, Scratch
@@ -31,26 +29,6 @@ ADDRESS = "RAY_ADDRESS"
 """The variable with the address of the cluster's head, HOST:PORT."""
 
 DRIVER = Path(remote.__file__).with_name("ray_nodes.py")
-
-
-@dataclass(frozen=True)
-class RayCluster:
-    """A cluster at ``address``, or with None one for each pool. Its nodes reach this process at ``launcher``."""
-
-    address: str | None
-    launcher: str
-
-
-@dataclass(frozen=True)
-class NodeRequest:
-    """A pool's request to Ray: ``count`` nodes with these ``resources`` each, by Ray's names.
-
-    ``groups`` is the number of pools of this session that will make the same request.
-    """
-
-    count: int
-    resources: Mapping[str, int]
-    groups: int = 1
 
 
 class RayLauncher(Launcher):
@@ -64,54 +42,52 @@ class RayLauncher(Launcher):
             raise PlanError(
                 f"--launcher ray: {sys.executable} has no Ray. Install it: {command('pip', 'install', 'ray')}"
             )
-        found = find_cluster(os.environ.get(ADDRESS, ""))
-        self._cluster = replace(found, launcher=options.listen or found.launcher)
+        self._cluster, own_address = find_cluster(os.environ.get(ADDRESS, ""))
+        self._address = options.listen or own_address
         self.nodes: int = options.nodes
-        self.machines = self.nodes if self._cluster.address else 1
+        self.machines = self.nodes if self._cluster else 1
         needed = {"CPU": options.gpus, "GPU": options.cuda_devices}
         # A placement group must request something; one byte of memory is always free.
         resources = {name: count for name, count in needed.items() if count} or {"memory": 1}
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        self._request = NodeRequest(self.nodes, resources, workers * options.subjects)
+        self._groups = workers * options.subjects
+        self._request = ["--nodes", str(self.nodes), "--resources", json.dumps(resources)]
         self._started: set[str] = set()
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
         """Return a pool over all nodes. If it replaces a lost pool, it waits until enough nodes are back."""
-        again = locator in self._started
+        groups = 0 if locator in self._started else self._groups
         self._started.add(locator)
-        return RayPool(locator, python, self._cluster, self._request, self._notify, again=again)
+        request = [*self._request, "--groups", str(groups)]
+        return RayPool(locator, python, self.nodes, request, self._cluster, self._address, self._notify)
 
 
 class RayPool(RemotePool):
-    """Launches ranks of one subject on nodes of a Ray cluster.
+    """Launches ranks of one subject on ``nodes`` nodes of the Ray cluster at ``cluster``, or of its own if None.
 
-    ``again``: it replaces a lost pool, so it waits while the cluster has too few nodes, instead of refusing it.
+    ``request`` has the driver's options for the nodes, which reach this process at ``address``.
     """
 
     def __init__(
         self,
         locator: str,
         python: str | None,
-        cluster: RayCluster,
-        request: NodeRequest,
-        notify: Notify = ignore,
-        *,
-        again: bool = False,
+        nodes: int,
+        request: list[str],
+        cluster: str | None,
+        address: str,
+        notify: Notify,
     ) -> None:
         # Not in the temporary directory, because the paths of Ray's sockets must be short.
-        self._scratch = None if cluster.address else Scratch.new(NODE, "/tmp")
-        where = ["--temp-dir", self._scratch.path] if self._scratch else ["--address", str(cluster.address)]
-        asked = ["--nodes", str(request.count), "--resources", json.dumps(dict(request.resources))]
-        asked += ["--groups", str(0 if again else request.groups), "--timeout", str(START_TIMEOUT_S)]
-        asked += ["--environment", json.dumps(SERVER_ENVIRONMENT)]
+        self._scratch = None if cluster else Scratch.new(NODE, "/tmp")
+        where = ["--temp-dir", self._scratch.path] if self._scratch else ["--address", str(cluster)]
+        asked = [*request, "--timeout", str(START_TIMEOUT_S), "--environment", json.dumps(SERVER_ENVIRONMENT)]
 
         def start_commands(port: int) -> list[list[str]]:
-            connect = ["--token-from-stdin", "--connect", f"{cluster.launcher}:{port}"]
-            server = [python or sys.executable, str(WORKER), *connect, locator]
-            return [[sys.executable, str(DRIVER), *where, *asked, *server]]
+            server = [python or sys.executable, str(WORKER), "--token-from-stdin", "--connect", f"{address}:{port}"]
+            return [[sys.executable, str(DRIVER), *where, *asked, *server, locator]]
 
-        place = cluster.launcher, 0
-        super().__init__(locator, request.count, start_commands, place, notify=notify, token_on_stdin=True)
+        super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)
 
     def close(self) -> None:
         """End the servers and the driver, and a cluster that was started for this pool."""
@@ -121,14 +97,10 @@ class RayPool(RemotePool):
             self._scratch = None
 
 
-def find_cluster(address: str) -> RayCluster:
-    """Return the cluster whose head is at ``address``; without one, pools start clusters.
-
-    Raises:
-        PlanError: The address is malformed, or nothing answers there.
-    """
+def find_cluster(address: str) -> tuple[str | None, str]:
+    """Return the address of the cluster's head, None if pools start clusters, and this machine's for its nodes."""
     if not address:
-        return RayCluster(None, loopback())
+        return None, loopback()
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise PlanError(
@@ -137,6 +109,6 @@ def find_cluster(address: str) -> RayCluster:
         )
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
-            return RayCluster(address, connection.getsockname()[0])
+            return address, connection.getsockname()[0]
     except (OSError, OverflowError) as error:
         raise PlanError(f"{ADDRESS}={address}: no Ray cluster can be reached there: {error}") from error

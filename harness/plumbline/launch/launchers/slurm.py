@@ -10,9 +10,10 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError
@@ -20,7 +21,6 @@ from plumbline.core.invocation import command, suite_command
 from plumbline.launch.launch_progress import LaunchedRankEnd, RunningLaunch
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
 from plumbline.launch.pool import WORKER
-from plumbline.launch.remote.own_address import address_towards
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
 
@@ -88,11 +88,7 @@ class SlurmPool(RemotePool):
 
 
 def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
-    """Return the number of nodes of this process's SLURM job.
-
-    Raises:
-        PlanError: This process is not in a SLURM job, or srun cannot be found.
-    """
+    """Return the number of nodes of this process's SLURM job."""
     count = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES", "")
     if "SLURM_JOB_ID" not in variables or not count.isdecimal():
         here = shlex.join(suite_command("--launcher", "slurm"))
@@ -106,11 +102,7 @@ def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
 
 
 def addresses_of_nodes() -> list[str]:
-    """Return the addresses or host names of the job's nodes.
-
-    Raises:
-        PlanError: scontrol does not report them.
-    """
+    """Return the addresses or host names of the job's nodes."""
     nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     query = ["scontrol", "--oneliner", "show", "nodes", nodes]
     try:
@@ -127,11 +119,7 @@ def addresses_of_nodes() -> list[str]:
 
 
 def stop_with_the_job() -> None:
-    """Stop this run, as Ctrl-C would, if SLURM is ending the job.
-
-    Raises:
-        KeyboardInterrupt: SLURM is ending the job. The run then has no footer, and its last cell is examined again.
-    """
+    """Stop this run, as Ctrl-C would, if SLURM is ending the job."""
     job = os.environ["SLURM_JOB_ID"]
     query = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
     states = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
@@ -150,3 +138,23 @@ def srun(locator: str, python: str, nodes: int, launcher: str) -> list[str]:
         *(python, str(WORKER), "--connect", launcher, "--as-node", "${SLURM_NODEID}"),
         locator,
     ]
+
+
+def address_towards(hosts: Iterable[str]) -> str:
+    """Return the address from which this machine reaches all ``hosts``, which are names or addresses."""
+    found: dict[str, str] = {}
+    for host in hosts:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing; only looks up the route
+                found[probe.getsockname()[0]] = host
+        except OSError as error:
+            raise PlanError(f"this machine cannot reach the node {host} ({error}): check the network") from error
+    # One of the hosts may be this machine, which reaches itself from a loopback address.
+    outside = {address: host for address, host in found.items() if not address.startswith("127.")} or found
+    if len(outside) != 1:
+        ways = ", ".join(f"{host} from {address}" for address, host in outside.items()) or "there are no nodes"
+        raise PlanError(
+            f"this machine reaches its nodes from several addresses ({ways}): choose one with --listen ADDRESS"
+        )
+    return next(iter(outside))

@@ -48,11 +48,7 @@ class Node:
 
     @classmethod
     def of(cls, greeting: bytes, now: float) -> Node:
-        """Return the node that a greeting, read at ``now``, describes.
-
-        Raises:
-            ValueError: The greeting is not valid; the message says why.
-        """
+        """Return the node that a greeting, read at ``now``, describes."""
         try:
             said = json.loads(greeting)
         except RecursionError as error:

@@ -1,19 +1,41 @@
-"""Where a launcher accepts its nodes, which prove that they know the token and describe themselves."""
+"""Where a launcher accepts its nodes, in parallel: they prove that they know the token, and describe themselves."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import secrets
+import selectors
 import socket
+import threading
+import time
+from dataclasses import dataclass
 
 from plumbline.core.errors import LaunchError
-from plumbline.launch.remote.greetings import Greetings
 from plumbline.launch.remote.node_checks import Node, why_not
 from plumbline.launch.remote.node_processes import NodeProcesses
 from plumbline.launch.start_wait import StartWait
-from plumbline.worker.authenticated_channel import AuthenticatedChannel
-from plumbline.worker.node_server import TOKEN
+from plumbline.worker.authenticated_channel import (
+    GREETING_TIMEOUT_S,
+    LAUNCHER,
+    AuthenticatedChannel,
+    ChannelError,
+    LauncherGreeting,
+)
+from plumbline.worker.node_server import TOKEN, enable_keepalive
+
+MOST_GREETINGS = 256
+"""Connections that are greeted at the same time. One more ends the oldest. A process may have more files open."""
+
+_CHUNK = 1 << 13
+
+
+@dataclass
+class _Waiting:
+    greeting: LauncherGreeting
+    place: str
+    deadline: float
+
 
 FAREWELL = b'{"command": "end"}'
 """The command that ends a server for good."""
@@ -23,7 +45,7 @@ _CHECK_INTERVAL_S = 0.2
 
 
 class NodeListener:
-    """Listens at ``place``, host and port, for nodes that know ``token`` (None: a random one).
+    """Listens at ``place``, host and port, for nodes that know ``token`` (None: a random one), until ``close``.
 
     Raises:
         LaunchError: This process cannot listen there, or the token is too short.
@@ -38,29 +60,37 @@ class NodeListener:
         self.token = token or secrets.token_hex(32)
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         try:
-            listener = socket.create_server(place, family=family, backlog=1024)
+            self._listener = socket.create_server(place, family=family, backlog=1024)
         except OSError as error:
             raise LaunchError(f"Plumbline cannot listen for its nodes at {place[0]}:{place[1]}: {error}") from error
-        self.port: int = listener.getsockname()[1]
-        self._greetings = Greetings(listener, self.token)
+        self.port: int = self._listener.getsockname()[1]
+        self._joined: queue.SimpleQueue[tuple[Node, AuthenticatedChannel]] = queue.SimpleQueue()
+        self._refused, self._last_refusal = 0, ""
+        self._waiting: dict[socket.socket, _Waiting] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="plumbline-greetings", daemon=True)
+        self._thread.start()
         self._open = True
 
     @property
     def refusals(self) -> str:
         """The number of rejected connections, and why the last one was rejected; "" without any."""
-        return str(self._greetings.refusals)
+        connections = "connection was" if self._refused == 1 else "connections were"
+        return (
+            f"{self._refused} {connections} rejected, the last one from {self._last_refusal}" if self._refused else ""
+        )
 
     def receive(self, count: int, processes: NodeProcesses, wait: StartWait) -> list[tuple[Node, AuthenticatedChannel]]:
-        """Wait for ``count`` nodes, then accept no more; return each with its channel, in their order.
-
-        Raises:
-            LaunchError: A node did not connect, or cannot take part.
-        """
+        """Wait for ``count`` nodes, then accept no more; return each with its channel, in their order."""
         here: dict[int, tuple[Node, AuthenticatedChannel]] = {}
         try:
             while len(here) < count:
                 try:
-                    node, channel = self._greetings.joined.get(timeout=_CHECK_INTERVAL_S)
+                    node, channel = self._joined.get(timeout=_CHECK_INTERVAL_S)
                 except queue.Empty:
                     refused = f"; {self.refusals}" if self.refusals else ""
                     missing = f"{count - len(here)} of {count} nodes to connect to port {self.port}{refused}"
@@ -87,9 +117,79 @@ class NodeListener:
         if not self._open:
             return
         self._open = False
-        self._greetings.close()
-        while not self._greetings.joined.empty():
-            _dismiss(self._greetings.joined.get()[1])
+        self._wake.close()
+        self._thread.join()
+        while not self._joined.empty():
+            _dismiss(self._joined.get()[1])
+
+    def _serve(self) -> None:
+        while True:
+            # A little longer, so that the deadline has passed afterwards.
+            ends = next((waiting.deadline for waiting in self._waiting.values()), None)
+            ready = self._selector.select(None if ends is None else max(0.0, ends - time.monotonic()) + 0.01)
+            for key, _ in ready:
+                if key.fileobj is self._woken:
+                    self._end()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._waiting:  # otherwise it was rejected in favour of another one
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._read(key.fileobj)
+            self._refuse_late(time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            connection, place = self._listener.accept()
+        except OSError:  # it has closed again, or this process has too many open files
+            time.sleep(0.01)
+            return
+        connection.setblocking(False)
+        waiting = _Waiting(LauncherGreeting(self.token), place[0], time.monotonic() + GREETING_TIMEOUT_S)
+        self._waiting[connection] = waiting
+        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.sendall(waiting.greeting.challenge)
+        except OSError as error:
+            self._refuse(connection, str(error))
+        if len(self._waiting) > MOST_GREETINGS:
+            self._refuse(next(iter(self._waiting)), f"more than {MOST_GREETINGS} connections at the same time")
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            chunk = connection.recv(_CHUNK)
+            if not chunk:
+                raise ChannelError("it closed the connection before its greeting was complete")
+            handshake = self._waiting[connection].greeting.feed(chunk)
+            if handshake is None:
+                return
+            node = Node.of(handshake.greeting, time.monotonic())
+            connection.sendall(handshake.proof(LAUNCHER))
+            enable_keepalive(connection)
+            self._selector.unregister(connection)
+            del self._waiting[connection]
+            self._joined.put((node, AuthenticatedChannel(connection, handshake, LAUNCHER)))
+        except (OSError, ValueError) as error:
+            self._refuse(connection, str(error))
+
+    def _refuse_late(self, now: float) -> None:
+        for connection, waiting in list(self._waiting.items()):
+            if waiting.deadline > now:
+                return
+            came = len(waiting.greeting.received)
+            self._refuse(connection, f"it sent only {came} bytes of a greeting in {GREETING_TIMEOUT_S:g} s")
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        self._refused += 1
+        self._last_refusal = f"{self._waiting.pop(connection).place}: {reason}"
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _end(self) -> None:
+        for connection in self._waiting:
+            connection.close()
+        for end in (self._listener, self._woken, self._selector):
+            end.close()
 
 
 def _dismiss(channel: AuthenticatedChannel) -> None:

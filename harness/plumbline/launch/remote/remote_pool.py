@@ -14,12 +14,11 @@ from typing import Any
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
-from plumbline.launch.launch_progress import EXIT_GRACE_S, RunningLaunch
+from plumbline.launch.launch_progress import EXIT_GRACE_S, RunningLaunch, contents_of, event_of
 from plumbline.launch.pool import SERVER_ENVIRONMENT, Pool
 from plumbline.launch.remote.node_checks import Node, cut_off, differing, other_plumbline
 from plumbline.launch.remote.node_listener import FAREWELL, NodeListener
 from plumbline.launch.remote.node_processes import NodeProcesses
-from plumbline.launch.server_events import contents_of, event_of
 from plumbline.launch.start_wait import Notify, StartWait, ignore
 from plumbline.launch.this_machine import ELASTIC
 from plumbline.worker.assignment import Assignment
@@ -83,12 +82,7 @@ class RemotePool(Pool):
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """The declarations of the subjects behind the locator; waits for every node to be warm.
-
-        Raises:
-            SubjectError: The locator names no subject, or it cannot be imported on a node.
-            LaunchError: A node did not connect, cannot take part, or cannot reach another one.
-        """
+        """The declarations of the subjects behind the locator; waits for every node to be warm."""
         if self._subjects is None:
             try:
                 self._subjects = self._warm_up()
@@ -185,11 +179,7 @@ class RemotePool(Pool):
         return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
 
     def meeting_point(self) -> dict[str, str]:
-        """Return torchrun's variables for the rendezvous, on the first node, of ranks that a subject starts itself.
-
-        Raises:
-            LaunchError: The first node is gone.
-        """
+        """Return torchrun's variables for the rendezvous, on the first node, of ranks that a subject starts itself."""
         assert self.subjects
         self._write(0, {"command": "port"})
         wait = StartWait(self._processes.cpu_seconds, self._notify)
@@ -269,11 +259,7 @@ class RemotePool(Pool):
             self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
 
     def _fail(self, number: int, error: OSError) -> None:
-        """Report ranks as ended if the network was cut while they trained.
-
-        Raises:
-            LaunchError: No rank was training there, or the connection broke for another reason.
-        """
+        """Report ranks as ended if the network was cut while they trained."""
         if error.errno not in _CUT or not self._launched.get(number):
             raise self._lost_node(number, str(error)) from error
         why = (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from plumbline.trainer.balanced.stage_timeout import StageTimeout
+from plumbline.trainer.balanced.exchange import StageTimeout
 from plumbline.trainer.data_sharding import known_length, set_epoch
 from plumbline.trainer.errors import MisconfigurationError
 
@@ -77,11 +77,7 @@ def sizes_of_batches(loader: Any) -> set[int]:
 
 
 def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
-    """Return the numbers of micro-batches that divide all batches of the loader, or ``wanted`` alone if it is given.
-
-    Raises:
-        MisconfigurationError: ``wanted`` does not divide all batches.
-    """
+    """Return the numbers of micro-batches that divide all batches of the loader, or ``wanted`` alone if it is given."""
     sizes = sizes_of_batches(loader)
     if wanted is not None:
         for size in sizes:

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plumbline.trainer.balanced.blocks import Block, held_tensors, undisturbed
-from plumbline.trainer.balanced.calls import ModuleCall, calls_of, open_up, record_calls
+from plumbline.trainer.balanced.blocks import (
+    Block,
+    ModuleCall,
+    calls_of,
+    held_tensors,
+    open_up,
+    record_calls,
+    undisturbed,
+)
 from plumbline.trainer.balanced.data_flow import Carried, DataFlow, Label, Part
 from plumbline.trainer.balanced.flow_recorder import record_data_flow
 from plumbline.trainer.balanced.interception import Interception
@@ -57,7 +64,6 @@ class Chain:
         return frozenset().union(*(block.holds for block in self.blocks[first:last]))
 
     def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[Block]:
-        """Return each block as a function of what arrives and of the inputs of ``step``."""
 
         def run(number: int, value: Any, inputs: Any) -> Any:
             arrived = [] if number == 0 else value
@@ -87,9 +93,6 @@ def find_chain(
     Blocks are module calls: those of ``declared``, or else the largest ones, none of which has more than a device's
     share of the weights. Calls between which a step cannot be cut are merged, see ``flow_recorder.py``. The module and
     the random numbers are left as they were.
-
-    Raises:
-        MisconfigurationError: There are fewer blocks than ``least``, or than devices if ``least`` is None.
     """
     tried = partial(_undisturbed, module, device)
     calls = tried(record_calls, module, step)
@@ -104,7 +107,11 @@ def find_chain(
         tried(find_obstacles, evaluated, _trial(calls, evaluated, device), validation)
         flow.agree_with(evaluated)
     flow.keep_changed_together()
-    _keep_buffers_together(flow, calls)
+    first: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        if next(call.module.buffers(), None) is not None:
+            begin = first.setdefault(id(call.module), number)
+            flow.forbid(2 * begin, 2 * number, f"{call.name} has buffers and is called more than once")
     starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
         reasons = "; ".join(flow.reasons())
@@ -124,14 +131,6 @@ def _undisturbed(module: nn.Module, device: torch.device, run: Callable[..., Any
 
 def _trial(calls: Sequence[ModuleCall], flow: DataFlow, device: torch.device) -> Interception:
     return Interception([(call.name, call.module) for call in calls], device, frozenset(flow.drawn), trial=True)
-
-
-def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
-    first: dict[int, int] = {}
-    for number, call in enumerate(calls):
-        if next(call.module.buffers(), None) is not None:
-            begin = first.setdefault(id(call.module), number)
-            flow.forbid(2 * begin, 2 * number, f"{call.name} has buffers and is called more than once")
 
 
 def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow: DataFlow) -> Iterator[CallRange]:
@@ -159,7 +158,6 @@ def _names(starts: list[int], calls: list[ModuleCall]) -> str:
 
 
 def find_obstacles(flow: DataFlow, interception: Interception, step: Step) -> None:
-    """Run ``step`` without values, and record in ``flow`` where it cannot be cut."""
     with interception.installed():
         try:
             with HiddenTensorUse(flow, interception) as hidden:

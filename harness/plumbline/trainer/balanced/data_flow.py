@@ -86,7 +86,7 @@ class CarriedTensor:
 class DataFlow:
     """The labelled tensors of a step, and the places before which it cannot be cut, each with the reason.
 
-    ``labels.Position`` explains places. ``weights`` has the names of the parameters and buffers used at each place,
+    ``Position`` explains places. ``weights`` has the names of the parameters and buffers used at each place,
     ``uses`` their first and last places. ``changes`` has the places where each is changed, with the place up to which
     every stage has to make the change itself, None if only one stage makes it. ``drawn`` are the labels of tensors that
     operations between calls draw at random, ``called`` the numbers of the calls that are made.
@@ -158,7 +158,6 @@ class DataFlow:
                 self.obstacles.setdefault(cut, reason)
 
     def keep_changed_together(self) -> None:
-        """Forbid cuts between a change of a parameter or buffer and its uses."""
         for name, changes in self.changes.items():
             first, last = self.uses[name]
             for place, until in changes:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plumbline.trainer.balanced.blocks import bytes_of, held_tensors, registered_buffers
-from plumbline.trainer.balanced.calls import ModuleCall, replaced_forwards
+from plumbline.trainer.balanced.blocks import ModuleCall, bytes_of, held_tensors, registered_buffers, replaced_forwards
 from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow, Label, Position
 from plumbline.trainer.balanced.interception import ADVICE
 from plumbline.trainer.balanced.remote_tensor import takes_values, takes_values_by
@@ -24,11 +23,7 @@ from plumbline.trainer.nested import tensors_in
 def record_data_flow(
     module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any], *, all_calls: bool = True
 ) -> DataFlow:
-    """Run ``step`` and return how tensors flow from call to call.
-
-    Raises:
-        MisconfigurationError: It makes other calls than ``calls``, or with ``all_calls`` leaves some out.
-    """
+    """Run ``step`` and return how tensors flow from call to call."""
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
     recorder = FlowRecorder(flow, module, calls, all_calls=all_calls)
     with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
@@ -217,7 +212,6 @@ class FlowRecorder(TorchFunctionMode):
         self.flow.changes.setdefault(name, []).append((place, until))
 
     def _note_assigned(self) -> None:
-        """Record buffers that were replaced by assignment."""
         for slot, (buffers, key, previous) in enumerate(self.buffers):
             tensor = buffers.get(key)
             if tensor is not None and tensor is not previous:
@@ -227,7 +221,6 @@ class FlowRecorder(TorchFunctionMode):
                 self._note_change(name, everywhere=not self.position.inside and tensor not in self.labels)
 
     def _memory(self, tensor: Tensor) -> int:
-        """Return a key that tensors with shared memory have in common."""
         if tensor.is_sparse:
             return -1
         storage = tensor.untyped_storage()

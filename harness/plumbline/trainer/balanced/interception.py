@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from plumbline.trainer.balanced.calls import replaced_forwards
+from plumbline.trainer.balanced.blocks import replaced_forwards
 from plumbline.trainer.balanced.data_flow import Carried, Label, Part, Position
 from plumbline.trainer.balanced.remote_tensor import NoValuesError, RemoteTensor, run_without_values
 from plumbline.trainer.errors import MisconfigurationError
@@ -37,14 +37,11 @@ class Skipped:
 
 
 class Interception:
-    """Runs parts of a step.
+    """Runs parts of a step that calls these modules, given by name, in order.
 
-    Args:
-        calls: The name and module of each call of the step, in order.
-        device: The device that tensors of skipped calls report.
-        drawn: Labels of tensors that operations between calls draw at random, on one stage.
-        trial: Whether this is a trial run. Then the outputs of skipped calls are not cached, and a call that returns
-            numbers that depend on values raises ``NoValuesError``.
+    Tensors of skipped calls report ``device``. ``drawn`` are the labels of tensors that operations between calls draw
+    at random, on one stage. In a ``trial``, the outputs of skipped calls are not cached, and a call that returns
+    numbers that depend on values raises ``NoValuesError``.
     """
 
     def __init__(
@@ -75,9 +72,6 @@ class Interception:
         """Run a part of ``step`` on the arriving tensors ``inputs``; return what departs, or the step's outputs.
 
         ``inputs`` must not be used afterwards.
-
-        Raises:
-            MisconfigurationError: The step calls the blocks in another order than before, or needs a remote value.
         """
         self.part, self.inputs, self.tensors = part, inputs, {}
         self.wanted = {carried.label for carried in (*part.arriving, *part.departing)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from plumbline.trainer.balanced.stages import Profile, Stage, Travelling
+from plumbline.trainer.balanced.stage_plan import Profile, Stage, Travelling
 from plumbline.trainer.errors import MisconfigurationError
 
 INFINITE = float("inf")
@@ -28,7 +28,7 @@ class StageCosts:
     def __init__(self, profile: Profile, stages: int, micro_batches: int) -> None:
         self.names = [block.name for block in profile.blocks]
         self.stages, self.micro_batches = stages, micro_batches
-        self._seconds = _sums([block.seconds for block in profile.blocks])
+        self._seconds = _once([block.seconds for block in profile.blocks], [])
         self._optimizer = _once(
             [block.optimizer_seconds for block in profile.blocks],
             [(tie.blocks, tie.optimizer_seconds) for tie in profile.ties],
@@ -63,17 +63,8 @@ def partition(
 ) -> tuple[Stage, ...]:
     """Return the stages whose slowest is fastest; among those, whose largest peak memory is least.
 
-    Takes O(n² · stages) for n blocks.
-
-    Args:
-        profile: The blocks, measured with the micro-batches that ``micro_batches`` makes of a batch.
-        stages: The number of stages; each holds at least one block.
-        micro_batches: Those of one step; a stage keeps at most this many for backward.
-        memory: Bytes that the device of each stage may hold. None: no limit.
-
-    Raises:
-        MisconfigurationError: There are fewer blocks than stages.
-        DoesNotFitError: They do not fit into ``memory``.
+    Takes O(n² · stages) for n blocks. ``profile`` was measured with as many ``micro_batches``. ``memory`` has the bytes
+    that the device of each stage may hold, None without a limit.
     """
     blocks = len(profile.blocks)
     if stages > blocks:
@@ -167,10 +158,6 @@ def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
         f"Block {left} ({costs.names[left]}) does not fit: with as many blocks as possible on the devices before, "
         f"device {stage} needs {needed:,} bytes up to it, and {memory[stage]:,} are allowed. {advice}"
     )
-
-
-def _sums(costs: Sequence[float]) -> list[list[float]]:
-    return [list(accumulate(costs[first:], initial=0.0)) for first in range(len(costs))]
 
 
 Cost = TypeVar("Cost", int, float)

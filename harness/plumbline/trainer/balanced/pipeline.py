@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from plumbline.trainer.balanced.batches import indivisible
-from plumbline.trainer.balanced.clock import StageClock
 from plumbline.trainer.balanced.data_flow import Part
 from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
 from plumbline.trainer.balanced.interception import Interception
+from plumbline.trainer.balanced.measurements import StageClock
 from plumbline.trainer.balanced.remote_tensor import is_remote
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.nested import batch_length, scatter, tensors_in
@@ -83,13 +83,9 @@ class Pipeline:
     def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
         """Add the gradients of the batch's mean loss / ``share``, those of this replica's micro-batches.
 
-        Returns the mean loss of these on the last stage, else 0.
-
-        Args:
-            step: Returns the loss of a micro-batch.
-            batch: A whole batch; dim 0 of its tensors is split.
-            share: The number of batches in an optimizer step.
-            key: Distinguishes this step from others with batches of the same shapes.
+        ``step`` returns the loss of a micro-batch, and ``share`` is the number of batches in an optimizer step. ``key``
+        distinguishes this step from others with batches of the same shapes. Returns the mean loss of this replica's
+        micro-batches on the last stage, else 0.
         """
         mine = self.micro_batches // self.place.replicas
         micro_batches = split(batch, self.micro_batches)[self.place.replica * mine : (self.place.replica + 1) * mine]
@@ -144,7 +140,11 @@ class Pipeline:
             outputs = self.interception.run(self.part, inputs, lambda: step(batch))
         if self.place.is_last:
             self.shapes.setdefault(key, [None, None])
-            require_values(outputs)
+            if any(is_remote(tensor) for tensor in tensors_in(outputs)):
+                raise MisconfigurationError(
+                    "The step's outputs need what another stage than the last has computed: balanced needs the same "
+                    "data flow for every batch, in training and validation."
+                )
             return Passed(gradients, shapes, []), outputs
         if not known:
             self.exchange.send_shapes(outputs, number + 1)
@@ -213,20 +213,8 @@ def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) ->
 
 
 def split(batch: Any, micro_batches: int) -> Sequence[Any]:
-    """Return the batch's micro-batches, of equal sizes.
-
-    Raises:
-        MisconfigurationError: It has no whole number of samples for each.
-    """
+    """Return the batch's micro-batches, of equal sizes."""
     samples = batch_length(batch)
     if samples % micro_batches or not samples:
         raise MisconfigurationError(indivisible(samples, micro_batches))
     return [batch] if micro_batches == 1 else scatter(batch, micro_batches)
-
-
-def require_values(outputs: Any) -> None:
-    if any(is_remote(tensor) for tensor in tensors_in(outputs)):
-        raise MisconfigurationError(
-            "The step's outputs need what another stage than the last has computed: balanced needs the same data flow "
-            "for every batch, in training and validation."
-        )

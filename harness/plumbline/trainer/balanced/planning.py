@@ -1,10 +1,12 @@
-"""Plans a balanced training on its first batch: finds the blocks, measures them, and partitions them."""
+"""Plans a balanced training on its first batch: finds blocks, measures them, and chooses the fastest partition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,19 +15,132 @@ from torch import Tensor, nn
 from plumbline.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
 from plumbline.trainer.balanced.blocks import undisturbed
 from plumbline.trainer.balanced.chain import Chain, find_chain
-from plumbline.trainer.balanced.optimizer_state import optimizer_state_bytes
-from plumbline.trainer.balanced.partition import DoesNotFitError
+from plumbline.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
 from plumbline.trainer.balanced.pipeline import split
-from plumbline.trainer.balanced.plan import best_plan
-from plumbline.trainer.balanced.profile import profile
-from plumbline.trainer.balanced.stage_plan import Balance, StagePlan
-from plumbline.trainer.balanced.stages import Profile
+from plumbline.trainer.balanced.profile import optimizer_state_bytes, profile
+from plumbline.trainer.balanced.stage_plan import Balance, Prediction, Profile, Stage, StagePlan
 from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.loop import step_takes_number
 from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.nested import map_tensors
 from plumbline.trainer.step import StepModule, loss_function
+
+
+def best_plan(
+    profiles: dict[int, Profile],
+    devices: int,
+    memory: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
+) -> StagePlan:
+    """Return the plan with the shortest simulated step, that of the optimizers included.
+
+    ``profiles`` are by the number of micro-batches. ``memory`` has the bytes of each device; device ``d`` has stage
+    ``d`` modulo the number of stages. ``stages`` are the numbers of stages to choose from, divisors of ``devices``, by
+    default ``devices`` alone; on the other devices are replicas, which share the micro-batches. If no plan fits, the
+    error is that of the plan with the most stages and micro-batches.
+    """
+    found: list[tuple[StagePlan, Profile]] = []
+    refusals: dict[tuple[bool, int, int], MisconfigurationError] = {}
+    for number in stages or [devices]:
+        replicas = devices // number
+        limits = None if memory is None else [min(memory[stage::number]) for stage in range(number)]
+        for count, measured in profiles.items():
+            try:
+                if count % replicas:
+                    raise MisconfigurationError(
+                        f"{count} micro-batches cannot be shared by {replicas} replicas of {number} stages: use a "
+                        "multiple, other batches, or another number of stages."
+                    )
+                chosen = partition(measured, number, count // replicas, limits)
+                found.append((plan_stages(measured, chosen, count, limits, replicas), measured))
+            except MisconfigurationError as refusal:
+                refusals[isinstance(refusal, DoesNotFitError), number, count] = refusal
+    if not found:
+        raise refusals[max(refusals)]
+    most = WORTH_IMPROVING * min(planned.predicted.period_seconds for planned, _ in found)
+    return min((improved(*one) for one in found if one[0].predicted.period_seconds <= most), key=cost)
+
+
+LEAST_GAIN = 1e-9
+"""The least relative gain that is worth another plan; less is rounding."""
+
+WORTH_IMPROVING = 2.0
+"""Plans that take at most this many times the best plan's step are improved block by block."""
+
+
+def cost(planned: StagePlan) -> tuple[float, int]:
+    """Return the cost by which plans are compared: the seconds from step to step, then the largest peak memory."""
+    return planned.predicted.period_seconds, max(planned.predicted.stage_peak_bytes)
+
+
+def improved(best: StagePlan, measured: Profile) -> StagePlan:
+    """Return the plan that results from moving single blocks between stages as long as that makes it faster.
+
+    A partition minimises the slowest stage, which is what counts with many micro-batches. With few of them the start
+    and the end of a step count as well, and so do the optimizers' steps there.
+    """
+    while True:
+        others = (
+            plan_stages(measured, moved, best.micro_batches, best.memory, best.replicas)
+            for moved in moved_by_one(best.stages)
+        )
+        better = min(filter(_fits, others), key=cost, default=best)
+        if better.predicted.period_seconds >= best.predicted.period_seconds * (1 - LEAST_GAIN):
+            return best
+        best = better
+
+
+def moved_by_one(stages: Sequence[Stage]) -> Iterator[tuple[Stage, ...]]:
+    """Yield the stages with one boundary moved by one block; each stage keeps a block."""
+    bounds = [0, *(stage.last for stage in stages)]
+    for place in range(1, len(stages)):
+        for bound in (bounds[place] - 1, bounds[place] + 1):
+            if bounds[place - 1] < bound < bounds[place + 1]:
+                moved = [*bounds[:place], bound, *bounds[place + 1 :]]
+                yield tuple(Stage(first, last) for first, last in pairwise(moved))
+
+
+def _fits(planned: StagePlan) -> bool:
+    limits = planned.memory
+    return limits is None or all(
+        peak <= limit for peak, limit in zip(planned.predicted.stage_peak_bytes, limits, strict=True)
+    )
+
+
+def plan_stages(
+    measured: Profile,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    memory: Sequence[int] | None = None,
+    replicas: int = 1,
+) -> StagePlan:
+    costs = StageCosts(measured, len(stages), micro_batches // replicas)
+    unknown = Prediction(
+        step_seconds=0.0,
+        optimizer_seconds=tuple(costs.optimizer_seconds(stage.first, stage.last) for stage in stages),
+        stage_seconds=tuple(costs.seconds(stage.first, stage.last) for stage in stages),
+        stage_peak_bytes=tuple(costs.peak_bytes(one.first, one.last, number) for number, one in enumerate(stages)),
+        bubble_share=0.0,
+    )
+    planned = StagePlan(
+        measured.blocks,
+        tuple(stages),
+        micro_batches,
+        unknown,
+        None if memory is None else tuple(memory),
+        measured.ties,
+        replicas,
+    )
+    schedule = planned.schedule()
+    predicted = replace(
+        unknown,
+        step_seconds=schedule.makespan,
+        bubble_share=schedule.bubble_share,
+        period_seconds=schedule.period(unknown.optimizer_seconds),
+    )
+    return replace(planned, predicted=predicted)
+
 
 Trial = tuple[Callable[[Any], Any], Any]
 """The training or validation step, and the batch on which it is tried."""
@@ -35,11 +150,7 @@ MOST_DEVICES = 64
 
 
 def plan_without_training(trainer: Any, module: Module, device: torch.device) -> Balance:
-    """Return how ``module`` would be distributed. ``module`` is not changed.
-
-    Raises:
-        MisconfigurationError: As ``make_plan``.
-    """
+    """Return how ``module`` would be distributed. ``module`` is not changed."""
     copied = deepcopy(module)
     copied.trainer = trainer
     precision = trainer.plan.precision(trainer.plan.dtype, trainer.plan.accelerator)
@@ -58,18 +169,19 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
 def make_plan(
     trainer: Any, state: TrainingState, loader: Any, val_loader: Any, device: torch.device
 ) -> tuple[Chain, StagePlan]:
-    """Find the module's blocks on the first batches, measure them, and return them with the fastest plan.
-
-    Raises:
-        MisconfigurationError: The module has too few blocks, the batches do not divide, or the memory does not suffice.
-    """
+    """Find the module's blocks on the first batches, measure them, and return them with the fastest plan."""
     plan, module, devices = trainer.plan, state.module, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
     batch = first_batch(loader, trainer.current_epoch)
     step = StepModule(module, state.precision)
     loss_of = loss_function(module, state.precision, False)
     first_turn = (0,) * step_takes_number(state)
-    stages = possible_stages(plan)
+    if plan.stages is not None:
+        stages = [plan.stages]
+    else:  # each node has whole pipelines, or each pipeline has whole nodes
+        node = plan.processes_per_node
+        whole = [number for number in divisors(devices) if number % node == 0 or node % number == 0]
+        stages = whole[1:] or whole
 
     def run(inputs: Any) -> Tensor:
         return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
@@ -154,18 +266,6 @@ def devices_that_would_do(
             return None
         return count
     return None
-
-
-def possible_stages(plan: Any) -> list[int]:
-    """Return the numbers of stages to choose from: the user's, or any number above one.
-
-    Each node has whole pipelines, or each pipeline has whole nodes.
-    """
-    if plan.stages is not None:
-        return [plan.stages]
-    node = plan.processes_per_node
-    possible = [stages for stages in divisors(plan.world_size) if stages % node == 0 or node % stages == 0]
-    return possible[1:] or possible
 
 
 def blocks_on(

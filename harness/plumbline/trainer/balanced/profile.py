@@ -1,8 +1,9 @@
-"""Measures each block on a device with a real micro-batch, without changing the module."""
+"""Measures each block with a real micro-batch, and optimizers with copies of them, without changing the module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +11,117 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.optim import optimizer as torch_optimizer
 
 from plumbline.trainer.balanced.blocks import Block, Holder, bytes_of, held_tensors
-from plumbline.trainer.balanced.clock import computing_clock, median_seconds
-from plumbline.trainer.balanced.memory import LiveBytes
-from plumbline.trainer.balanced.optimizer_state import time_steps
-from plumbline.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
+from plumbline.trainer.balanced.measurements import LiveBytes, computing_clock, median_seconds
+from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Shared, Travelling
 from plumbline.trainer.module import in_mode
 from plumbline.trainer.nested import map_tensors, tensors_in
+
+
+def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
+    """Return the bytes of optimizer state of each parameter, by its name.
+
+    A copy of the optimizer, without state, steps one parameter after the other on the meta device, where nothing is
+    allocated. An optimizer that cannot do this steps a copy of the parameter, with zeros as its gradient, dense or
+    sparse.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    sizes: dict[str, int] = {}
+    with _without_hooks():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        name = names[id(parameter)]
+                        sizes[name] = sizes.get(name, 0) + _stepped_bytes(optimizer, group, parameter)
+    return sizes
+
+
+def _stepped_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    refusal: Exception | None = None
+    for kind in ("meta", "dense", "sparse"):
+        values = torch.empty_like(parameter, device="meta") if kind == "meta" else parameter.detach().clone()
+        gradient = torch.zeros_like(values)
+        values.requires_grad_().grad = gradient.to_sparse(1) if kind == "sparse" and values.dim() else gradient
+        copied = _without_state(optimizer, [{**group, "params": [values]}])
+        try:
+            copied.step()
+        except (RuntimeError, NotImplementedError) as error:
+            refusal = refusal if kind == "sparse" else error
+            continue
+        return sum(bytes_of(tensor) for tensor in tensors_in(list(copied.state.values())))
+    assert refusal is not None
+    raise refusal
+
+
+def time_steps(
+    optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor], clock: Callable[[], Any], repeats: int
+) -> list[tuple[Any, Any]]:
+    """Step copies of the optimizers, after a warm-up, and return the points in time before and after each step.
+
+    ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out;
+    none is changed. Returns nothing if there is nothing to step, or no memory for another copy.
+    """
+    try:
+        stepping = _copies_to_step(optimizers, copies)
+        with _without_hooks():
+            spans = []
+            for _ in range(repeats + 1):
+                begin = clock()
+                for copied in stepping:
+                    copied.step()
+                spans.append((begin, clock()))
+    except torch.cuda.OutOfMemoryError:
+        return []
+    return spans[1:] if stepping else []
+
+
+def _copies_to_step(
+    optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor]
+) -> list[torch.optim.Optimizer]:
+    stepping = []
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            own = [copies[id(parameter)] for parameter in group["params"] if id(parameter) in copies]
+            groups.append({**group, "params": [_with_gradient(one) for one in own if one.grad is not None]})
+        if any(group["params"] for group in groups):
+            stepping.append(_without_state(optimizer, groups))
+    return stepping
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    values = tensor.detach().clone().requires_grad_()
+    values.grad = tensor.grad
+    return values
+
+
+def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.state = type(optimizer.state)(dict)
+    copied.param_groups = groups
+    # Hooks, and a step that a scheduler has wrapped, are those of the original.
+    copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+    copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+    copied.__dict__.pop("step", None)
+    return copied
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    every: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(hooks) for hooks in every]
+    for hooks in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(every, kept, strict=True):
+            hooks.update(own)
+
 
 REPEATS = 7
 
@@ -64,21 +168,13 @@ def profile(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     repeats: int = REPEATS,
 ) -> Profile:
-    """Run each block forward and backward and return what it costs.
+    """Run each block of ``module`` on ``device``, forward and backward, and return what it costs.
 
-    One block at a time is on ``device``, with copies of its buffers; its parameters are copied unless they are there
-    already. Seconds are medians after a warm-up, taken with as many threads as are set. They are those of a micro-batch
-    that is not the first of its step: gradients exist and are added to.
-
-    Args:
-        module: In training mode while it is measured, then in the modes it was in. Parameters, gradients, buffers and
-            random numbers stay as they are.
-        blocks: Of ``module``, in order.
-        inputs: What the module is given, of one micro-batch. Each device has the batch: it is not counted.
-        device: Where to run.
-        optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
-        optimizers: Of the module's parameters; copies of them are stepped.
-        repeats: Of the measurement of each block.
+    ``inputs`` are those of the module, of one micro-batch; each device has them, so they are not counted. One block at
+    a time is on the device, with copies of its buffers. Seconds are medians of ``repeats`` after a warm-up. They are
+    those of a micro-batch that is not the first of its step: gradients exist and are added to. ``optimizer_state`` has
+    bytes by the name of the parameter, and copies of ``optimizers`` are stepped. The module, its gradients and the
+    random numbers stay as they are.
     """
     held = held_tensors(module)
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
@@ -200,7 +296,6 @@ def _state_bytes(name: str, tensor: Tensor, optimizer_state: Mapping[str, int]) 
 
 
 def _step_seconds(tensor: Tensor, block: Block, cost: BlockCost, held: Mapping[str, Tensor]) -> float:
-    """Return one parameter's share of a block's optimizer step, by its elements."""
     trained = sum(held[name].numel() for name in block.holds if held[name].requires_grad)
     return cost.optimizer_seconds * tensor.numel() / trained if tensor.requires_grad else 0.0
 

@@ -107,12 +107,7 @@ def _named(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, trial: bool) -> Any:
-    """Return the outputs of ``forward`` for tensors without values; the buffers of ``module`` stay as they are.
-
-    Raises:
-        NoValuesError: In a ``trial``, if the outputs or an attribute of the module seem to contain numbers that depend
-            on weights, buffers or the number of calls. Other stages would have other numbers.
-    """
+    """Return the outputs of ``forward`` for tensors without values; the buffers of ``module`` stay as they are."""
     if not trial:
         with private_buffers(module):
             return forward(*args, **kwargs)

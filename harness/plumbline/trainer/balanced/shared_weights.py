@@ -18,12 +18,7 @@ from plumbline.trainer.balanced.pipeline import Place
 class SharedWeights:
     """Adds the gradients of weights that several stages hold, as tied ones, over these stages.
 
-    Args:
-        holders: For each weight of the module that more than one stage holds, these stages, by name; the same on all
-            ranks.
-        weights: The module's weights by name.
-        place: This rank's.
-        limit: Seconds that nobody waits longer than.
+    ``holders`` names these weights and their stages, the same on all ranks. Nobody waits longer than ``limit`` seconds.
     """
 
     def __init__(

@@ -1,15 +1,171 @@
-"""A plan: which blocks each device holds, as a table of at most 100 columns, and as a picture."""
+"""Plans: the costs of blocks, which of them each device holds, and a simulated step, as a table and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from plumbline.drawing.timeline import Box, duration, timeline
-from plumbline.trainer.balanced.schedule import StageSchedule, simulate
-from plumbline.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage
+from plumbline.drawing.timeline import Box as DrawnBox
+from plumbline.drawing.timeline import duration, timeline
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Box:
+    """One forward or backward of one micro-batch on one stage; times in seconds from the start of the step."""
+
+    stage: int
+    kind: str  # FORWARD or BACKWARD
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StageSchedule:
+    """A step as it passes through the stages."""
+
+    boxes: tuple[Box, ...]
+    stages: int
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first forward's start to the last backward's end."""
+        return max(box.end for box in self.boxes)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of all stages' time within the makespan in which they wait: 0 to 1."""
+        available = self.stages * self.makespan
+        return 1 - sum(box.end - box.start for box in self.boxes) / available if available else 0.0
+
+    def period(self, after: Sequence[float]) -> float:
+        """Return the seconds from the start of this step to the start of the next one.
+
+        Each stage works for ``after`` seconds between its last backward and the next step's first forward.
+        """
+        own = [[box for box in self.boxes if box.stage == stage] for stage in range(self.stages)]
+        return max(
+            max(box.end for box in boxes) + more - min(box.start for box in boxes)
+            for boxes, more in zip(own, after, strict=True)
+        )
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    """Return a stage's order of work: forwards until the pipeline is full, then one backward after each forward.
+
+    At most ``min(stages - stage, micro_batches)`` micro-batches are in flight (Narayanan et al., "Memory-Efficient
+    Pipeline-Parallel DNN Training", 2021: PipeDream-Flush; it is torch's ``Schedule1F1B``).
+    """
+    ahead = min(stages - stage - 1, micro_batches)
+    order = [(FORWARD, index) for index in range(ahead)]
+    for index in range(micro_batches - ahead):
+        order += [(FORWARD, ahead + index), (BACKWARD, index)]
+    return order + [(BACKWARD, index) for index in range(micro_batches - ahead, micro_batches)]
+
+
+def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> StageSchedule:
+    """Return the schedule of one step, given each stage's seconds for one micro-batch.
+
+    A stage works in the order of 1F1B and starts each piece as soon as its input is there: a forward needs that of the
+    stage before, a backward that of the stage after. Transfers take no time.
+    """
+    stages = len(forward)
+    waiting = [iter(one_f_one_b(stage, stages, micro_batches)) for stage in range(stages)]
+    ends: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * stages
+    boxes: list[Box] = []
+    upcoming = [next(work, None) for work in waiting]
+    while any(upcoming):
+        for stage, work in enumerate(upcoming):
+            while work is not None:
+                kind, index = work
+                ready = _ready(ends, kind, stage, index, stages)
+                if ready is None:
+                    break
+                start = max(free[stage], ready)
+                free[stage] = start + (forward[stage] if kind == FORWARD else backward[stage])
+                ends[kind, stage, index] = free[stage]
+                boxes.append(Box(stage, kind, index, start, free[stage]))
+                work = next(waiting[stage], None)
+            upcoming[stage] = work
+    return StageSchedule(tuple(boxes), stages)
+
+
+def _ready(ends: dict[tuple[str, int, int], float], kind: str, stage: int, index: int, stages: int) -> float | None:
+    if kind == FORWARD:
+        return ends.get((FORWARD, stage - 1, index)) if stage else 0.0
+    return ends.get((BACKWARD, stage + 1, index)) if stage < stages - 1 else ends.get((FORWARD, stage, index))
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block, profiled with micro-batches of one size."""
+
+    name: str  # the qualified name in the user's module; names joined by " + " where a block holds several
+    seconds: float  # forward + backward of one micro-batch, median
+    saved_bytes: int  # kept for the backward of one micro-batch, without parameters and the batch itself
+    state_bytes: int  # parameters + gradients + optimizer state + buffers
+    output_bytes: int  # what travels to the next block, for one micro-batch
+    forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward
+    transient_bytes: int = 0  # allocated within forward or backward, beyond what is there between them
+    optimizer_seconds: float = 0.0  # of the optimizers' step, once a batch
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter or buffer that several blocks use: a device that holds several of them stores and steps it once."""
+
+    name: str
+    blocks: tuple[int, ...]  # ascending
+    bytes: int
+    optimizer_seconds: float = 0.0
+
+
+@dataclass
+class Travelling:
+    """A storage that passes between blocks.
+
+    A device holds it if its first block is given it, its last block returns it, or a block keeps it.
+    """
+
+    bytes: int
+    keepers: list[int] = field(default_factory=list)  # blocks that keep it for backward: it is within their saved_bytes
+    enters: list[int] = field(default_factory=list)  # blocks that are given it
+    leaves: list[int] = field(default_factory=list)  # blocks that return it
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All blocks in order, measured with micro-batches of one size."""
+
+    blocks: tuple[BlockCost, ...]
+    ties: tuple[Shared, ...] = ()  # parameters and buffers of several blocks, within their state_bytes
+    travelling: tuple[Travelling, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks on one device: ``first`` to ``last - 1``."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of the plan is expected to take, or was measured to take."""
+
+    step_seconds: float  # all forwards and backwards of one step, without the optimizer
+    stage_seconds: tuple[float, ...]  # forward + backward of one micro-batch
+    stage_peak_bytes: tuple[int, ...]
+    bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
+    optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once a step
+    period_seconds: float = 0.0  # from the start of a step to the next one, with the optimizers
+
 
 WIDTH = 100
 NAMES = 2  # the column with the names of blocks
@@ -82,7 +238,9 @@ class StagePlan:
             f"stage {number}: {_count(stage.last - stage.first, 'block')}, {size(peak)}"
             for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
         ]
-        boxes = [Box(box.stage, box.kind, str(box.micro_batch), box.start, box.end) for box in self.schedule().boxes]
+        boxes = [
+            DrawnBox(box.stage, box.kind, str(box.micro_batch), box.start, box.end) for box in self.schedule().boxes
+        ]
         return timeline(self._headline(), labels, boxes)
 
     def _headline(self, measured: Prediction | None = None) -> str:

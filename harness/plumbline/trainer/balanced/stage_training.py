@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from plumbline.trainer import checkpoints
 from plumbline.trainer.balanced.batches import SameBatches
 from plumbline.trainer.balanced.blocks import held_tensors
-from plumbline.trainer.balanced.exchange import Exchange
-from plumbline.trainer.balanced.memory import StageMemory
+from plumbline.trainer.balanced.exchange import Exchange, StageTimeout, group_with_timeout, limit_default_group
+from plumbline.trainer.balanced.measurements import StageMemory
 from plumbline.trainer.balanced.pipeline import Pipeline, Place
 from plumbline.trainer.balanced.planning import make_plan
 from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, StageReplicas, clip_over_stages
 from plumbline.trainer.balanced.stage_plan import Balance
 from plumbline.trainer.balanced.stage_state import StageState, keep_own
-from plumbline.trainer.balanced.stage_timeout import StageTimeout, group_with_timeout, limit_default_group
 from plumbline.trainer.loop import RankResources, train
 from plumbline.trainer.module import Module
 from plumbline.trainer.optimizers import parameters_of
@@ -31,11 +30,7 @@ from plumbline.trainer.step import StepModule, loss_function
 
 
 def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: Any) -> None:
-    """Train this rank's stage of ``module``. In the end the module has all its weights again, on the CPU.
-
-    Raises:
-        MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
-    """
+    """Train this rank's stage of ``module``. In the end the module has all its weights again, on the CPU."""
     plan, rank = trainer.plan, trainer.rank
     control: Any = dist.new_group(backend="gloo")
     precision = plan.precision(plan.dtype, plan.accelerator)
@@ -54,7 +49,10 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
     trainer.balance = Balance(balance)
-    share_weights(module, control)
+    for tensor in held_tensors(module).values():  # all ranks begin with rank 0's, as with DDP
+        values = tensor.detach().cpu().contiguous()
+        dist.broadcast(values, 0, control)
+        tensor.data.copy_(values)
 
     replica, number = divmod(rank, len(balance.stages))
     place = Place(number, len(balance.stages), replica, balance.replicas)
@@ -114,14 +112,6 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         dist.broadcast_object_list(box, 0, control)
     state.take_whole(box[0]["module"])
     trainer.checkpoint = lambda: box[0]
-
-
-def share_weights(module: nn.Module, control: Any) -> None:
-    """Give all ranks rank 0's weights and buffers, as DDP does at its construction."""
-    for tensor in held_tensors(module).values():
-        values = tensor.detach().cpu().contiguous()
-        dist.broadcast(values, 0, control)
-        tensor.data.copy_(values)
 
 
 def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) -> None:

@@ -24,9 +24,9 @@ from plumbline.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.pause import is_paused, paused
+from plumbline.recording.process import rank_and_world
 from plumbline.worker.recording.model_tensors import ModelTensors
-from plumbline.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
-from plumbline.worker.recording.passes import Forward, Passes
+from plumbline.worker.recording.passes import Forward, OptimizerPart, Passes, belongs, joined
 from plumbline.worker.recording.tensor_copies import copied, is_zero
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 
@@ -133,7 +133,8 @@ class Recorder(StepHooks):
             if isinstance(output, Tensor) and output.requires_grad:
                 forward = self._passes.last_on(output.device.index or 0)
                 if forward is not None:
-                    _on_gradient(output, partial(_differentiate, forward))
+                    register: Any = output.register_hook
+                    register(partial(_differentiate, forward))
 
     def _evaluated(self, micro_batches: int, ids: tuple[int, ...], training: bool) -> None:
         place = (len(self.steps), micro_batches)
@@ -204,7 +205,6 @@ class Recorder(StepHooks):
             self._count(len(self.steps))
 
     def _current_weights(self) -> Tensors:
-        """Return the weights as they are now: the last step's own object where they are the same."""
         return self._tensors.weights_since(self.steps[-1].after if self.steps else None)
 
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
@@ -227,11 +227,6 @@ class Recorder(StepHooks):
         self._append(optimizer, before, gradients, weights, skipped=True)
 
 
-def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    register: Any = output.register_hook
-    register(hook)
-
-
 def _differentiate(forward: Forward, gradient: Tensor) -> None:
     forward.differentiated = True
 
@@ -240,3 +235,74 @@ def _ids(batch: Any) -> tuple[int, ...] | None:
     if isinstance(batch, Mapping) and isinstance(batch.get("index"), Tensor):
         return tuple(batch["index"].reshape(-1).tolist())
     return None
+
+
+class ChildRecorder(Recorder):
+    """A recorder that learns its rank from the process group, and that can be pickled and sent to a child.
+
+    A pickled model brings its hooks along: where they are unpickled, they are those of that process's own recorder
+    (:mod:`plumbline.worker.node_member` says how it is pickled).
+    """
+
+    def __init__(self, store: TensorStore, report: Callable[..., None], finish: Callable[[], None]) -> None:
+        super().__init__(store, _Counter(report))
+        self.rank: int | None = None
+        self._report = report
+        self._finish = finish
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is recorded, and that carries the recorder's hooks."""
+        return self._tensors.model
+
+    def __setstate__(self, model: nn.Module) -> None:
+        # It has no parameters yet: it is being unpickled itself, and holds the hook that brought us here.
+        self._tensors.model = model
+        self._watched = [model]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything was recorded that only a rank does."""
+        return bool(self.steps or self.evaluations or self.rank is not None)
+
+    def reset(self) -> None:
+        """Forget all but the models: what was recorded so far belongs to the parent process."""
+        model, watched = self._tensors.model, self._watched
+        self.__init__(self._store, self._report, self._finish)  # type: ignore[misc]
+        self._tensors.model, self._watched = model, watched
+
+    def on_finished(self) -> None:
+        """Write the evidence now: this process may be killed."""
+        self._finish()
+
+    def _note_world(self) -> None:
+        super()._note_world()
+        place = rank_and_world()
+        if place is not None and place[0] != self.rank:
+            self.rank = place[0]
+            self._report(rank=self.rank)
+
+
+class _Counter:
+    """A recorder's number of steps: each new number is reported."""
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        self._report = report
+
+    def __setitem__(self, place: slice, number: bytes) -> None:
+        self._report(steps=int.from_bytes(number, "little"))
+
+
+def compute_as_named() -> None:
+    """Turn off TF32 and 16-bit reductions in this process, without starting CUDA.
+
+    Both are less accurate than the rounding noise that the judge measures, so a correct trainer would fail. A subject
+    may turn them on again; its gradients are then judged with their TF32 errors.
+    https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html
+    """
+    # Every torch has these switches. cuDNN's is for convolutions and recurrent layers.
+    torch.backends.cudnn.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False

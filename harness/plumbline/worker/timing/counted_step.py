@@ -136,5 +136,4 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

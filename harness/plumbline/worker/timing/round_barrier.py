@@ -25,11 +25,7 @@ class RoundBarrier:
         self._socket.sendall(b"%d\n" % rank)
 
     def wait(self) -> bytes:
-        """Wait at a boundary, and return the parent's command.
-
-        Raises:
-            ConnectionError: The parent has stopped the measurement.
-        """
+        """Wait at a boundary, and return the parent's command."""
         self._socket.sendall(b"\n")
         command = self._socket.recv(1)
         if not command:

@@ -22,12 +22,11 @@ from plumbline.evidence.timing import Chunk, RankTiming, Round
 from plumbline.evidence.trace import RankTrace
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.step_hooks import StepCounter, StepHooks
-from plumbline.worker.timing.collectives import Collectives
 from plumbline.worker.timing.counted_step import ExecutedFlops, TensorBytes
 from plumbline.worker.timing.devices import begin_on_core, clock_of, keep_freed_memory, memory_of
 from plumbline.worker.timing.pipeline_chunks import PipelineChunks
+from plumbline.worker.timing.profiler import Collectives, StepProfile
 from plumbline.worker.timing.round_barrier import REPORT, RoundBarrier
-from plumbline.worker.timing.step_profile import StepProfile
 from plumbline.workloads import PerformanceWorkload, find
 
 

@@ -1,11 +1,14 @@
-"""Measures the bytes that a block or a stage holds, and compares a stage's with its device's limit."""
+"""Measures what blocks and stages take: seconds, by CUDA events or a CPU clock, and bytes, against a device's limit."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -64,14 +67,7 @@ class StageMemory:
 
     On CUDA the allocator counts. On the CPU the storages of parameters, buffers, gradients and optimizer state count,
     and what is alive of a batch's allocations, but neither the batch itself nor temporary memory of an optimizer's
-    step.
-
-    Args:
-        name: The name of the stage for messages.
-        module: Its weights on other stages are empty.
-        optimizers: All of the stage.
-        device: The stage's.
-        allowed: Bytes. None: no limit.
+    step. Weights of ``module`` that are on other stages are empty. ``allowed`` is in bytes, None without a limit.
     """
 
     name: str
@@ -91,11 +87,7 @@ class StageMemory:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure a batch: forward and backward.
-
-        Raises:
-            MisconfigurationError: It needed more than is allowed.
-        """
+        """Measure a batch: forward and backward."""
         self.measuring = len(self._stepped) < len(self.optimizers)
         if self.device.type == "cuda":
             yield
@@ -133,16 +125,72 @@ class StageMemory:
         for optimizer in self.optimizers:
             weights += parameters_of(optimizer)
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        return storage_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None),
-                              *tensors_in(states)])  # fmt: skip
+        held = [*weights, *(weight.grad for weight in weights if weight.grad is not None), *tensors_in(states)]
+        parts = [part for one in held for part in ((one._indices(), one._values()) if one.is_sparse else (one,))]
+        storages = [part.untyped_storage() for part in parts]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each counted once."""
-    storages = [storage for tensor in tensors for storage in _storages(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+Clock = Callable[[], Any]
+"""Returns a point in time, for ``median_seconds``."""
 
 
-def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-    return [part.untyped_storage() for part in parts]
+def computing_clock(device: torch.device) -> Clock:
+    """Return a clock for this thread's computation on a device.
+
+    On the CPU it counts this thread's own time, since simulated devices may share cores with other processes.
+    """
+    if device.type != "cuda" and torch.get_num_threads() == 1:
+        return thread_time
+    return wall_clock(device)
+
+
+def wall_clock(device: torch.device) -> Clock:
+    return _event if device.type == "cuda" else perf_counter
+
+
+def median_seconds(spans: Iterable[tuple[Any, Any]]) -> float:
+    """Return the median seconds between pairs of points in time, 0 if there are none."""
+    spans = list(spans)
+    if not spans:
+        return 0.0
+    if isinstance(spans[0][0], float):
+        return float(median(end - start for start, end in spans))
+    spans[-1][1].synchronize()
+    return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
+
+
+def _event() -> torch.cuda.Event:
+    recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    recorded.record()
+    return recorded
+
+
+KEPT = 256
+"""Of how many micro-batches, the last ones, times are kept."""
+
+
+class StageClock:
+    """Measures the computation of this stage without waiting, and whole batches with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.computing, self.wall = computing_clock(device), wall_clock(device)
+        self.spans: dict[str, deque[tuple[Any, Any]]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self.disturbed = False
+        """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
+
+    @contextmanager
+    def measure(self, kind: str) -> Iterator[None]:
+        """Measure a piece of work, unless it raises: its computing, or of a whole ``"batch"`` the waiting too."""
+        if self.disturbed:
+            self.disturbed = False
+            self.spans.clear()
+        clock = self.wall if kind == "batch" else self.computing
+        start = clock()
+        yield
+        self.spans[kind].append((start, clock()))
+
+    def report(self) -> tuple[float, float]:
+        """Return the seconds of a micro-batch and of a batch."""
+        forward, backward, batch = (median_seconds(self.spans[kind]) for kind in ("forward", "backward", "batch"))
+        return forward + backward, batch

@@ -1,8 +1,8 @@
-"""The shares of computation, communication and data in the time of a few steps, from torch's profiler.
+"""torch's profiler around a few steps: shares of their time, and files for viewers.
 
-``share_of`` is the share of time with a pending collective, from its start on a rank until it is done. It includes time
-that overlaps with the backward pass, and waiting for late ranks. It is an upper bound of the cost of communication, not
-the cost: 0.1 can slow down a step by a tenth at most.
+``Collectives.share_of`` is the share of time with a pending collective, from its start on a rank until it is done. It
+includes time that overlaps with the backward pass, and waiting for late ranks. It is an upper bound of the cost of
+communication, not the cost: 0.1 can slow down a step by a tenth at most.
 
 ``shares_of`` assigns every moment to one of ``PARTS``. On CUDA, a moment in which a kernel other than a collective runs
 is computation, then come exposed collectives, then waiting for data. On the CPU, loading a batch computes too: the time
@@ -11,9 +11,10 @@ between two steps is data, unless a collective is pending, for example while a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -118,3 +119,92 @@ def union(spans: list[Span]) -> int:
         length += max(0, ended - max(begun, reached))
         reached = max(reached, ended)
     return length
+
+
+PROFILED_STEPS: Final = 3
+"""Every round has at least this many steps, and viewers can open a trace with thousands of kernels per step."""
+
+MOST_BYTES: Final = 64 << 20
+"""Larger files are removed, because browsers do not open them."""
+
+_MOST_ALLOCATIONS: Final = 20_000
+"""The number of last events of the allocator that are kept, with a few kilobytes each."""
+
+
+class StepProfile:
+    """Profiles ``PROFILED_STEPS`` untimed steps from ``start`` on, and writes files of ``rank`` into ``folder``.
+
+    They are a trace for Perfetto or ``chrome://tracing`` and, on CUDA, a snapshot for torch's memory viewer. Errors of
+    the profiler do not end the training; they are in ``problems``.
+    """
+
+    def __init__(self, folder: str, rank: int, *, on_cuda: bool) -> None:
+        self.problems: list[str] = []
+        self._folder = folder
+        self._rank = rank
+        self._on_cuda = on_cuda
+        self._steps_left = 0
+        self._profile: Any = None
+
+    def start(self) -> None:
+        self._steps_left = PROFILED_STEPS
+        if self._on_cuda:
+            self._attempt(
+                "memory snapshot",
+                lambda: torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python"),
+            )
+        self._attempt("trace", self._follow_operations)
+
+    def end_step(self) -> None:
+        """Note the end of a step; the last one writes the files."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        if self._steps_left:
+            self._mark_step()
+            return
+        if self._profile is not None:
+            self._attempt("trace", lambda: self._write("trace.json.gz", self._write_trace))
+        if self._on_cuda:
+            self._attempt("memory snapshot", lambda: self._write("memory.pickle", _write_snapshot))
+
+    def _follow_operations(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        profile.start()
+        self._profile = profile
+        self._mark_step()
+
+    def _mark_step(self) -> None:
+        # Steps end inside the optimizer's span, and viewers drop spans that overlap in part.
+        with torch.profiler.record_function(f"step {PROFILED_STEPS - self._steps_left} begins"):
+            pass
+
+    def _write_trace(self, path: str) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(path)
+
+    def _write(self, name: str, write: Callable[[str], None]) -> None:
+        path = os.path.join(self._folder, f"rank-{self._rank}.{name}")
+        unfinished = os.path.join(self._folder, f".rank-{self._rank}.{name}")
+        write(unfinished)
+        size = os.path.getsize(unfinished)
+        if size > MOST_BYTES:
+            os.remove(unfinished)
+            raise ValueError(f"it has {size >> 20} MiB; the limit is {MOST_BYTES >> 20} MiB")
+        os.replace(unfinished, path)
+
+    def _attempt(self, what: str, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            self.problems.append(f"rank {self._rank}, {what}: {type(error).__name__}: {error}"[:500])
+
+
+def _write_snapshot(path: str) -> None:
+    try:
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
