@@ -19,8 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed
-
 REQUEST: int | None = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else None
 """The signal; None where the system has none that programs leave alone. Ranks block it, so it ends no process."""
 
@@ -52,6 +50,8 @@ def keep_process_groups(before_destruction: Callable[[], None]) -> None:
 
     ``before_destruction`` is called each time before the default group is destroyed, while everything still works.
     """
+    import torch.distributed  # a fork server imports this file to say that its interpreter has no torch
+
     if not torch.distributed.is_available():
         return
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
