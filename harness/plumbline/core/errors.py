@@ -1,7 +1,5 @@
 """Errors whose message says what is wrong and what to do, and exit codes that several commands share."""
 
-from __future__ import annotations
-
 
 class PlumblineError(Exception):
     """Base of the errors that are shown to the user without a traceback."""

@@ -78,7 +78,7 @@ class Children:
         self._evidence: dict[int, set[int]] = {}
         self._ends: dict[int, list[ChildEnd]] = {}
         self._codes: dict[int, int] = {}
-        self._raised: set[int] = set()
+        self.raised: set[int] = set()
         self._bad = False
 
     def update(self, event: Mapping[str, Any], *, late: bool) -> None:
@@ -91,7 +91,7 @@ class Children:
             self._ends.setdefault(event["rank"], []).append(end)
             self._bad = self._bad or end.is_bad
         elif event["event"] == "raised" and not late:
-            self._raised.add(event["rank"])
+            self.raised.add(event["rank"])
             self._bad = True
         elif event["event"] == "reaped":
             self._codes[event["pid"]] = event["code"]
@@ -102,16 +102,12 @@ class Children:
             return False
         return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
 
-    def call_raised(self, first: int) -> bool:
-        return first in self._raised
-
     def of(self, first: int) -> tuple[ChildEnd, ...]:
-        return tuple(map(self._with_code, self._ends.get(first, ())))
-
-    def _with_code(self, end: ChildEnd) -> ChildEnd:
-        code = self._codes.get(end.pid)
+        ends = (replace(end, code=self._codes.get(end.pid)) for end in self._ends.get(first, ()))
         # An orphan without an exit code ended because its parent was gone.
-        return replace(end, code=code, late=end.late or (end.orphaned and code is None and end.evidence is None))
+        return tuple(
+            replace(end, late=end.late or (end.orphaned and end.code is None and end.evidence is None)) for end in ends
+        )
 
 
 EXIT_GRACE_S = 3.0
@@ -256,7 +252,7 @@ class LaunchProgress:
             out_of_memory=event["out_of_memory"],
             unwritten=self._unwritten.get(rank),
             silent=event.get("silent"),
-            raised=self._children.call_raised(rank),
+            raised=rank in self._children.raised,
             children=self._children.of(rank),
         )
 

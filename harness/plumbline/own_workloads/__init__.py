@@ -2,5 +2,3 @@
 
 Every process loads them itself: the one that plans and judges, a fork server, and a process that a subject starts.
 """
-
-from __future__ import annotations

@@ -1,7 +1,5 @@
 """Runs a Python function on several ranks that are forked from this process."""
 
-from __future__ import annotations
-
 from plumbline.ranks.rank_main import How, RankEnd, UnpicklableError
 from plumbline.ranks.run import run_on_ranks
 

@@ -1,7 +1,5 @@
 """Hugging Face Accelerate: a training loop with ``prepare`` and ``accumulate``."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.data import DataLoader
 

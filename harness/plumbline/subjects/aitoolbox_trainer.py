@@ -7,8 +7,6 @@ AIToolbox imports packages for plots, uploads and reports that training does not
 are not installed.
 """
 
-from __future__ import annotations
-
 import os
 
 from torch import nn

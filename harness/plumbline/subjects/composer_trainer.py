@@ -3,8 +3,6 @@
 A batch of Composer is a whole window of gradient accumulation.
 """
 
-from __future__ import annotations
-
 import os
 
 from torch.utils.data import DataLoader

@@ -4,8 +4,6 @@ The pipeline is a PipelineModule of the model's layers, trained with ``engine.tr
 (https://www.deepspeed.ai/tutorials/pipeline). Its accumulation steps are the micro-batches of a batch.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """Lightning Fabric: a training loop with its strategies, samplers, precision and clipping."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.data import DataLoader
 

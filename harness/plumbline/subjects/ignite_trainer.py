@@ -1,7 +1,5 @@
 """PyTorch-Ignite: its supervised trainer with ``ignite.distributed``'s model, optimizer and dataloader."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

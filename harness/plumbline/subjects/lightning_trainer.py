@@ -1,7 +1,5 @@
 """Lightning's Trainer: its strategies, samplers, precision plugins, accumulation and clipping."""
 
-from __future__ import annotations
-
 from itertools import zip_longest
 
 import torch

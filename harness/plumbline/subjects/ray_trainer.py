@@ -3,8 +3,6 @@
 The workers run a training loop as in Ray's documentation.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -5,8 +5,6 @@ up the samples and returns a batch of the job. If the job's samples are pairs, t
 MultipleNegativesRankingLoss, otherwise the job's.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 

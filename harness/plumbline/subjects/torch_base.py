@@ -3,8 +3,6 @@
 The other trainers of torch (``torch_*.py``) use the same loop and override what they do differently.
 """
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 

@@ -5,8 +5,6 @@ keys and values between ranks, on GPUs only. Users must handle everything else t
 so this supports only the workloads' transformer.
 """
 
-from __future__ import annotations
-
 import torch.distributed
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor.experimental import context_parallel

@@ -4,8 +4,6 @@ torch has no module for it. As in libraries for it, all_to_all_single exchanges 
 trained as with DistributedDataParallel: each rank holds all of them, and their gradients are averaged.
 """
 
-from __future__ import annotations
-
 import torch.distributed
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd

@@ -6,8 +6,6 @@ https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html. Mixed precis
 MixedPrecisionPolicy casts weights but not buffers, and then BatchNorm fails on a CPU.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch.distributed
@@ -113,20 +111,15 @@ def joined_mesh(job):
 
 
 def shard(model, mesh):
-    """Return the model with its weights sharded over the mesh, in units that are gathered one at a time."""
-    for layer in only_called(model):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    """Return the model with its weights sharded over the mesh, in units that are gathered one at a time.
 
-
-def only_called(model):
-    """Yield the layers that a model only calls, inner ones first. They can be gathered one by one.
-
-    The model may use the weights of other layers directly, so they are gathered with it.
+    Units are the layers that the model only calls. It may use the weights of others, so they are gathered with it.
     """
-    for module in reversed(list(model.modules())):
-        if isinstance(module, nn.Sequential):
-            yield from (layer for layer in module if list(layer.parameters()))
+    for module in reversed(list(model.modules())):  # inner ones first
+        for layer in module if isinstance(module, nn.Sequential) else ():
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def broadcast_buffers(model, args):

@@ -3,8 +3,6 @@
 Schedules with several stages per rank get two, the only number that V-shaped schedules support.
 """
 
-from __future__ import annotations
-
 from torch.distributed import pipelining
 
 from plumbline.subjects.declare import subject

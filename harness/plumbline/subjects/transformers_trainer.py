@@ -1,7 +1,5 @@
 """The Hugging Face Trainer: its sampling, accumulation, clipping, precision and checkpoints."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import fields
 

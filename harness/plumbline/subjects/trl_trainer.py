@@ -8,8 +8,6 @@ A sample's prompt is its number and its completion is its tokens. So a forward k
 has arranged them.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -6,8 +6,6 @@
 ``TrainLoop`` is another interface to it. Read ``loop.py`` first; ``connector.py`` interprets the arguments.
 """
 
-from __future__ import annotations
-
 from plumbline.trainer.environments import (
     ClusterEnvironment,
     PlainEnvironment,

@@ -104,13 +104,6 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def interface_of(address: str) -> str:
-    here = addresses()
-    if address.startswith("127.") and "lo" in here:
-        return "lo"
-    return next((name for name, own in here.items() if own == address), "")
-
-
 def _connect(places: Sequence[tuple[str, int]], begin: Callable[[socket.socket, str], _T]) -> _T:
     """Call ``begin`` with a connection and its host, at the first place where that succeeds; return its result.
 
@@ -153,11 +146,12 @@ def _way_to_others(connection: socket.socket) -> dict[str, Any]:
 
     By default it is the interface that leads to the launcher; GLOO_SOCKET_IFNAME chooses another one.
     """
-    own = connection.getsockname()[0]
+    own, here = connection.getsockname()[0], addresses()
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not chosen:
-        return {"interface": interface_of(own), "address": own, "chosen": False}
-    return {"interface": chosen, "address": addresses().get(chosen.split(",")[0], ""), "chosen": True}
+        name = next((name for name, address in here.items() if address == own), "")
+        return {"interface": "lo" if own.startswith("127.") and "lo" in here else name, "address": own, "chosen": False}
+    return {"interface": chosen, "address": here.get(chosen.split(",")[0], ""), "chosen": True}
 
 
 def _counts_from_starter() -> dict[str, int | None]:
