@@ -230,26 +230,23 @@ def _needed(
     workload: Workload, model: nn.Module, outputs: Any, gradients: Sequence[dict[str, Tensor]]
 ) -> Iterator[tuple[str, str]]:
     optimizers = workload.optimizers(model.parameters())
-    if workload.accumulate > 1:
-        yield "accumulation", f"accumulate is {workload.accumulate}"
-    if workload.clip_norm is not None:
-        yield "clipping", f"clip_norm is {workload.clip_norm}"
-    if any(workload.scheduler(optimizer) is not None for optimizer in optimizers):
-        yield "scheduler", "scheduler(optimizer) returns one"
-    if len(optimizers) > 1:
-        yield "several-optimizers", f"optimizers(params) returns {len(optimizers)}"
-    if workload.validate_every is not None:
-        yield "validation", f"validate_every is {workload.validate_every}"
-    if workload.interrupt_after is not None:
-        yield "checkpoint", f"interrupt_after is {workload.interrupt_after}"
-    if workload.unused_parameters:
-        yield "unused-parameters", "unused_parameters is True"
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        yield "frozen-parameters", "the model has frozen parameters"
-    if any(gradient.is_sparse for each in gradients for gradient in each.values()):
-        yield "sparse-gradients", "the model has sparse gradients"
-    if not isinstance(outputs, Tensor):
-        yield "nested-outputs", f"forward returns {type(outputs).__name__}"
+    scheduled = any(workload.scheduler(optimizer) is not None for optimizer in optimizers)
+    frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    sparse = any(gradient.is_sparse for each in gradients for gradient in each.values())
+    for capability, needed, why in (
+        ("accumulation", workload.accumulate > 1, f"accumulate is {workload.accumulate}"),
+        ("clipping", workload.clip_norm is not None, f"clip_norm is {workload.clip_norm}"),
+        ("scheduler", scheduled, "scheduler(optimizer) returns one"),
+        ("several-optimizers", len(optimizers) > 1, f"optimizers(params) returns {len(optimizers)}"),
+        ("validation", workload.validate_every is not None, f"validate_every is {workload.validate_every}"),
+        ("checkpoint", workload.interrupt_after is not None, f"interrupt_after is {workload.interrupt_after}"),
+        ("unused-parameters", workload.unused_parameters, "unused_parameters is True"),
+        ("frozen-parameters", frozen, "the model has frozen parameters"),
+        ("sparse-gradients", sparse, "the model has sparse gradients"),
+        ("nested-outputs", not isinstance(outputs, Tensor), f"forward returns {type(outputs).__name__}"),
+    ):
+        if needed:
+            yield capability, why
 
 
 def _check_oracle(workload: Workload, devices: int) -> None:
