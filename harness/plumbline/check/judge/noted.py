@@ -28,6 +28,13 @@ class ObserverFacts(ScriptStep):
         """Return the name of a parameter by its number in the optimizer's groups, of the first of several in it."""
         return self.held_in(number)[0]
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the optimizer's parameters, in its groups."""
+        if self.step.is_in_pieces:
+            return sorted({one.held_in for one in self.step.parameters if one.held_in is not None and one.is_held})
+        return [*range(len(self.step.parameters))]
+
     def held_in(self, number: int) -> list[str]:
         """Return the names of the parameters of which the optimizer's parameter with this number holds pieces."""
         own = self.step.parameters

@@ -81,7 +81,7 @@ class ReplayedUpdates:
         if one.step.skipped:
             return
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
-        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(one.facts["count"])]}
+        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: one.numbers}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
         self._note(one, reasons)
         if why := one.facts["why"]:
