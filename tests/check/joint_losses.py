@@ -41,6 +41,10 @@ class Gathered(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+gather = Gathered.apply
+"""As scripts keep it: it was looked up before anything is recorded."""
+
+
 class Statistics(torch.autograd.Function):
     """The sum over all ranks."""
 
@@ -90,7 +94,7 @@ def contrast(ours: Tensor, theirs: Tensor, scale: Tensor, *, by_torch: bool = Fa
     if by_torch:
         every = [torch.cat(with_gradients.all_gather(one)) for one in (ours, theirs)]
     else:
-        every = [Gathered.apply(one) for one in (ours, theirs)]
+        every = [gather(one) for one in (ours, theirs)]
     place = torch.arange(len(ours)) + dist.get_rank() * len(ours)
     logits = ours @ every[1].T, theirs @ every[0].T
     return sum(functional.cross_entropy(scale * one, place) for one in logits) / 2

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
 
@@ -28,6 +29,10 @@ inputs may lie at a bend."""
 
 class OwnDerivativeError(Exception):
     """A forward defines a derivative that is not that of its values."""
+
+
+_IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
+"""Operators that every rank of a group waits for: each may be waited for before others begin."""
 
 
 class InPlace(Enum):
@@ -58,9 +63,10 @@ class Constants:
         """Use the recorded values in the next forward, from the first one on."""
         self._place = self._place_added = 0
 
-    def communicate(self, run: Callable[[], Any], arguments: Any) -> Any:
+    def communicate(self, func: Any, run: Callable[[], Any], arguments: Any) -> Any:
         """Run a collective, and let what it adds to tensors with a gradient be what ``in_place`` says."""
-        changed = [] if self.inside_function else [one for one in tensors_in(arguments) if one.requires_grad]
+        is_known = func._schema.name.partition("::")[2] in _IN_PLACE and not self.inside_function
+        changed = [one for one in tensors_in(arguments) if one.requires_grad] if is_known else []
         before = [one.detach().clone() for one in changed]
         result = run()
         if not changed:
@@ -135,11 +141,9 @@ def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
     Raises:
         OwnDerivativeError: by the forward, where a function or a hook on a tensor has another derivative.
     """
-    function: Any = torch.autograd.Function
-    apply, register = function.__dict__["apply"], torch.Tensor.register_hook
+    register = torch.Tensor.register_hook
 
-    def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        run = apply.__get__(None, kind)
+    def applied(run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if constants.inside_function or kind.__module__.startswith("torch."):
             return _inside(constants, lambda: run(*args, **kwargs))
         args, kwargs = constants.exchanged((args, kwargs))
@@ -150,12 +154,11 @@ def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
     def hooked(tensor: Tensor, hook: Any) -> Any:
         raise OwnDerivativeError("the forward registers hooks on tensors, which may change gradients")
 
-    function.apply = classmethod(applied)
     torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
-        yield
+        with functions_applied(applied):
+            yield
     finally:
-        function.apply = apply
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 

@@ -137,7 +137,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         if kind is not _Kind.PLAIN:
             args, kwargs = self._with_wide_dtypes(args, kwargs)
         if self.constants is not None and kind is _Kind.COMMUNICATES:
-            return self.constants.communicate(lambda: func(*args, **kwargs), (args, kwargs))
+            return self.constants.communicate(func, lambda: func(*args, **kwargs), (args, kwargs))
         try:
             result = func(*args, **kwargs)
         except RuntimeError:

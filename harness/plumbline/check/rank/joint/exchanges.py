@@ -16,6 +16,7 @@ from plumbline.check.rank.joint.exchange import Exchange
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts
 from plumbline.recording.pause import is_paused
+from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
 
@@ -66,19 +67,15 @@ class ExchangeFunctions:
     def __init__(self) -> None:
         self.is_inside: IsInside = lambda: False
         self._calls: list[Exchanged] = []
-        self._apply: Any = None
+        self._end: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Follow such functions from now on."""
-        function: Any = torch.autograd.Function
-        self._apply = function.__dict__["apply"]
-        function.apply = classmethod(self._applied)
+        self._end = follow_functions(self._applied)
 
     def stop(self) -> None:
         """Follow them no more."""
-        if self._apply is not None:
-            function: Any = torch.autograd.Function
-            function.apply, self._apply = self._apply, None
+        self._end()
         self._calls = []
 
     def take(self) -> list[Exchanged]:
@@ -86,8 +83,7 @@ class ExchangeFunctions:
         calls, self._calls = self._calls, []
         return [one for one in calls if len(one.arrived) == 1][:MOST]
 
-    def _applied(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        run = self._apply.__get__(None, kind)
+    def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or kwargs or not self._attends(kind):
             return run(*args, **kwargs)
         before = _with_all_ranks()
