@@ -1,5 +1,6 @@
 """What every folder's tests may ask for: a pytest inside pytest, and ranks from pools that are warm already."""
 
+# ruff: noqa: E402 - pytest is told first what it need not rewrite.
 from __future__ import annotations
 
 import gc
@@ -11,8 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hypothesis
 import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
+for _hook in sys.meta_path:
+    if isinstance(_hook, AssertionRewritingHook):
+        # pytest takes packages with plugins for tests, and would rewrite all of their modules in each process.
+        _hook._must_rewrite -= {"hypothesis", "plumbline"}
+        _hook._marked_for_rewrite_cache.clear()
+
+import hypothesis
 import torch
 
 from plumbline.core.cell import Cell

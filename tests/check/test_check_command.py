@@ -67,12 +67,13 @@ import signal
 import sys
 
 
-def train(rank, port):
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import torch._dynamo
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+
+def train(rank, port):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
@@ -93,7 +94,7 @@ def train(rank, port):
 if __name__ == "__main__":
     import multiprocessing
 
-    start = multiprocessing.get_context("spawn").Process
+    start = multiprocessing.get_context("fork").Process
     ranks = [start(target=train, args=(rank, int(sys.argv[1]))) for rank in range(2)]
     for rank in ranks:
         rank.start()
@@ -119,6 +120,9 @@ rank = multiprocessing.get_context("fork").Process(target=train)
 rank.start()
 rank.join()
 """
+
+
+FORKED_RANKS = str(Path(__file__).parents[1] / "forked_ranks.py")
 
 
 @pytest.fixture
@@ -387,8 +391,7 @@ dist.destroy_process_group()
 
 
 def test_dropout_masks_that_a_checkpoint_draws_anew_are_named_with_what_to_change(check):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, _, err, verdict = check(CHECKPOINTED, "--steps", "2", python=torchrun)
+    code, _, err, verdict = check(CHECKPOINTED, "--steps", "2", python=(sys.executable, FORKED_RANKS))
     assert (code, verdict["verdict"]) == (1, "wrong")
     assert "keep preserve_rng_state=True" in " ".join(err.split())
     (training,) = verdict["trainings"]

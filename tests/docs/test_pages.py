@@ -80,7 +80,7 @@ def test_the_first_page_shows_what_check_prints(tmp_path):
 def printed_by_check(script, folder):
     (folder / "train.py").write_text(script)
     check = [sys.executable, "-m", "plumbline.cli.main", "check", "--stop", "--"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    launch = [sys.executable, str(ROOT / "tests" / "forked_ranks.py"), "train.py"]
     done = subprocess.run([*check, *launch], cwd=folder, capture_output=True, text=True, check=False)
     assert "\nRIGHT" in done.stderr or "\nWRONG" in done.stderr, done.stderr
     return [line for line in done.stderr.splitlines() if line.startswith(("RIGHT", "WRONG"))]
