@@ -14,6 +14,7 @@ import pytest
 import tomllib
 import yaml
 
+from plumbline.cli.main import main
 from plumbline.core.backend import BACKENDS
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
@@ -70,20 +71,26 @@ def test_the_index_has_every_other_page():
     assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
 
 
-def test_the_first_page_shows_what_check_prints(tmp_path):
+def test_the_first_page_shows_what_check_prints(printed_by_check):
     (script,) = re.findall(r"```python\n(.*?)```", text("docs/index.md"), re.DOTALL)
     wrong, right, _ = re.findall(r"```text\n(.*?)```", text("docs/index.md"), re.DOTALL)
-    assert printed_by_check(script, tmp_path)[0].partition(" (")[0] == wrong.splitlines()[0].partition(" (")[0]
-    assert printed_by_check(script.replace("model.module(", "model("), tmp_path)[0] == right.splitlines()[0]
+    assert printed_by_check(script).partition(" (")[0] == wrong.splitlines()[0].partition(" (")[0]
+    assert printed_by_check(script.replace("model.module(", "model(")) == right.splitlines()[0]
 
 
-def printed_by_check(script, folder):
-    (folder / "train.py").write_text(script)
-    check = [sys.executable, "-m", "plumbline.cli.main", "check", "--stop", "--"]
-    launch = [sys.executable, str(ROOT / "tests" / "forked_ranks.py"), "train.py"]
-    done = subprocess.run([*check, *launch], cwd=folder, capture_output=True, text=True, check=False)
-    assert "\nRIGHT" in done.stderr or "\nWRONG" in done.stderr, done.stderr
-    return [line for line in done.stderr.splitlines() if line.startswith(("RIGHT", "WRONG"))]
+@pytest.fixture
+def printed_by_check(tmp_path, monkeypatch, capfd):
+    """Return the first line of the verdict on a script."""
+    monkeypatch.chdir(tmp_path)
+
+    def printed_by_check(script):
+        (tmp_path / "train.py").write_text(script)
+        main(["check", "--stop", "--", sys.executable, str(ROOT / "tests" / "forked_ranks.py"), "train.py"])
+        said = capfd.readouterr().err
+        (first,) = (line for line in said.splitlines() if line.startswith(("RIGHT", "WRONG")))
+        return first
+
+    return printed_by_check
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
