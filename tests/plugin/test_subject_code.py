@@ -37,11 +37,11 @@ def test_history_names_a_trainer_whose_file_has_changed(project, kept_pools):
 
 
 def test_a_run_is_not_resumed_with_another_trainer(project, kept_pools):
-    project.trainer("mine.py", backends=("none",))
+    project.trainer("mine.py")
     assert project.pytest(*CELLS, "--subject", "mine.py").ret == 0
     path = project.run.path / "results.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    project.trainer("mine.py", backends=("none",), factor="2")
+    project.trainer("mine.py", factor="2")
     refused = project.pytest(*CELLS, "--subject", "mine.py", "--resume")
     assert refused.ret == 4
     refused.stderr.fnmatch_lines(["*the source of mine has changed since*begin a new run*"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("kept_pools")
+
 ASKED = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32,bf16")
 LINE = "*1 cell skipped: mine does not claim to support it (backend dp: 1); --show-unsupported lists them*"
 
