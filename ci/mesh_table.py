@@ -22,7 +22,7 @@ import pandas as pd
 
 from plumbline.core.backend import BACKENDS, Held
 from plumbline.core.outcome import Outcome
-from plumbline.report.markdown.support_page import findings_section, known_section, run_facts
+from plumbline.report.markdown import findings_section, known_section, run_facts
 from plumbline.report.tables.cells import cell_table, counts_in_words, mark_and_share
 from plumbline.report.tables.failures import wrong_cells
 from plumbline.report.tables.support import MARKS

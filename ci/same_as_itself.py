@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from plumbline.report.comparison.significance import FALSE_ALARMS
+from plumbline.report.comparison.figure_changes import FALSE_ALARMS
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "same-as-itself.md"
 WRONG = ("better", "worse")

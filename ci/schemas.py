@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.check.report import dry_run_file, json_file
-from plumbline.report import json_report
-from plumbline.results import json_lines
+from plumbline.report import for_programs
+from plumbline.results import run as results_run
 
 SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
-    json_lines.FILE: json_lines.results_schema,
-    json_report.FILE: json_report.report_schema,
+    results_run.FILE: results_run.results_schema,
+    for_programs.FILE: for_programs.report_schema,
     json_file.FILE: json_file.check_schema,
     dry_run_file.FILE: dry_run_file.dry_run_schema,
 }

@@ -20,13 +20,12 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.report.markdown.support_page import support_page
-from plumbline.report.terminal.end_of_run import support_for_terminal
-from plumbline.results.errors import CorruptRecord, NewerSchema
+from plumbline.report.markdown import support_page
+from plumbline.report.terminal import support_for_terminal
+from plumbline.results.files import CorruptRecord, NewerSchema
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
-from plumbline.results.run import RESULTS, read_run
+from plumbline.results.run import RESULTS, line_of, read_run
 
 AT_ONCE = 200
 """Damages in one injection."""

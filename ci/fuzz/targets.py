@@ -40,12 +40,11 @@ from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.planning.expectation_files import read_expectations
 from plumbline.planning.plan import Matrix, plan
-from plumbline.report.markdown.support_page import support_page
-from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.report.markdown import support_page
+from plumbline.report.terminal import support_for_terminal
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
-from plumbline.results.run import RESULTS, read_run
+from plumbline.results.run import RESULTS, line_of, read_run
 from plumbline.subjects.load import parse_subject
 from plumbline.trainer.connector import parse_gpus
 from plumbline.trainer.environments import first_host

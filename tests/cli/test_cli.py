@@ -14,9 +14,8 @@ from plumbline.engine.rejudge import rejudge
 from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
-from plumbline.results.run import read_run
+from plumbline.results.run import line_of, read_run
 from plumbline.results.run_writer import RunWriter
 
 TRAINERS = Path(__file__).parent / "trainers.py"

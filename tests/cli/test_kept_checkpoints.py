@@ -9,8 +9,7 @@ import pytest
 
 from plumbline.cli.main import main
 from plumbline.engine.rejudge import rejudge
-from plumbline.results.json_lines import line_of
-from plumbline.results.run import read_run
+from plumbline.results.run import line_of, read_run
 
 ROOT = Path(__file__).parents[2]
 DETECTION = ROOT / "suites" / "detection" / "everybody.py"

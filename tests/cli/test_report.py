@@ -14,7 +14,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.report.terminal.one_cell import cell_called
+from plumbline.report.one_cell import cell_called
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Measurement, PlannedCell, Result
 from plumbline.results.run_writer import RunWriter

@@ -7,9 +7,8 @@ import pytest
 from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software
 from plumbline.machine.fingerprint import ComparabilityKey
-from plumbline.report.comparison.compare import compare_runs, compare_within
+from plumbline.report.comparison.compare import OutcomeKind, compare_runs, compare_within
 from plumbline.report.comparison.figure_changes import FigureVerdict
-from plumbline.report.comparison.outcomes import OutcomeKind
 from plumbline.results.header_footer import SubjectCode
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.comparison.compare import compare_runs
-from plumbline.report.comparison.outcomes import OutcomeKind
+from plumbline.report.comparison.compare import OutcomeKind, compare_runs
 from plumbline.results.records import Expected
 
 outcomes = st.lists(st.sampled_from(Outcome), min_size=1, max_size=3)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from plumbline.report.comparison.significance import (
+from plumbline.report.comparison.figure_changes import (
     FALSE_ALARMS,
     MINIMUM_EFFECT,
     RATIO,

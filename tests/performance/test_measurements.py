@@ -12,8 +12,8 @@ from plumbline.benchmark.timed_launch import LaunchTimings
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import RankTiming, Round
-from plumbline.results.json_lines import line_of, record_of
 from plumbline.results.records import Measurement
+from plumbline.results.run import line_of, record_of
 
 
 def cell(devices=1, workload="perf-mlp", precision="32"):

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from plumbline.launch.launchers import base
 from plumbline.launch.pool import Pool
-from plumbline.results.json_lines import results_schema
+from plumbline.results.run import results_schema
 
 LINE = Draft202012Validator(results_schema())
 

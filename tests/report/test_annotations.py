@@ -14,9 +14,8 @@ from sarif_pydantic import Sarif
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.report.annotations.annotation import Annotation
-from plumbline.report.annotations.github import github_commands
-from plumbline.report.annotations.of_run import annotations_of, run_commands, run_sarif
+from plumbline.report.annotations import Annotation, github_commands
+from plumbline.report.for_programs import annotations_of, run_commands, run_sarif
 from plumbline.results.records import Expected, Result, SourceLine
 from plumbline.results.run import Run
 

@@ -16,9 +16,9 @@ from plumbline.core.topology import Topology
 from plumbline.report.html.charts import STEP_SHARES, share_chart
 from plumbline.report.html.page import report_page
 from plumbline.report.html.pictures import pipeline_timelines
-from plumbline.report.markdown.one_screen import one_screen
+from plumbline.report.markdown import one_screen
+from plumbline.report.one_cell import one_cell
 from plumbline.report.tables.measured import measured_cells
-from plumbline.report.terminal.one_cell import one_cell
 from plumbline.results.records import PERFORMANCE, Measurement, Profile, Result, TimelineChunk
 from plumbline.results.run import Run
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
-from plumbline.report.html.axis import Axis, positions
-from plumbline.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
+from plumbline.report.html.charts import STYLES, Axis, curve_charts, distribution_chart, memory_chart, positions
 from plumbline.report.tables.measured import Conformance, MeasuredCell
 from plumbline.report.text import between, digits, in_words
 from plumbline.results.records import Measurement, PlannedCell

@@ -10,9 +10,9 @@ import pytest
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
-from plumbline.report.markdown.support_page import support_page
+from plumbline.report.markdown import support_page
 from plumbline.report.tables.support import MARKS, mark_columns, support_table
-from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.report.terminal import support_for_terminal
 from plumbline.results.header_footer import Footer
 from plumbline.results.records import Expected
 from plumbline.results.run import Run

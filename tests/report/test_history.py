@@ -19,10 +19,9 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software
 from plumbline.core.topology import Topology
 from plumbline.report.formats import write_report
-from plumbline.report.history.changes import all_steps, counts
-from plumbline.report.history.histories import cell_histories, figure_histories
-from plumbline.report.history.pictures import BAD, GOOD, badge_of
-from plumbline.results.errors import RunNotFound
+from plumbline.report.history.histories import all_steps, cell_histories, counts, figure_histories
+from plumbline.report.history.site import BAD, GOOD, badge_of
+from plumbline.results.files import RunNotFound
 from plumbline.results.header_footer import Footer, Header, SubjectCode
 from plumbline.results.records import Expected, Measurement, Result
 from plumbline.results.run import Run

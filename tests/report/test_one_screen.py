@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
-from plumbline.report.markdown.one_screen import MOST_LINES, one_screen
+from plumbline.report.markdown import MOST_LINES, one_screen
 from plumbline.results.header_footer import Footer
 from plumbline.results.run import Run
 

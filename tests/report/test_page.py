@@ -23,8 +23,8 @@ from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
 from plumbline.report.formats import write_report
 from plumbline.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
+from plumbline.results.files import LONGEST_LINE, MOST_LINES
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.logs import LONGEST_LINE, MOST_LINES
 from plumbline.results.records import ErrorGrid, Expected, Measurement, RankShares, Result
 from plumbline.results.run import Run
 from plumbline.results.run_writer import RunWriter

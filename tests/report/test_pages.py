@@ -10,9 +10,9 @@ from rich.cells import cell_len
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
-from plumbline.report.markdown.support_page import MOST_FINDINGS, support_page
+from plumbline.report.markdown import MOST_FINDINGS, support_page
 from plumbline.report.tables.support import support_table
-from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.report.terminal import support_for_terminal
 from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]

@@ -12,9 +12,9 @@ from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.report.html.page import report_page
-from plumbline.report.markdown.support_page import support_page
+from plumbline.report.markdown import support_page
 from plumbline.report.tables.support import ROW_COLUMNS, side_by_side
-from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.report.terminal import support_for_terminal
 from plumbline.results.run import Run
 
 BuildRun = Callable[..., Run]

@@ -8,11 +8,11 @@ from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
+from plumbline.report.for_programs import as_json
 from plumbline.report.html.page import report_page
-from plumbline.report.json_report import as_json
-from plumbline.report.markdown.support_page import support_page
+from plumbline.report.markdown import support_page
 from plumbline.report.tables.failures import subject_causes
-from plumbline.report.terminal.end_of_run import support_for_terminal
+from plumbline.report.terminal import support_for_terminal
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Result
 from plumbline.results.run import Run

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
-from plumbline.report.terminal.end_of_run import MOST_ROWS, speed_for_terminal
-from plumbline.report.terminal.one_cell import one_cell
+from plumbline.report.one_cell import one_cell
+from plumbline.report.terminal import MOST_ROWS, speed_for_terminal
 from plumbline.results.records import Expected, Measurement
 from plumbline.results.run import Run, read_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.results.logs import LONGEST_LINE, MOST_LINES, MOST_LOGS, log_tails, trace_folder
+from plumbline.results.files import LONGEST_LINE, MOST_LINES, MOST_LOGS, log_tails, trace_folder
 
 
 @pytest.fixture

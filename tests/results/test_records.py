@@ -15,8 +15,8 @@ from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.results.header_footer import Footer, Header, new_run_id
-from plumbline.results.json_lines import line_of, record_of
 from plumbline.results.records import Expected, PlannedCell, Result
+from plumbline.results.run import line_of, record_of
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 

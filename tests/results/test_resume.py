@@ -13,11 +13,10 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.results.errors import NothingToResume
+from plumbline.results.files import NothingToResume
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
-from plumbline.results.run import RESULTS, read_run
+from plumbline.results.run import RESULTS, line_of, read_run
 from plumbline.results.run_writer import RunWriter
 
 CELLS = [Cell("reference", "mlp", "ddp", Topology(1, gpus), "32", "cpu") for gpus in (2, 3, 4)]

@@ -17,7 +17,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.results.errors import (
+from plumbline.results.files import (
     CorruptRecord,
     MissingHeader,
     NewerSchema,
@@ -26,9 +26,8 @@ from plumbline.results.errors import (
     RunNotFound,
 )
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import Result
-from plumbline.results.run import RESULTS, Run, read_run
+from plumbline.results.run import RESULTS, Run, line_of, read_run
 from plumbline.results.run_writer import RunWriter, check_report_dir
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]

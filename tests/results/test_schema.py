@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from plumbline.results.json_lines import FILE
+from plumbline.results.run import FILE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "reports" / "example-simulated" / "results.jsonl").read_text().splitlines()

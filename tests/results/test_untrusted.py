@@ -22,10 +22,8 @@ from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.trace import RankTrace
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.pytest_plugin.conformance_case import ConformanceCase
-from plumbline.results.atomic import write_text
-from plumbline.results.errors import RunNotFound
+from plumbline.results.files import RunNotFound, trace_folder, write_text
 from plumbline.results.header_footer import Footer, Header, WorkloadSource
-from plumbline.results.logs import trace_folder
 from plumbline.results.records import Result
 from plumbline.results.run import read_run
 from plumbline.results.run_writer import RunWriter

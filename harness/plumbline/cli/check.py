@@ -122,7 +122,7 @@ def check(options: argparse.Namespace) -> int:
     _print(verdict_screen(checked, verdict, **_form()))
     if options.github:
         from plumbline.check.report.annotations import annotations_on
-        from plumbline.report.annotations.github import github_commands
+        from plumbline.report.annotations import github_commands
 
         _print(github_commands(annotations_on(checked)))
     write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)

@@ -11,8 +11,8 @@ from plumbline.cli.arguments import names
 from plumbline.core.errors import TROUBLE, USAGE, UsageError
 from plumbline.report.comparison.alignment import DIMENSIONS
 from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
+from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT
 from plumbline.report.comparison.output import FORMATS
-from plumbline.report.comparison.significance import MINIMUM_EFFECT
 
 if TYPE_CHECKING:
     from plumbline.report.comparison.compare import Comparison

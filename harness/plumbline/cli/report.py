@@ -9,7 +9,7 @@ from typing import Any
 
 from plumbline.core.errors import PlanError
 from plumbline.report.formats import format_names, report_format, write_report
-from plumbline.results.atomic import write_text
+from plumbline.results.files import write_text
 from plumbline.results.run import read_run
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plumbline.report.terminal.one_cell import cell_called, cell_outcomes, matching, one_cell
+from plumbline.report.one_cell import cell_called, cell_outcomes, matching, one_cell
 from plumbline.report.text import counted
 from plumbline.results.run import read_run
 

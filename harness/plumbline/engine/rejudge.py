@@ -16,11 +16,10 @@ from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.engine.examine import verdict
 from plumbline.evidence.read import read_trace
 from plumbline.own_workloads.load import OwnWorkload, use_workloads
+from plumbline.results.files import trace_folder
 from plumbline.results.header_footer import WorkloadSource
-from plumbline.results.json_lines import line_of
-from plumbline.results.logs import trace_folder
 from plumbline.results.records import PlannedCell, Result
-from plumbline.results.run import Run
+from plumbline.results.run import Run, line_of
 from plumbline.workloads import WORKLOADS
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from plumbline.core.cell import Cell
 from plumbline.hunt.problems import Drawn, write_problem
 from plumbline.hunt.search import Failure
-from plumbline.results.atomic import write_text
+from plumbline.results.files import write_text
 from plumbline.workloads.generated import Recipe
 
 

@@ -12,7 +12,7 @@ from plumbline.core.software import Software
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.planning.options import Options
-from plumbline.results.errors import NothingToResume
+from plumbline.results.files import NothingToResume
 from plumbline.results.header_footer import SubjectCode
 from plumbline.results.run import LATEST, Run, read_run
 

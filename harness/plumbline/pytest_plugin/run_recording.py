@@ -20,7 +20,7 @@ from plumbline.planning.options import Options
 from plumbline.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
 from plumbline.pytest_plugin.xdist_transport import payload_of
 from plumbline.report.formats import write_report
-from plumbline.results.errors import ResultsError
+from plumbline.results.files import ResultsError
 from plumbline.results.header_footer import Footer, Header, SubjectCode
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
 from plumbline.results.run import PROFILES

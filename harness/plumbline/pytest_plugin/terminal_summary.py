@@ -9,7 +9,7 @@ from typing import Any
 
 from plumbline.pytest_plugin.run_recording import RunRecording
 from plumbline.report.tables.cells import undeclared_in_words
-from plumbline.report.terminal.end_of_run import speed_for_terminal, support_for_terminal
+from plumbline.report.terminal import speed_for_terminal, support_for_terminal
 from plumbline.results.records import Result
 from plumbline.results.run import read_run
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from plumbline.pytest_plugin.conformance_case import ConformanceCase
 from plumbline.pytest_plugin.terminal_summary import NOTHING_PLANNED, nothing_to_run
-from plumbline.results.json_lines import record_of
 from plumbline.results.records import Result
+from plumbline.results.run import record_of
 
 if TYPE_CHECKING:
     import pytest

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from plumbline.report.text import printable
-from plumbline.results.json_lines import record_of
 from plumbline.results.records import Measurement, Result
+from plumbline.results.run import record_of
 
 _RECORDS = "plumbline"
 _OUTCOME = "plumbline-outcome"

@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Final
 
-from plumbline.results.atomic import write_text
+from plumbline.results.files import write_text
 from plumbline.results.run import Run, read_run
 
 Render = Callable[[Run], str]
@@ -22,12 +22,12 @@ Render = Callable[[Run], str]
 ENTRY_POINTS: Final = "plumbline.report_formats"
 
 FORMATS: Final[dict[str, str]] = {
-    "md": "plumbline.report.markdown.one_screen:FORMAT",
+    "md": "plumbline.report.markdown:FORMAT",
     "html": "plumbline.report.html.page:FORMAT",
-    "csv": "plumbline.report.data_files:CSV",
-    "json": "plumbline.report.json_report:FORMAT",
-    "sarif": "plumbline.report.annotations.of_run:SARIF",
-    "github": "plumbline.report.annotations.of_run:GITHUB",
+    "csv": "plumbline.report.for_programs:CSV",
+    "json": "plumbline.report.for_programs:FORMAT",
+    "sarif": "plumbline.report.for_programs:SARIF",
+    "github": "plumbline.report.for_programs:GITHUB",
 }
 """``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
 

@@ -1,4 +1,4 @@
-"""Text and numbers as people read them. Text from a run is untrusted and never acts as markup."""
+"""Text, numbers and findings as people read them. Text from a run is untrusted and never acts as markup."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Final
+
+from plumbline.core.finding import AnyFinding
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Controls, invisible formatting (which can turn the direction of text) and what UTF-8 cannot write.
@@ -172,3 +174,15 @@ def markdown_table(columns: Sequence[str], alignment: Iterable[str], rows: Itera
     """Return a table. ``alignment`` has ``l``, ``c`` or ``r`` for each column; texts are Markdown already."""
     lines = [columns, [_RULES[side] for side in alignment], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def location(finding: AnyFinding) -> list[str]:
+    """Return where a finding was observed, for example ``["step 0", "rank 1", "parameter head.weight"]``."""
+    where = {"step": finding.step, "rank": finding.rank, "parameter": finding.parameter}
+    return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
+
+
+def place_and_size(finding: AnyFinding) -> str:
+    """Return where, and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" where neither is known."""
+    size = [] if finding.error_x_noise is None else [x_noise(finding.error_x_noise)]
+    return ", ".join(location(finding) + size)

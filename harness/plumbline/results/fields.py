@@ -1,12 +1,12 @@
-"""The types of a record's fields: text, numbers and times that JSON can represent, and how they are stored."""
+"""The types of a record's fields, and the JSON schemas of documents that have them."""
 
 from __future__ import annotations
 
 import math
 from datetime import timezone
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, JsonValue, PlainSerializer
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, Field, JsonValue, PlainSerializer
 
 
 def _encodable(value: object) -> object:
@@ -52,3 +52,12 @@ XNoise = Annotated[
 ]
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+
+
+DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+
+
+def document_schema(document: type[BaseModel], name: str, version: int) -> dict[str, Any]:
+    """Return the schema of a document, with an id of its ``name`` and ``version``."""
+    schema = document.model_json_schema(mode="serialization")
+    return {"$schema": DIALECT, "$id": f"urn:plumbline:{name}:{version}", **schema}

@@ -1,18 +1,71 @@
-"""A run as one frozen value, read from its folder."""
+"""A run as one frozen value, read from the lines of its ``results.jsonl``: strict JSON, each with its checksum.
+
+``results.schema.json`` beside this file is the schema of a line.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from plumbline.results.errors import CorruptRecord, MissingHeader, NewerSchema, ResultsError, RunNotFound
+from plumbline.results.fields import DIALECT
+from plumbline.results.files import CorruptRecord, MissingHeader, NewerSchema, ResultsError, RunNotFound
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
-from plumbline.results.json_lines import ChecksumError, Line, record_of
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, by_cell
+
+Line = Header | Result | Measurement | Footer
+"""The record of a line."""
+
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
+
+
+class ChecksumError(ValueError):
+    """A line was changed after it was written."""
+
+
+_RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="type")])
+
+
+def line_of(record: Line) -> bytes:
+    """Return the record as one line of UTF-8, its newline included; the last field is the others' CRC-32."""
+    body = record.model_dump_json().encode()
+    return body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+
+
+def record_of(line: bytes) -> Line:
+    """Read one line back.
+
+    Raises:
+        pydantic.ValidationError: it is not JSON, or not a record of this schema version.
+        ChecksumError: it has a checksum that does not match.
+    """
+    if (found := _CHECKSUM.search(line)) and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
+        raise ChecksumError("its checksum does not match")
+    return _RECORD.validate_json(line, strict=True)
+
+
+FILE: Final = Path(__file__).with_name("results.schema.json")
+
+
+def results_schema() -> dict[str, Any]:
+    """Return the schema of a line: a header, a result, a measurement or a footer, with its checksum."""
+    return {
+        "$schema": DIALECT,
+        "$id": f"urn:plumbline:results:{SCHEMA_VERSION}",
+        "title": "A line of results.jsonl",
+        "type": "object",
+        "properties": {"crc32": {"type": "string", "pattern": "^[0-9a-f]{8}$"}},
+        "required": ["type"],
+        **TypeAdapter[Line](Line).json_schema(mode="serialization"),
+    }
+
 
 RESULTS = "results.jsonl"
 LATEST = "latest"
@@ -126,10 +179,10 @@ def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> I
     for number, line in numbered:
         if len(line) > LARGEST_LINE:
             raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
-        yield number, _record(file, number, line, may_be_torn=number == last)
+        yield number, _read_record(file, number, line, may_be_torn=number == last)
 
 
-def _record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
+def _read_record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
     try:
         return record_of(line)
     except ValidationError as error:
@@ -164,7 +217,7 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
             f"{file} has schema version {envelope.schema_version}, and this plumbline reads up to "
             f"{SCHEMA_VERSION}: upgrade plumbline."
         )
-    record = _record(file, number, line, may_be_torn=False)
+    record = _read_record(file, number, line, may_be_torn=False)
     if not isinstance(record, Header):
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     return record

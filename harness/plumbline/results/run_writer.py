@@ -11,11 +11,9 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from plumbline.core.invocation import command
-from plumbline.results.atomic import point_symlink
-from plumbline.results.errors import NothingToResume, ReportDirUnusable, ResultsError
+from plumbline.results.files import NothingToResume, ReportDirUnusable, ResultsError, point_symlink
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.json_lines import ChecksumError, Line, line_of, record_of
-from plumbline.results.run import LATEST, RESULTS, Run, read_run
+from plumbline.results.run import LATEST, RESULTS, ChecksumError, Line, Run, line_of, read_run, record_of
 
 
 class RunWriter:

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plumbline.core.outcome import Outcome
-from plumbline.results.atomic import write_text
-from plumbline.results.errors import MissingHeader
+from plumbline.results.files import MissingHeader, write_text
 from plumbline.results.header_footer import Footer, Header
-from plumbline.results.json_lines import line_of
 from plumbline.results.records import UNEXPECTED_PASS, CellRecord, Measurement, PlannedCell, Result, ending
-from plumbline.results.run import RESULTS, Run, read_run
+from plumbline.results.run import RESULTS, Run, line_of, read_run
 from plumbline.submit.submission import Submission
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from plumbline.core.errors import PlanError, PlumblineError
 from plumbline.core.invocation import SUITES, pytest_arguments, suites
-from plumbline.results.atomic import point_symlink
+from plumbline.results.files import point_symlink
 from plumbline.results.header_footer import new_run_id
 from plumbline.results.run import LATEST
 from plumbline.submit.engine import Engine

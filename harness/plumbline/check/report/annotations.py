@@ -7,8 +7,7 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations
 from plumbline.core.finding import Finding, is_unexplained
-from plumbline.report.annotations.annotation import Annotation, annotate
-from plumbline.report.annotations.sarif import sarif
+from plumbline.report.annotations import Annotation, annotate, sarif
 
 
 def annotations_on(checked: CheckedCommand) -> list[Annotation]:

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.estimate import CostEstimate
 from plumbline.check.report.json_file import Script
-from plumbline.results.document_schema import document_schema
-from plumbline.results.fields import Count, Text
+from plumbline.results.fields import Count, Text, document_schema
 
 VERSION: Final = 1
 """Of the schema; a field may be added without a new one."""

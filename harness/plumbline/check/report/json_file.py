@@ -15,8 +15,7 @@ from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import Information
-from plumbline.results.document_schema import document_schema
-from plumbline.results.fields import Count, Text
+from plumbline.results.fields import Count, Text, document_schema
 from plumbline.results.records import FindingRecord, SourceLine, fields_of
 
 VERSION: Final = 1

@@ -14,8 +14,8 @@ from plumbline.check.judge.coverage import Coverage
 from plumbline.check.report.lines import coverage_lines, durations, lines_of, script_end, training_line
 from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on
 from plumbline.machine.software import plumbline_version
-from plumbline.report.finding_words import place_and_size
 from plumbline.report.html.environment import page_environment
+from plumbline.report.text import place_and_size
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
 _SIGN: Final = {

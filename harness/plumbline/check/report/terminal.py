@@ -12,8 +12,7 @@ from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, r
 from plumbline.check.verdict.obstacles import why_no_estimate
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.report.finding_words import location
-from plumbline.report.text import printable, shortened
+from plumbline.report.text import location, printable, shortened
 
 LONGEST_MESSAGE = 180
 """Characters of a line that says that something is right; the page and the JSON file have all of it."""

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from jinja2 import Environment
 
-from plumbline.report.finding_words import location
 from plumbline.report.formats import ReportFormat
 from plumbline.report.html.charts import (
     MEMORY_PARTS,
@@ -51,8 +50,8 @@ from plumbline.report.tables.measured import (
     profile_files,
 )
 from plumbline.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
-from plumbline.report.text import between, names_itself
-from plumbline.results.logs import log_tails
+from plumbline.report.text import between, location, names_itself
+from plumbline.results.files import log_tails
 from plumbline.results.run import Run
 
 SIGNS: Final = {"Y": "✓", "C": "≈", "K": "K", "N": "✗", "X": "!", "?": "?", "-": "–"}

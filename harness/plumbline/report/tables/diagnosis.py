@@ -8,10 +8,9 @@ from typing import Final
 
 from plumbline.core.finding import UNEXPLAINED
 from plumbline.core.outcome import Outcome
-from plumbline.report.finding_words import location
 from plumbline.report.tables.cells import cached_per_run
 from plumbline.report.tables.failures import FailureGroup, failures, message_of, wrong_cells
-from plumbline.report.text import compact, counted, listed, x_noise
+from plumbline.report.text import compact, counted, listed, location, x_noise
 from plumbline.results.records import Result, grouped
 from plumbline.results.run import Run
 

@@ -1,10 +1,79 @@
-"""The last lines of the ranks' logs, which lie beside the trace of a cell."""
+"""A run's files: errors in reading and writing them, atomic replacement, and the last lines of the ranks' logs."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from plumbline.core.errors import PlumblineError
+
+# ruff: noqa: N818 - these are named after what is wrong, and all of them are ResultsErrors.
+
+
+class ResultsError(PlumblineError):
+    """The run's files cannot be written or read."""
+
+
+class ReportDirUnusable(ResultsError):
+    """The report directory is missing, not a directory, or not ours to write in."""
+
+
+class RunNotFound(ResultsError):
+    """There is no run at this path."""
+
+
+class NothingToResume(ResultsError):
+    """The run is complete, another process is writing it, or it is not the run that was asked for."""
+
+
+class MissingHeader(ResultsError):
+    """The file does not begin with a whole header: it is empty, truncated, or not a results file."""
+
+
+class CorruptRecord(ResultsError):
+    """A line inside the file is not a record; the message names file and line (counted from 1)."""
+
+
+class NewerSchema(ResultsError):
+    """The file was written by a newer plumbline than this one."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, over an existing file or link: where a link leads is left as it is.
+
+    Raises:
+        ResultsError: the folder is not writable.
+    """
+    beside = _name_beside(path)
+    try:
+        beside.write_bytes(text.encode())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ResultsError(f"Cannot write {path} ({error.strerror}): make its folder writable.") from error
+
+
+def point_symlink(link: Path, target: str) -> None:
+    """Make ``link`` a symlink to ``target``, over an existing link.
+
+    Raises:
+        OSError: ``link`` is a folder, or the file system has no symlinks.
+    """
+    beside = _name_beside(link)
+    try:
+        beside.symlink_to(target, target_is_directory=True)
+        os.replace(beside, link)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _name_beside(path: Path) -> Path:
+    """Return an unused name in the same folder: a rename is atomic only within one file system."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
 
 MOST_LINES = 30
 LONGEST_LINE = 500

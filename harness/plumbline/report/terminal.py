@@ -1,11 +1,14 @@
-"""What pytest's last lines show of a run: the support table and the speed table."""
+"""What pytest's last lines show of a run: the support table and the speed table, drawn by rich."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from io import StringIO
 from typing import Any, Final
 
 import pandas as pd
+from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,10 +24,32 @@ from plumbline.report.tables.run_summary import (
     what_is_missing,
 )
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.terminal.console import plain_table, rendered
 from plumbline.report.text import compact, in_words, printable
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Measurement
 from plumbline.results.run import Run
+
+
+def plain_table(*, expand: bool = False, gap: int = 1) -> Table:
+    """Return an empty table with a line below its headings, and ``gap`` blanks between columns."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False, expand=expand)
+
+
+def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
+    """Return what rich makes of the parts, without blanks at the ends of lines."""
+    console = Console(
+        file=StringIO(),
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        force_jupyter=False,
+        legacy_windows=False,
+        highlight=False,
+    )
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
 
 MOST_ROWS: Final = 40
 _RATE = "samples/s"

@@ -1,6 +1,6 @@
-"""A run's report for programs: one JSON object with what the pages show, without markup.
+"""A run's report for programs: JSON with everything that the pages show, CSV, and annotations for CI systems.
 
-``report.schema.json`` is its schema.
+``report.schema.json`` is the schema of the JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pandas as pd
 from pydantic import BaseModel
 
 from plumbline.core.outcome import Outcome
+from plumbline.report.annotations import Annotation, annotate, github_commands, sarif
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables.cells import cell_table, outcome_counts
 from plumbline.report.tables.claims import Claim, claims
@@ -20,9 +21,9 @@ from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failur
 from plumbline.report.tables.measured import metrics_table
 from plumbline.report.tables.run_summary import RunVerdict, comparability, facts, verdict_of
 from plumbline.report.tables.support import support_table
-from plumbline.results.document_schema import document_schema
-from plumbline.results.fields import Count, Text, XNoise
-from plumbline.results.records import CellRecord
+from plumbline.report.text import counted, listed, printable
+from plumbline.results.fields import Count, Text, XNoise, document_schema
+from plumbline.results.records import CellRecord, Result
 from plumbline.results.run import Run
 
 VERSION: Final = 1
@@ -159,3 +160,66 @@ def _rows(table: pd.DataFrame) -> Any:
 
 
 FORMAT = ReportFormat("for programs, everything that the pages show", as_json)
+
+
+def metrics_csv(run: Run) -> str:
+    """Return one row a metric. An infinite number is ``inf``, a missing one is empty."""
+    return _as_csv(metrics_table(run))
+
+
+def support_csv(run: Run) -> str:
+    return _as_csv(support_table(run))
+
+
+def _as_csv(table: pd.DataFrame) -> str:
+    text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False)
+    return text
+
+
+CSV = ReportFormat("every metric in long form", metrics_csv, {"metrics.csv": metrics_csv, "support.csv": support_csv})
+
+
+MOST_CELLS = 5
+
+
+def annotations_of(run: Run) -> list[Annotation]:
+    return [_annotation(run, group) for group in failures(run)]
+
+
+def run_commands(run: Run) -> str:
+    return github_commands(annotations_of(run))
+
+
+def run_sarif(run: Run) -> str:
+    about = {"run": run.header.run_id, "command": list(run.header.command)}
+    return sarif(annotations_of(run), succeeded=not run.incomplete, properties=about)
+
+
+def _annotation(run: Run, group: FailureGroup) -> Annotation:
+    first = group.findings[0]
+    cells = [finding.cell for finding in group.findings]
+    family = f" ({group.family})" if group.family else ""
+    return annotate(
+        first,
+        message_of(first),
+        rule=group.title,
+        title=f"{group.subject}: {group.title}{family} in {counted(len(cells), 'cell')}",
+        key="/".join(filter(None, (group.subject, group.title, group.mechanism))),
+        source=_source(run, first),
+        lines=[f"cells: {listed(cells, MOST_CELLS)}", first.reproduce and f"reproduce: {first.reproduce}"],
+        subject=group.subject,
+        cells=cells,
+        reproduce=first.reproduce,
+    )
+
+
+def _source(run: Run, finding: Result) -> tuple[str, int] | None:
+    """Return the entry of an expectation that is not met any more, otherwise where the subject's function begins."""
+    source = run.header.sources.get(finding.subject)
+    if finding.expected is not None and finding.is_unexpectedly_good:
+        source = finding.expected.source
+    return None if source is None else (source.file, source.line)
+
+
+GITHUB = ReportFormat("annotations of GitHub Actions, for a step to print", run_commands)
+SARIF = ReportFormat("SARIF 2.1.0, for code scanning and editors", run_sarif)

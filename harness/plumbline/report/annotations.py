@@ -1,0 +1,101 @@
+"""Findings at lines of files, for the systems that run CI: as commands to GitHub Actions, and as SARIF."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from plumbline.core.finding import AnyFinding
+from plumbline.machine.software import plumbline_version
+from plumbline.report.text import place_and_size, printable_lines
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What is wrong, and where it is to be looked for; ``source`` is a file and a line, None where none is known.
+
+    ``rule`` is the cause's name. ``key`` is the same in every run that has the same problem. ``details`` are further
+    facts for programs, as JSON values.
+    """
+
+    rule: str
+    title: str
+    message: str
+    key: str
+    source: tuple[str, int] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def annotate(
+    finding: AnyFinding,
+    message: str,
+    *,
+    rule: str,
+    title: str,
+    key: str,
+    source: tuple[str, int] | None,
+    lines: Iterable[str] = (),
+    **details: Any,
+) -> Annotation:
+    """Return the annotation of a finding: its message, where and how large it is, and then ``lines``."""
+    known = {name: getattr(finding, name) for name in ("family", "check", "step", "rank", "parameter")}
+    text = "\n".join(filter(None, [message, place_and_size(finding), *lines]))
+    return Annotation(rule, title, text, key, source, known | details)
+
+
+_IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+_IN_PROPERTY = {**_IN_MESSAGE, **str.maketrans({":": "%3A", ",": "%2C"})}
+
+
+def github_commands(annotations: Iterable[Annotation]) -> str:
+    """Return a line for each annotation. Text from outside cannot begin a line, nor end a property."""
+    return "".join(f"{_command(one)}\n" for one in annotations)
+
+
+def _command(one: Annotation) -> str:
+    place = {} if one.source is None else {"file": one.source[0], "line": str(one.source[1])}
+    properties = {**place, "title": one.title}
+    written = ",".join(f"{name}={printable_lines(value).translate(_IN_PROPERTY)}" for name, value in properties.items())
+    return f"::error {written}::{printable_lines(one.message).translate(_IN_MESSAGE)}"
+
+
+SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def sarif(annotations: Sequence[Annotation], *, succeeded: bool, properties: dict[str, Any]) -> str:
+    """Return a log with one run. ``succeeded``: everything was judged; ``properties`` say what it was about."""
+    rules = list(dict.fromkeys(one.rule for one in annotations))
+    driver = {
+        "name": "Plumbline",
+        "version": plumbline_version(),
+        "rules": [{"id": rule, "shortDescription": {"text": rule.replace("-", " ")}} for rule in rules],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [{"executionSuccessful": succeeded}],
+        "results": [_result(one, rules.index(one.rule)) for one in annotations],
+        "properties": properties,
+    }
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _result(one: Annotation, rule: int) -> dict[str, Any]:
+    result = {
+        "ruleId": one.rule,
+        "ruleIndex": rule,
+        "level": "error",
+        "message": {"text": printable_lines(f"{one.title}\n{one.message}")},
+        "partialFingerprints": {"problem/v1": one.key},
+        "properties": {name: value for name, value in one.details.items() if value is not None},
+    }
+    return result if one.source is None else {**result, "locations": [_location(*one.source)]}
+
+
+def _location(name: str, line: int) -> dict[str, Any]:
+    path = Path(name)
+    file = {"uri": path.as_uri()} if path.is_absolute() else {"uri": quote(name), "uriBaseId": "%SRCROOT%"}
+    return {"physicalLocation": {"artifactLocation": file, "region": {"startLine": line}}}

@@ -1,1 +1,0 @@
-"""What went wrong, at lines of files: for the systems that run CI."""
