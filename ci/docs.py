@@ -76,7 +76,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
     (choices,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    for word, command in choices.items():
+    for word, command in sorted(choices.items()):
         title = f"{name} {word}"
         nested = any(isinstance(action, argparse._SubParsersAction) for action in command._actions)
         if word == "run":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plumbline.pytest_plugin.conformance_case import ConformanceCase
+    from plumbline.pytest_plugin.cases import ConformanceCase
 
 
 def test_cell(plumbline_cell: ConformanceCase) -> None:

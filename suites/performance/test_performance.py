@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
+    from plumbline.pytest_plugin.cases import BenchmarkCase
 
 
 def test_cell(plumbline_benchmark: BenchmarkCase, benchmark: Any) -> None:

@@ -21,7 +21,7 @@ from plumbline.evidence import read, tensor_store
 from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.trace import RankTrace
 from plumbline.machine.fingerprint import Fingerprint
-from plumbline.pytest_plugin.conformance_case import ConformanceCase
+from plumbline.pytest_plugin.cases import ConformanceCase
 from plumbline.results.files import RunNotFound, trace_folder, write_text
 from plumbline.results.header_footer import Footer, Header, WorkloadSource
 from plumbline.results.records import Result

@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, and how an error is printed."""
+"""What several commands share: how they are declared, types of arguments, and how an error is printed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from typing import Any, Final
 
 from plumbline.report.text import printable_lines
+
+ACCELERATOR: Final[Any] = {"choices": ("auto", "cuda", "cpu"), "default": "auto"}
+RUN: Final = "a run's folder, for example reports/latest"
+
+
+def declare(commands: Any, name: str, do: Callable[[argparse.Namespace], int], **further: Any) -> Any:
+    """Declare the command that calls ``do``, with its docstring as description; return what adds its arguments."""
+    parser = commands.add_parser(name, **{"description": do.__doc__, **further})
+    parser.set_defaults(do=do)
+    return parser.add_argument
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -8,78 +8,42 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.arguments import at_least, duration
+from plumbline.cli.arguments import at_least, declare, duration
 from plumbline.core.errors import TROUBLE, PlanError
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("check", description=check.__doc__, usage="plumbline check [options] -- COMMAND …")
-    command.add_argument(
-        "--steps", type=at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"
-    )
-    command.add_argument(
-        "--after",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="skip the first N steps of each optimizer (default: 0)",
-    )
-    command.add_argument(
-        "--stop", action="store_true", help="stop the script after the recorded steps (default: let it finish)"
-    )
-    command.add_argument(
+    add = declare(commands, "check", check, usage="plumbline check [options] -- COMMAND …")
+    flag = partial(add, action="store_true")
+    add("--steps", type=at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)")
+    skipped = "skip the first N steps of each optimizer (default: 0)"
+    add("--after", type=at_least(0), default=0, metavar="N", help=skipped)
+    flag("--stop", help="stop the script after the recorded steps (default: let it finish)")
+    add(
         "--time-limit",
         type=duration,
         metavar="S",
         help="stop the command after S seconds and judge what it has recorded",
     )
-    command.add_argument(
-        "--sample-parameters",
-        type=sample_size,
-        default=0.0,
-        metavar="FRACTION|N",
-        help="judge only this fraction or this number of each optimizer's parameters (default: all)",
-    )
-    command.add_argument(
-        "--truth",
-        choices=("float64", "float32"),
-        default="float64",
-        help="precision in which gradients are recomputed to measure rounding noise (default: %(default)s)",
-    )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="take a few steps, print what recording K steps would cost in time, memory and disk space, and stop",
-    )
-    command.add_argument(
-        "--require-full",
-        action="store_true",
-        help="exit with code 2 if less than 99 %% of the gradients and updates could be judged",
-    )
-    command.add_argument(
-        "-p",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a module first, for example one that registers causes (repeatable)",
-    )
-    command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a self-contained HTML page")
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the verdict as JSON; with --dry-run, the estimate"
-    )
-    command.add_argument("--sarif", type=Path, metavar="FILE", help="write errors as SARIF, for code scanning")
-    command.add_argument(
-        "--github", action="store_true", help="print errors as GitHub Actions annotations on standard error"
-    )
-    command.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that starts the training"
-    )
-    command.set_defaults(do=check)
+    sample = "judge only this fraction or this number of each optimizer's parameters (default: all)"
+    add("--sample-parameters", type=sample_size, default=0.0, metavar="FRACTION|N", help=sample)
+    truth = "precision in which gradients are recomputed to measure rounding noise (default: %(default)s)"
+    add("--truth", choices=("float64", "float32"), default="float64", help=truth)
+    cost = "take a few steps, print what recording K steps would cost in time, memory and disk space, and stop"
+    flag("--dry-run", help=cost)
+    flag("--require-full", help="exit with code 2 if less than 99 %% of the gradients and updates could be judged")
+    modules = "import a module first, for example one that registers causes (repeatable)"
+    add("-p", dest="modules", action="append", default=[], metavar="MODULE", help=modules)
+    file = partial(add, type=Path, metavar="FILE")
+    file("--html", help="write the verdict as a self-contained HTML page")
+    file("--json", help="write the verdict as JSON; with --dry-run, the estimate")
+    file("--sarif", help="write errors as SARIF, for code scanning")
+    flag("--github", help="print errors as GitHub Actions annotations on standard error")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that starts the training")
 
 
 def check(options: argparse.Namespace) -> int:
@@ -102,7 +66,14 @@ def check(options: argparse.Namespace) -> int:
     refuse_unwritable(options.html, options.json, options.sarif)
     if options.json and importlib.util.find_spec("pydantic") is None:
         raise PlanError("--json needs pydantic: pip install pydantic")
-    _import(options.modules)
+    sys.path.insert(0, os.getcwd())
+    try:
+        for name in options.modules:
+            importlib.import_module(name)
+    except Exception as error:
+        raise PlanError(f"-p {name}: it cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        del sys.path[0]
     if options.dry_run:
         return _dry_run(command, options)
     from plumbline.check.command.checked_command import run_and_judge
@@ -110,14 +81,8 @@ def check(options: argparse.Namespace) -> int:
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of
 
-    recording = RecordingOptions(
-        options.steps,
-        options.after,
-        options.stop,
-        truth=options.truth,
-        sample_parameters=options.sample_parameters,
-    )
-    checked = run_and_judge(command, recording, options.time_limit)
+    given = {name: getattr(options, name) for name in ("steps", "after", "stop", "truth", "sample_parameters")}
+    checked = run_and_judge(command, RecordingOptions(**given), options.time_limit)
     verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form()))
     if options.github:
@@ -127,17 +92,6 @@ def check(options: argparse.Namespace) -> int:
         _print(github_commands(annotations_on(checked)))
     write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
     return verdict.exit_code
-
-
-def _import(modules: Sequence[str]) -> None:
-    sys.path.insert(0, os.getcwd())
-    try:
-        for name in modules:
-            importlib.import_module(name)
-    except Exception as error:
-        raise PlanError(f"-p {name}: it cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        del sys.path[0]
 
 
 def _dry_run(command: list[str], options: argparse.Namespace) -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plumbline.cli.arguments import names
+from plumbline.cli.arguments import ACCELERATOR, names
 from plumbline.core.errors import TROUBLE, USAGE, UsageError
 from plumbline.report.comparison.alignment import DIMENSIONS
 from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
 from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT
 from plumbline.report.comparison.output import FORMATS
-
-if TYPE_CHECKING:
-    from plumbline.report.comparison.compare import Comparison
-    from plumbline.results.run import Run
+from plumbline.results.run import Run, read_run
 
 
 def add_to(commands: Any) -> None:
@@ -29,41 +26,25 @@ def add_to(commands: Any) -> None:
         f"  0  no condition applies\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("a", metavar="A", help="folder of the first run (the baseline); with --interleave a subject")
-    command.add_argument("b", metavar="B", nargs="?", help="folder of the second run; with --interleave a subject")
-    command.add_argument("--by", choices=tuple(DIMENSIONS), help="compare the cells of run A that differ only in this")
-    command.add_argument(
-        "--fail-on",
-        metavar="WHAT,…",
-        type=conditions,
-        default=DEFAULT_GATES,
-        help=f"conditions that set the exit code: {', '.join(GATES)} (default: {','.join(DEFAULT_GATES)})",
-    )
-    command.add_argument(
-        "--minimum-effect",
-        metavar="PERCENT",
-        type=percentage,
-        default=MINIMUM_EFFECT,
-        help="report changes of at least this many percent (default: 5)",
-    )
-    measure = command.add_argument_group("options of --interleave")
-    measure.add_argument(
-        "--interleave",
-        action="store_true",
-        help="A and B are subjects, as for --subject: measure them in alternating launches",
-    )
-    measure.add_argument(
-        "--launches", type=int, default=10, metavar="N", help="launches of each trainer per cell (default: 10)"
-    )
-    measure.add_argument("--gpus", type=int, metavar="N", help="maximum number of devices")
-    for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
-        measure.add_argument(f"--{name}", type=names, metavar="A,B", help=f"for example {example} (default: all)")
-    measure.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates devices")
-    measure.add_argument("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
-    command.add_argument(
-        "--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)"
-    )
     command.set_defaults(do=compare)
+    add = command.add_argument
+    add("a", metavar="A", help="folder of the first run (the baseline); with --interleave a subject")
+    add("b", metavar="B", nargs="?", help="folder of the second run; with --interleave a subject")
+    add("--by", choices=tuple(DIMENSIONS), help="compare the cells of run A that differ only in this")
+    fail_on = f"conditions that set the exit code: {', '.join(GATES)} (default: {','.join(DEFAULT_GATES)})"
+    add("--fail-on", metavar="WHAT,…", type=conditions, default=DEFAULT_GATES, help=fail_on)
+    least = "report changes of at least this many percent (default: 5)"
+    add("--minimum-effect", metavar="PERCENT", type=percentage, default=MINIMUM_EFFECT, help=least)
+    measure = command.add_argument_group("options of --interleave").add_argument
+    subjects = "A and B are subjects, as for --subject: measure them in alternating launches"
+    measure("--interleave", action="store_true", help=subjects)
+    measure("--launches", type=int, default=10, metavar="N", help="launches of each trainer per cell (default: 10)")
+    measure("--gpus", type=int, metavar="N", help="maximum number of devices")
+    for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
+        measure(f"--{name}", type=names, metavar="A,B", help=f"for example {example} (default: all)")
+    measure("--accelerator", **ACCELERATOR, help="cpu simulates devices")
+    measure("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
+    add("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)")
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -76,23 +57,18 @@ def compare(options: argparse.Namespace) -> int:
     Each figure is better, worse, the same or inconclusive, given the launches of both sides and the minimum effect.
     Figures from different machines, or from different definitions of a workload, are not compared.
     """
-    comparison = _comparison(options)
+    if options.interleave:
+        comparison = compare_runs(*_interleaved(options), options.minimum_effect)
+    elif (options.b is None) == (options.by is None):
+        raise UsageError(f"give either a second run or --by {{{','.join(DIMENSIONS)}}}")
+    elif options.by:
+        comparison = compare_within(read_run(Path(options.a)), options.by, options.minimum_effect)
+    else:
+        comparison = compare_runs(read_run(Path(options.a)), read_run(Path(options.b)), options.minimum_effect)
     gates = failing_gates(comparison, options.fail_on)
     code = GATES[gates[0]].code if gates else 0
     print(FORMATS[options.format](comparison, gates, code))
     return code
-
-
-def _comparison(options: argparse.Namespace) -> Comparison:
-    from plumbline.results.run import read_run
-
-    if options.interleave:
-        return compare_runs(*_interleaved(options), options.minimum_effect)
-    if (options.b is None) == (options.by is None):
-        raise UsageError(f"give either a second run or --by {{{','.join(DIMENSIONS)}}}")
-    if options.by:
-        return compare_within(read_run(Path(options.a)), options.by, options.minimum_effect)
-    return compare_runs(read_run(Path(options.a)), read_run(Path(options.b)), options.minimum_effect)
 
 
 def _interleaved(options: argparse.Namespace) -> tuple[Run, Run]:

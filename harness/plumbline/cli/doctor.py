@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from plumbline.cli.arguments import declare
+
 UNFIT = 1
 """Exit code if this machine has a problem."""
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("doctor", description=doctor.__doc__)
-    command.add_argument(
-        "--report-dir", type=Path, default=Path("reports"), metavar="DIR", help="folder for runs (default: reports/)"
-    )
-    command.set_defaults(do=doctor)
+    folder = "folder for runs (default: reports/)"
+    declare(commands, "doctor", doctor)("--report-dir", type=Path, default=Path("reports"), metavar="DIR", help=folder)
 
 
 def doctor(options: argparse.Namespace) -> int:

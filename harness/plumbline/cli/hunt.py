@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import duration, print_error
+from plumbline.cli.arguments import declare, duration, print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.report.text import counted
 from plumbline.subjects.load import parse_subject
@@ -20,37 +20,18 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("hunt", description=hunt.__doc__)
-    command.add_argument("--subject", required=True, metavar="WHAT", help="the trainer, as for the suites")
-    command.add_argument(
-        "--minutes", type=duration, default=10.0, metavar="M", help="duration of the search (default: 10)"
-    )
-    command.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="seed of the first problem (default: continue where the last search ended)",
-    )
-    command.add_argument(
-        "--time-limit",
-        type=duration,
-        default=60.0,
-        metavar="S",
-        help="time limit of each training in seconds (default: 60)",
-    )
-    command.add_argument("--gpus", type=int, default=4, metavar="K", help="maximum number of devices (default: 4)")
-    command.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="corpus of failures (default: reports/hunt/SUBJECT); several subjects get a subfolder each",
-    )
-    command.add_argument(
-        "--again",
-        action="store_true",
-        help="train the problems of the corpus again and rewrite their pages, instead of searching",
-    )
-    command.set_defaults(do=hunt)
+    add = declare(commands, "hunt", hunt)
+    add("--subject", required=True, metavar="WHAT", help="the trainer, as for the suites")
+    add("--minutes", type=duration, default=10.0, metavar="M", help="duration of the search (default: 10)")
+    seed = "seed of the first problem (default: continue where the last search ended)"
+    add("--seed", type=int, metavar="S", help=seed)
+    limit = "time limit of each training in seconds (default: 60)"
+    add("--time-limit", type=duration, default=60.0, metavar="S", help=limit)
+    add("--gpus", type=int, default=4, metavar="K", help="maximum number of devices (default: 4)")
+    folder = "corpus of failures (default: reports/hunt/SUBJECT); several subjects get a subfolder each"
+    add("--folder", type=Path, metavar="DIR", help=folder)
+    again = "train the problems of the corpus again and rewrite their pages, instead of searching"
+    add("--again", action="store_true", help=again)
 
 
 def hunt(options: argparse.Namespace) -> int:
@@ -64,6 +45,7 @@ def hunt(options: argparse.Namespace) -> int:
     """
     try:
         from plumbline.engine.subject_pools import open_subject
+        from plumbline.hunt.corpus import Corpus
         from plumbline.hunt.subject import searches
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
@@ -75,18 +57,16 @@ def hunt(options: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
     ):
         every = searches(pool, declared, options.gpus, Path(scratch), options.time_limit)
-        return max([_one(search, len(every), options) for search in every])
-
-
-def _one(search: Search, of: int, options: argparse.Namespace) -> int:
-    from plumbline.hunt.corpus import Corpus
-
-    name = search.declared[0].name
-    folder = options.folder or Path("reports", "hunt")
-    tell = _Teller(search, Corpus(folder if options.folder and of == 1 else folder / name), options.subject)
-    if of > 1:
-        print(f"\n{name}", flush=True)
-    return _again(tell) if options.again else _search(tell, options.minutes / of, options.seed)
+        ends = []
+        for search in every:
+            name = search.declared[0].name
+            folder = options.folder or Path("reports", "hunt")
+            own = folder if options.folder and len(every) == 1 else folder / name
+            tell = _Teller(search, Corpus(own), options.subject)
+            if len(every) > 1:
+                print(f"\n{name}", flush=True)
+            ends.append(_again(tell) if options.again else _search(tell, options.minutes / len(every), options.seed))
+        return max(ends)
 
 
 @dataclass(frozen=True)

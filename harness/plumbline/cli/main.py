@@ -29,7 +29,12 @@ COMMANDS: Final = {
     "power": "measure the smallest error of a gradient, update or reported loss that is detected",
     "doctor": "check this machine: devices, links, communication, limits, versions",
 }
-"""Command ``x-y`` is in the module ``plumbline.cli.x_y``, whose ``add_to`` declares its arguments."""
+
+MODULES: Final = {
+    **dict.fromkeys(("new-subject", "new-workload"), "new_file"),
+    **dict.fromkeys(("report", "show", "history", "judge"), "recorded_runs"),
+}
+"""Modules of ``plumbline.cli`` that are not named as their commands; ``add_to`` declares all commands of a module."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +56,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="plumbline", description=__doc__)
     parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    given = arguments[0] if arguments else ""
+    if given in COMMANDS:
+        import_module(f"plumbline.cli.{MODULES.get(given, given)}").add_to(commands)
     for name, description in COMMANDS.items():
-        if arguments and arguments[0] == name:
-            import_module(f"plumbline.cli.{name.replace('-', '_')}").add_to(commands)
-        else:
+        if name not in commands.choices:
             commands.add_parser(name, help=description)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

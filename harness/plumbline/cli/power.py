@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import at_least, names, print_error
+from plumbline.cli.arguments import at_least, declare, names, print_error
 from plumbline.core.errors import TROUBLE
 
 if TYPE_CHECKING:
@@ -16,32 +16,17 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("power", description=power.__doc__)
-    command.add_argument("--subject", required=True, metavar="WHAT", help="the trainer, as for the suites")
-    command.add_argument(
-        "--workload",
-        default="mlp",
-        metavar="NAME|FILE",
-        help="a built-in workload, or a file with your own (default: mlp)",
-    )
-    command.add_argument("--gpus", type=int, default=2, metavar="K", help="maximum number of devices (default: 2)")
-    command.add_argument("--backends", type=names, metavar="A,B", help="only these backends (default: all)")
-    command.add_argument("--precisions", type=names, metavar="A,B", help="only these precisions (default: all)")
-    command.add_argument(
-        "--runs",
-        type=at_least(1),
-        default=100,
-        metavar="N",
-        help="number of injected errors of each kind (default: 100)",
-    )
-    command.add_argument(
-        "--trainings",
-        type=at_least(1),
-        default=10,
-        metavar="N",
-        help="number of trainings to spread them over (default: 10)",
-    )
-    command.set_defaults(do=power)
+    add = declare(commands, "power", power)
+    add("--subject", required=True, metavar="WHAT", help="the trainer, as for the suites")
+    workload = "a built-in workload, or a file with your own (default: mlp)"
+    add("--workload", default="mlp", metavar="NAME|FILE", help=workload)
+    add("--gpus", type=int, default=2, metavar="K", help="maximum number of devices (default: 2)")
+    add("--backends", type=names, metavar="A,B", help="only these backends (default: all)")
+    add("--precisions", type=names, metavar="A,B", help="only these precisions (default: all)")
+    runs = "number of injected errors of each kind (default: 100)"
+    add("--runs", type=at_least(1), default=100, metavar="N", help=runs)
+    trainings = "number of trainings to spread them over (default: 10)"
+    add("--trainings", type=at_least(1), default=10, metavar="N", help=trainings)
 
 
 def power(options: argparse.Namespace) -> int:

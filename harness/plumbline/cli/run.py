@@ -11,12 +11,10 @@ from plumbline.core.invocation import SUITES, command, pytest_arguments
 if TYPE_CHECKING:
     import pytest
 
-NO_PREFIX = "\0"
-
 
 def add_to(commands: Any) -> None:
     # pytest parses the options. Without a prefix character, this parser passes all words on.
-    parser = commands.add_parser("run", add_help=False, prefix_chars=NO_PREFIX)
+    parser = commands.add_parser("run", add_help=False, prefix_chars="\0")
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(do=run)
 
@@ -28,7 +26,16 @@ def run(options: argparse.Namespace) -> int:
     """
     words = options.words
     if {"-h", "--help"} & set(words):
-        _usage().print_help()
+        from plumbline.pytest_plugin.plugin import add_options
+
+        parser = argparse.ArgumentParser(
+            usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
+            description=run.__doc__,
+            epilog="pytest's own options work too: -k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2, …",
+        )
+        parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
+        add_options(parser.add_argument)
+        parser.print_help()
         return 0
     arguments = pytest_arguments(words)
     import pytest
@@ -46,16 +53,3 @@ class _CommandLine:
         from plumbline.pytest_plugin.plugin import COMMAND
 
         config.stash[COMMAND] = ["plumbline", "run", *self._words]
-
-
-def _usage() -> argparse.ArgumentParser:
-    from plumbline.pytest_plugin.plugin import add_options
-
-    parser = argparse.ArgumentParser(
-        usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
-        description=run.__doc__,
-        epilog="pytest's own options work too: -k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2, …",
-    )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
-    add_options(parser.add_argument)
-    return parser

@@ -6,21 +6,16 @@ import argparse
 import shlex
 from typing import Any
 
+from plumbline.cli.arguments import ACCELERATOR, declare
 from plumbline.core.invocation import suite_command
 from plumbline.engine.smoke import smoke as run_smoke
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("smoke", description=smoke.__doc__)
-    command.add_argument(
-        "subject",
-        metavar="WHAT",
-        help="the trainer, as for --subject: file.py, file.py::name, package.module or a short name",
-    )
-    command.add_argument(
-        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates devices (default: auto)"
-    )
-    command.set_defaults(do=smoke)
+    add = declare(commands, "smoke", smoke)
+    what = "the trainer, as for --subject: file.py, file.py::name, package.module or a short name"
+    add("subject", metavar="WHAT", help=what)
+    add("--accelerator", **ACCELERATOR, help="cpu simulates devices (default: auto)")
 
 
 def smoke(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plumbline.cli.arguments import declare
 from plumbline.core.invocation import command, suite_command
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
@@ -20,14 +21,11 @@ from plumbline.subjects.virtual_environments import environments, install, parse
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("subjects", description=listed.__doc__)
-    command.set_defaults(do=listed)
-    further = command.add_subparsers(metavar="COMMAND")
-    command = further.add_parser(
-        "install", help="create an environment with one version of a trainer's library", description=installed.__doc__
-    )
-    command.add_argument("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
-    command.set_defaults(do=installed)
+    further = commands.add_parser("subjects", description=listed.__doc__)
+    further.set_defaults(do=listed)
+    does = "create an environment with one version of a trainer's library"
+    add = declare(further.add_subparsers(metavar="COMMAND"), "install", installed, help=does)
+    add("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
 
 
 def listed(options: argparse.Namespace) -> int:

@@ -24,8 +24,7 @@ from plumbline.evidence.trace import STORE_ABOVE
 from plumbline.pytest_plugin.progress import show_progress
 
 if TYPE_CHECKING:
-    from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
-    from plumbline.pytest_plugin.conformance_case import ConformanceCase
+    from plumbline.pytest_plugin.cases import BenchmarkCase, ConformanceCase
     from plumbline.pytest_plugin.session import Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
@@ -52,116 +51,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def add_options(add: Callable[..., object]) -> None:
     """Add Plumbline's options by calling ``add`` like argparse's ``add_argument``."""
-    add(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="maximum number of devices; with --nodes, per node (default: all of this machine, or 4 simulated ones)",
-    )
+    several, flag = partial(add, action="append"), partial(add, action="store_true")
+    gpus = "maximum number of devices; with --nodes, per node (default: all of this machine, or 4 simulated ones)"
+    add("--gpus", type=int, metavar="N", help=gpus)
     add("--nodes", type=int, metavar="N", help="maximum number of nodes (default: split --gpus)")
-    add(
-        "--mesh",
-        action="append",
-        metavar="A=N,B=M",
-        help="plan only the backend with these dimensions and sizes, for example dp=2,tp=2 (repeatable)",
-    )
+    mesh = "plan only the backend with these dimensions and sizes, for example dp=2,tp=2 (repeatable)"
+    several("--mesh", metavar="A=N,B=M", help=mesh)
     sampled = ", ".join(backend.name for backend in BACKENDS.values() if backend.sampled)
-    add(
-        "--backends",
-        metavar="A,B",
-        help=f"backends: {', '.join(BACKENDS)} (default: all, but only a few cells of {sampled})",
-    )
-    add(
-        "--precisions",
-        metavar="A,B",
-        help="precisions: 64, 32, 16, bf16, bf16-true (default: all; bf16-true if declared)",
-    )
+    backends = f"backends: {', '.join(BACKENDS)} (default: all, but only a few cells of {sampled})"
+    add("--backends", metavar="A,B", help=backends)
+    precisions = "precisions: 64, 32, 16, bf16, bf16-true (default: all; bf16-true if declared)"
+    add("--precisions", metavar="A,B", help=precisions)
     add("--workloads", metavar="A,B", help="built-in workloads (default: all; with --workload, none)")
-    add(
-        "--workload",
-        action="append",
-        metavar="WHAT",
-        help="your own workload: file.py, file.py::name or module (repeatable)",
+    several("--workload", metavar="WHAT", help="your own workload: file.py, file.py::name or module (repeatable)")
+    subject = (
+        "trainer under test: short name, file.py, file.py::name or module; append ';python=/path/to/python' "
+        "to use another interpreter (repeatable; default: reference)"
     )
-    add(
-        "--subject",
-        action="append",
-        metavar="WHAT",
-        help="trainer under test: short name, file.py, file.py::name or module; append ';python=/path/to/python' "
-        "to use another interpreter (repeatable; default: reference)",
-    )
-    add("--cell", action="append", metavar="ID", help="run only the cell with this id (repeatable; default: all)")
+    several("--subject", metavar="WHAT", help=subject)
+    several("--cell", metavar="ID", help="run only the cell with this id (repeatable; default: all)")
     add("--seed", type=int, metavar="N", help="seed of weights, data and order (default: each workload's own)")
-    add(
-        "--accelerator",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device type; cpu simulates devices, auto uses cuda if available (default: %(default)s)",
-    )
-    add(
-        "--launcher",
-        default="local",
-        metavar="NAME",
-        help="how ranks are started: local, torchrun, slurm (within this job), hosts, ray (default: %(default)s)",
-    )
-    add(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="for --launcher torchrun: wait here for the nodes and print a command for each (default: start them)",
-    )
-    add(
-        "--node-command",
-        metavar="COMMAND",
-        help="for --launcher hosts: prefix that runs a command on node {node}, for example 'ip netns exec node{node}'",
-    )
-    add(
-        "--listen",
-        metavar="ADDRESS",
-        help="for --launcher hosts, slurm, ray: address where nodes reach this machine (default: its only address)",
-    )
-    add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo")
-    add(
-        "--store-above",
-        type=int,
-        default=STORE_ABOVE,
-        metavar="N",
-        help="store tensors of more than N entries once for all ranks with the same values (default: %(default)s)",
-    )
+    accelerator = "device type; cpu simulates devices, auto uses cuda if available (default: %(default)s)"
+    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help=accelerator)
+    launcher = "how ranks are started: local, torchrun, slurm (within this job), hosts, ray (default: %(default)s)"
+    add("--launcher", default="local", metavar="NAME", help=launcher)
+    place = "for --launcher torchrun: wait here for the nodes and print a command for each (default: start them)"
+    add("--rendezvous", metavar="HOST:PORT", help=place)
+    prefix = "for --launcher hosts: prefix that runs a command on node {node}, for example 'ip netns exec node{node}'"
+    add("--node-command", metavar="COMMAND", help=prefix)
+    address = "for --launcher hosts, slurm, ray: address where nodes reach this machine (default: its only address)"
+    add("--listen", metavar="ADDRESS", help=address)
+    flag("--oversubscribe", help="let several ranks share a CUDA device, over gloo")
+    above = "store tensors of more than N entries once for all ranks with the same values (default: %(default)s)"
+    add("--store-above", type=int, default=STORE_ABOVE, metavar="N", help=above)
     add("--expectations", metavar="DIR", help="folder of expected failures (default: expectations/ beside the suite)")
-    add(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="RUN",
-        help="continue the interrupted run RUN, or the latest one (default: begin a new run)",
-    )
+    resume = "continue the interrupted run RUN, or the latest one (default: begin a new run)"
+    add("--resume", nargs="?", const="latest", metavar="RUN", help=resume)
     add("--report-dir", metavar="DIR", help="folder for runs (default: reports/)")
-    add(
-        "--show-unsupported",
-        action="store_true",
-        help="list every cell that the subject does not claim to support (default: print how many)",
-    )
-    add("--keep-traces", action="store_true", help="keep the traces of all cells (default: only of failures)")
-    add(
-        "--time-limit",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="time limit for the launch of a cell (default: %(default)s)",
-    )
-    add(
-        "--launches",
-        type=int,
-        default=3,
-        metavar="N",
-        help="launches per measured cell; more launches narrow the intervals (default: %(default)s)",
-    )
-    add(
-        "--profile",
-        action="store_true",
-        help="launch each measured cell once more and keep a torch.profiler trace for Perfetto; on CUDA also a "
-        "memory snapshot",
-    )
+    unsupported = "list every cell that the subject does not claim to support (default: print how many)"
+    flag("--show-unsupported", help=unsupported)
+    flag("--keep-traces", help="keep the traces of all cells (default: only of failures)")
+    limit = "time limit for the launch of a cell (default: %(default)s)"
+    add("--time-limit", type=float, default=120.0, metavar="SECONDS", help=limit)
+    launches = "launches per measured cell; more launches narrow the intervals (default: %(default)s)"
+    add("--launches", type=int, default=3, metavar="N", help=launches)
+    profile = "launch each measured cell once more and keep a torch.profiler trace for Perfetto; on CUDA also a "
+    flag("--profile", help=f"{profile}memory snapshot")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -191,14 +126,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def plumbline_cell(request: pytest.FixtureRequest) -> ConformanceCase:
-    from plumbline.pytest_plugin.conformance_case import ConformanceCase
+    from plumbline.pytest_plugin.cases import ConformanceCase
 
     return ConformanceCase(_session(request.config, request.path), request.param, request.node)
 
 
 @pytest.fixture
 def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
-    from plumbline.pytest_plugin.benchmark_case import BenchmarkCase
+    from plumbline.pytest_plugin.cases import BenchmarkCase
 
     return BenchmarkCase(_session(request.config, request.path), request.param, request.node)
 
@@ -207,7 +142,7 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SESSION not in config.stash or REFUSED in config.stash:
         return
-    from plumbline.pytest_plugin.undeclared_cells import deselect_undeclared, leave_out_placeholders
+    from plumbline.pytest_plugin.hooks import deselect_undeclared, leave_out_placeholders
 
     leave_out_placeholders(config, items, CELL_FIXTURES)
     if not config.option.show_unsupported:
@@ -241,7 +176,7 @@ def pytest_testnodedown(node: Any) -> None:
     if refusal := output.get(REFUSAL):
         raise pytest.UsageError(refusal)
     if output:
-        from plumbline.pytest_plugin.undeclared_cells import receive_undeclared
+        from plumbline.pytest_plugin.hooks import receive_undeclared
 
         receive_undeclared(node.config, node.config.stash.get(SESSION, None), output)
 

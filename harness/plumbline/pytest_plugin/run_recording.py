@@ -1,4 +1,4 @@
-"""The run on disk during a session."""
+"""The run on disk during a session, and the one that ``--resume`` continues."""
 
 from __future__ import annotations
 
@@ -12,30 +12,87 @@ import pytest
 
 from plumbline.benchmark.measurements import scaling
 from plumbline.core.cell import Cell
+from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command as command_line
-from plumbline.core.software import Software
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.planning.options import Options
-from plumbline.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
 from plumbline.pytest_plugin.xdist_transport import payload_of
 from plumbline.report.formats import write_report
-from plumbline.results.files import ResultsError
-from plumbline.results.header_footer import Footer, Header, SubjectCode
-from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
-from plumbline.results.run import PROFILES
+from plumbline.results.files import NothingToResume, ResultsError
+from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result
+from plumbline.results.run import LATEST, PROFILES, Run, read_run
 from plumbline.results.run_writer import RunWriter
 from plumbline.worker.scratch import RUN, Scratch
+
+
+def find_resumed_run(options: Options) -> Run | None:
+    """Return the run to resume. None: no run is to be resumed, or ``--resume`` means the latest and there is none.
+
+    Raises:
+        ResultsError: the run cannot be read.
+        NothingToResume: it was begun with other options or on another machine.
+    """
+    if options.resume is None:
+        return None
+    latest = options.report_dir / LATEST
+    if options.resume == LATEST and not latest.exists():
+        return None
+    run = read_run(latest if options.resume == LATEST else Path(options.resume))
+    differing = [name for name, value in options.recorded.items() if run.header.options.get(name, value) != value]
+    if differing:
+        raise NothingToResume(
+            f"--resume: {run.path} was begun with other options ({', '.join(differing)}). Repeat its command: "
+            f"{command_line(*run.header.command)}"
+        )
+    for name, source in options.workload_sources.items():
+        if run.header.workloads.get(name, source).sha256 != source.sha256:
+            raise NothingToResume(f"--resume: {source.locator} has changed since {run.path} was begun: begin a new run")
+    if run.header.fingerprint.key != take_fingerprint(options.matrix.accelerator).key:
+        raise NothingToResume(
+            f"--resume: {run.path} was begun on another machine or with other software: begin a new run"
+        )
+    return run
+
+
+def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBehavior]) -> None:
+    """Check that the session with the header ``now`` can continue ``run``.
+
+    ``behaviors`` has what the subjects declare for each of their cells.
+
+    Raises:
+        PlanError: the run does not plan one of the cells.
+        NothingToResume: a subject, its library or its declarations have changed.
+    """
+    unknown = {planned.cell for planned in now.planned} - {planned.cell for planned in run.header.planned}
+    if unknown:
+        raise PlanError(
+            f"--resume: {run.path} does not plan {min(unknown)}. Repeat its command: "
+            f"{command_line(*run.header.command)}"
+        )
+    for name, software in now.subjects.items():
+        if (before := run.header.subjects.get(name, software)) != software:
+            raise NothingToResume(f"--resume: {run.path} tested {name} with {before}, and {software} is installed now")
+    conduct = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
+    for planned in run.header.planned:
+        if not planned.measured and (declared := conduct.get(planned.cell, planned.conduct)) != planned.conduct:
+            raise NothingToResume(
+                f"--resume: {planned.subject} declared {planned.conduct or 'nothing'} in {run.path}, "
+                f"and declares {declared or 'nothing'} now: begin a new run"
+            )
+    for name, present in now.code.items():
+        if run.header.code.get(name, present).sha256 != present.sha256:
+            raise NothingToResume(
+                f"--resume: the source of {name} has changed since {run.path} was begun: begin a new run"
+            )
 
 
 class RunRecording:
     """Writes a session's run, as a pytest plugin.
 
     Under xdist, only the controller writes. A worker keeps its traces in a folder of its own until the controller has
-    moved them.
-
-    Raises:
-        ResultsError: the run to resume cannot be read, or was begun with other options or on another machine.
+    moved them. Constructing it may raise what ``find_resumed_run`` raises.
     """
 
     def __init__(self, options: Options) -> None:
@@ -44,7 +101,7 @@ class RunRecording:
         self._results: list[Result] = []
         self._measurements: list[Measurement] = []
         self._undeclared: dict[Coordinates, Result] = {}
-        self._command: list[str] = []
+        self._command: tuple[str, ...] = ()
         self._own: Scratch | None = None
         self._scratch: dict[Path, Scratch] = {}
         self._resumed = find_resumed_run(options)
@@ -73,53 +130,15 @@ class RunRecording:
         """Return the resumed run's results of a cell, None if it has none."""
         return self._known.get(PlannedCell.of(cell).coordinates)
 
-    def begin(
-        self,
-        examined: Sequence[Cell],
-        measured: Sequence[Cell],
-        command: list[str],
-        subjects: Mapping[str, Software],
-        sources: Mapping[str, SourceLine],
-        code: Mapping[str, SubjectCode],
-        behaviors: Mapping[Cell, TrainingBehavior],
-    ) -> None:
-        """Open the run for these cells.
-
-        Args:
-            examined: the cells that are trained and judged.
-            measured: the cells that are timed.
-            command: the user's command.
-            subjects: the software of each subject.
-            sources: where the function of each subject begins.
-            code: the version of each subject's source.
-            behaviors: the behavior that each cell's subject declares.
-
-        Raises:
-            PlanError: the resumed run does not plan one of the cells.
-            NothingToResume: a subject, its library or its declarations have changed.
-            ResultsError: the run cannot be written.
-        """
-        self._command = command
-        if self._resumed is not None:
-            check_unchanged(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, code, behaviors)
-            self._writer, run = RunWriter.resume(self._resumed.path)
-            self._results, self._measurements = list(run.results), list(run.measurements)
+    def begin(self, header: Header, behaviors: Mapping[Cell, TrainingBehavior]) -> None:
+        """Open a run with this header, or the resumed one if nothing has changed (see ``check_unchanged``)."""
+        self._command = header.command
+        if self._resumed is None:
+            self._writer = RunWriter(self._options.report_dir, header)
             return
-        accelerator = self._options.matrix.accelerator
-        header = Header.of(
-            examined,
-            measured=measured,
-            command=command,
-            options=self._options.recorded,
-            fingerprint=take_fingerprint(accelerator),
-            simulated=accelerator == "cpu",
-            subjects=subjects,
-            sources=sources,
-            code=code,
-            behaviors=behaviors,
-            workloads=self._options.workload_sources,
-        )
-        self._writer = RunWriter(self._options.report_dir, header)
+        check_unchanged(self._resumed, header, behaviors)
+        self._writer, run = RunWriter.resume(self._resumed.path)
+        self._results, self._measurements = list(run.results), list(run.measurements)
 
     def add_undeclared(self, results: Iterable[Result]) -> None:
         self._undeclared = {result.coordinates: result for result in results}
@@ -139,32 +158,25 @@ class RunRecording:
             return
         self._results += payload.results
         self._measurements += payload.measurements
+        run, cell = self._writer.path, payload.results[0].cell
         with _exit_on_write_error():
             self._writer.write(*payload.measurements, *payload.results)
             if payload.evidence is not None:
-                self._keep_trace(payload.evidence, payload.results, self._writer.path)
+                # Those of expected failures are kept too: a later judge may judge them differently.
+                wanted = any(result.outcome.is_bad or result.expected for result in payload.results)
+                self._move(payload.evidence, run / "traces" / cell if wanted or self._options.keep_traces else None)
             if payload.profile is not None:
-                self._move(payload.profile, self._writer.path / PROFILES / payload.results[0].cell)
+                self._move(payload.profile, run / PROFILES / cell)
 
-    def _keep_trace(self, folder: Path, results: Sequence[Result], run: Path) -> None:
-        # Expected failures too: a later judge may judge them differently.
-        wanted = any(result.outcome.is_bad or result.expected for result in results)
-        if wanted or self._options.keep_traces:
-            self._move(folder, run / "traces" / results[0].cell)
-        else:
-            self._take_over(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _move(self, folder: Path, kept: Path) -> None:
-        self._take_over(folder)
-        if folder.is_dir():
-            shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
-            shutil.move(folder, kept)
-
-    def _take_over(self, folder: Path) -> None:
+    def _move(self, folder: Path, kept: Path | None) -> None:
         # An xdist worker may end before this process, so this process keeps its folder.
         if folder.parent not in self._scratch and folder.is_dir():
             self._scratch[folder.parent] = Scratch(folder.parent)
+        if kept is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.is_dir():
+            shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
+            shutil.move(folder, kept)
 
     def finish(self, exitstatus: int) -> None:
         for scratch in self._scratch.values():

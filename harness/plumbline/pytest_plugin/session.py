@@ -17,12 +17,14 @@ from plumbline.engine.judge_process import number_of_judges
 from plumbline.engine.subject_code import subject_code
 from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.timeouts import Timeouts
+from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import shared_lease
 from plumbline.planning.expectation_files import known_of_subject, read_expectations
 from plumbline.planning.options import Options
 from plumbline.planning.plan import Planned, plan
 from plumbline.planning.reproduction import Reproduction
 from plumbline.pytest_plugin.run_recording import RunRecording
+from plumbline.results.header_footer import Header
 from plumbline.results.records import SourceLine
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
 from plumbline.workloads import PERFORMANCE
@@ -88,13 +90,14 @@ class Session:
         )
 
     def _check_selected(self) -> None:
-        missing = set(self.options.cells or ()) - {one.cell.id for one in self.planned}
-        if not missing:
+        known = [one.cell.id for one in self.planned]
+        wanted = self.options.cells or ()
+        if set(wanted) <= set(known):
             return
-        measured = [one.cell.id for one in plan(self.options.matrix, self._declarations, PERFORMANCE)]
-        for name in self.options.cells or ():
-            if name in missing and name not in measured:
-                close = difflib.get_close_matches(name, [*(one.cell.id for one in self.planned), *measured], 1)
+        known += [one.cell.id for one in plan(self.options.matrix, self._declarations, PERFORMANCE)]
+        for name in wanted:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
                 raise PlanError(f"--cell {name}: unknown cell{f'; did you mean {close[0]}?' if close else ''}")
 
     def selected(self, planned: Sequence[Planned]) -> list[Planned]:
@@ -107,15 +110,10 @@ class Session:
 
     @cached_property
     def to_measure(self) -> list[Planned]:
-        """The cells that are measured.
-
-        Raises:
-            PlanError: the options do not allow measuring.
-        """
-        launches = self.options.launches
+        """The cells that are measured; raises ``PlanError`` where the options do not allow measuring."""
         if self.options.launcher.nodes is not None:
             raise PlanError("speed can be measured on one machine only, where ranks share a clock: remove --launcher")
-        if launches < FEWEST_LAUNCHES:
+        if (launches := self.options.launches) < FEWEST_LAUNCHES:
             raise PlanError(
                 f"--launches {launches}: at least {FEWEST_LAUNCHES} launches are needed to show their spread"
             )
@@ -134,13 +132,23 @@ class Session:
             chosen = chosen - {one.cell.id for one in self.planned if one.refusal}
         examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
         rest = chosen - {cell.id for cell in examined}
-        measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
-        subjects = {declared.name: declared.software for declared in self._declarations}
         places = {one.name: SourceLine.of(*one.source) for one in reversed(self._declarations) if one.source}
-        sources = {name: place for name, place in places.items() if place is not None}
         behaviors = {planned.cell: planned.behavior for planned in self.planned}
-        code = subject_code(self._declarations)
-        self.recording.begin(examined, measured, command, subjects, sources, code, behaviors)
+        accelerator = self.options.matrix.accelerator
+        header = Header.of(
+            examined,
+            measured=[planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else [],
+            command=command,
+            options=self.options.recorded,
+            fingerprint=take_fingerprint(accelerator),
+            simulated=accelerator == "cpu",
+            subjects={declared.name: declared.software for declared in self._declarations},
+            sources={name: place for name, place in places.items() if place is not None},
+            code=subject_code(self._declarations),
+            behaviors=behaviors,
+            workloads=self.options.workload_sources,
+        )
+        self.recording.begin(header, behaviors)
         if self.options.resume is not None and not self.recording.resumes:
             self.notify(f"{self.options.report_dir} has no run to resume; beginning a new one")
 

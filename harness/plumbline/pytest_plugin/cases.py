@@ -1,0 +1,215 @@
+"""The tests of cells: trained and judged, or timed by pytest-benchmark, or taken from the run that is resumed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from plumbline.benchmark.launch_metrics import SamplesError
+from plumbline.benchmark.measurements import measurements, not_applicable
+from plumbline.benchmark.paired_rounds import Begin, PairedRounds
+from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError, profiled
+from plumbline.core.cell import Cell
+from plumbline.core.errors import LaunchError, SubjectError
+from plumbline.core.finding import Finding, in_reading_order, is_unexplained
+from plumbline.core.outcome import Outcome
+from plumbline.engine.examine import Examined
+from plumbline.launch.pool import Pool
+from plumbline.machine.fingerprint import device_name
+from plumbline.machine.lease import exclusive_lease
+from plumbline.planning.expectation_files import expected
+from plumbline.planning.plan import Planned
+from plumbline.pytest_plugin.session import Session
+from plumbline.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties
+from plumbline.report.tables.failures import describe, is_wrong
+from plumbline.report.text import printable_lines
+from plumbline.results.records import KNOWN, Measurement, Profile, Result, ending
+from plumbline.results.records import PERFORMANCE as CHECK
+from plumbline.subjects.load import parse_subject
+from plumbline.workloads import PERFORMANCE
+
+
+class ConformanceCase:
+    """A planned cell, as the test ``item``."""
+
+    def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
+        self._session = session
+        self._planned = planned
+        self._item = item
+        self._evidence: str | None = None
+        self._profile: str | None = None
+        self._measurements: Sequence[Measurement] = ()
+
+    def examine(self) -> None:
+        cell = self._planned.cell
+        recorded = self._session.recording.known(cell)
+        if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
+            pytest.skip(reason)  # without a record, so that the run can be resumed
+        self._end(recorded or self._examine(), recorded=recorded is not None)
+
+    def _examine(self) -> Sequence[Result]:
+        if self._planned.refusal:
+            return self.declined()
+        try:
+            examined = self._train_and_judge()
+        except LaunchError as error:
+            # A failed launch says nothing about the subject. Try once more, with another pool.
+            examined = self._try_again(error)
+        return self._results(examined.findings, examined.seconds)
+
+    def declined(self) -> Sequence[Result]:
+        """Return the record of a cell that its subject does not declare, without training."""
+        return self._results((self._planned.declined,), None)
+
+    def _reproduce(self) -> str:
+        return self._session.reproduce(self._planned, self._item.path.parent)
+
+    def _results(self, findings: Sequence[Finding], seconds: float | None) -> list[Result]:
+        cell, session, reproduce = self._planned.cell, self._session, self._reproduce()
+        if session.timeouts.count(cell.subject, seconds):
+            session.notify(str(session.timeouts.reason(cell.subject)))
+        known = expected(cell, findings, session.expectations[cell.subject])
+        return [
+            Result.of(cell, finding, reproduce, seconds, entry, len(findings))
+            for finding, entry in zip(findings, known, strict=True)
+        ]
+
+    def _train_and_judge(self) -> Examined:
+        cell = self._session.cells_in_flight.launch(self._planned)
+        self._evidence = str(cell.folder)
+        return self._session.cells_in_flight.wait_for_verdict(cell, self._session.upcoming_cells())
+
+    def _try_again(self, first: LaunchError) -> Examined:
+        if self._evidence:
+            shutil.rmtree(self._evidence, ignore_errors=True)
+        try:
+            examined = self._train_and_judge()
+        except LaunchError as error:
+            both = f"failed twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
+            return Examined((Finding("launch", Outcome.ERRORED, both, cause="launcher-lost", family="launch"),), None)
+        note = f"the first attempt failed: {first}"
+        others = tuple(finding for finding in examined.findings if finding.check != "launch")
+        launch = next((finding for finding in examined.findings if finding.check == "launch"), None)
+        launch = (
+            replace(launch, message=f"{launch.message}\n{note}") if launch else Finding("launch", Outcome.PASSED, note)
+        )
+        return Examined((launch, *others), examined.seconds)
+
+    def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
+        end = ending(results)
+        word = end.value if isinstance(end, Outcome) else end
+        results = in_reading_order(results)
+        attach_outcome(self._item, word)
+        attach_properties(self._item, results)
+        if not recorded:
+            # Measurements come first: a cell is complete when its last result has been written.
+            attach_payload(self._item, (*self._measurements, *results), self._evidence, self._profile)
+        if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
+            pytest.skip(printable_lines(results[0].message))
+        paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]
+        if end == KNOWN:
+            pytest.skip(printable_lines("\n".join(paragraphs)))
+        if paragraphs:
+            first = next((result for result in results if is_wrong(result)), None)
+            cause = "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
+            # pytest's short summary shows only the first line.
+            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{cause}"
+            # A subject's text may contain control characters.
+            text = printable_lines("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]))
+            pytest.fail(text, pytrace=False)
+
+
+def _cause(results: Sequence[Result]) -> str:
+    first = next((result for result in results if is_wrong(result)), None)
+    return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
+
+
+YARDSTICKS = "yardsticks.py"
+"""The file of the hand-written loops, in the suite's folder."""
+
+
+class BenchmarkCase(ConformanceCase):
+    """A planned cell that is measured, as the test ``item``."""
+
+    def measure(self, benchmark: Any) -> None:
+        recorded = self._session.recording.known(self._planned.cell)
+        self._end(recorded or self._measure(benchmark), recorded=recorded is not None)
+
+    def _measure(self, benchmark: Any) -> Sequence[Result]:
+        if self._planned.refusal:
+            return self.declined()
+        cell, seconds = self._planned.cell, None
+        further: dict[str, Any] = {}
+        try:
+            rounds, profile = self._time(benchmark)
+            seconds = sum(launch.timed.seconds for launch in rounds.launches)
+            device = device_name(cell.accelerator)
+            self._measurements = measurements(cell, rounds.launches, self._reproduce(), device)
+            further = {"profile": profile, "not_applicable": not_applicable(cell, rounds.launches, device)}
+            finding = _finding(self._measurements)
+        except TimedLaunchError as failed:
+            finding, self._evidence = failed.finding, str(failed.folder)
+        except (LaunchError, SubjectError, SamplesError) as error:
+            finding = Finding(CHECK, Outcome.ERRORED, str(error))
+        for figure in self._measurements:
+            name = figure.metric if figure.rank is None else f"{figure.metric} of rank {figure.rank}"
+            shown = {"value", "low", "high", "unit", "refusal"}
+            benchmark.extra_info[name] = figure.model_dump(include=shown, exclude_none=True)
+        (result,) = self._results((finding,), seconds)
+        return [result.model_copy(update=further)]
+
+    def _time(self, benchmark: Any) -> tuple[PairedRounds, Profile | None]:
+        cell, session = self._planned.cell, self._session
+        launches, rounds = session.options.launches, PERFORMANCE[cell.workload].rounds
+        benchmark.group = f"{cell.workload} {cell.precision}"
+        locator = session.pools.locator_of(cell.subject)
+        session.cells_in_flight.discard()
+        with exclusive_lease():
+            own, by_hand = session.pools.for_measuring.several(locator, self._yardstick(locator), count=launches)
+            paired = PairedRounds(self._begin(own, cell), self._begin_yardstick(by_hand), rounds)
+            with closing(paired):
+                if benchmark.enabled:
+                    benchmark.pedantic(paired.round, setup=paired.prepare, rounds=launches * rounds)
+                else:  # under xdist, which pytest-benchmark does not support
+                    for _ in range(launches * rounds):
+                        paired.prepare()
+                        paired.round()
+                paired.finish_round()
+            if not session.options.profile:
+                return paired, None
+            profile, folder = profiled(own[0], cell, session.recording.new_folder, session.options.settings)
+            if profile.files:
+                self._profile = str(folder)
+            return paired, profile
+
+    def _yardstick(self, locator: str) -> str:
+        # In the subject's interpreter, so that both use the same torch.
+        _, python = parse_subject(locator)
+        return str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
+
+    def _begin_yardstick(self, pools: Sequence[Pool]) -> Begin | None:
+        cell = self._planned.cell
+        (yardstick,) = pools[0].subjects
+        if cell.backend not in yardstick["backends"] or cell.precision not in yardstick["precisions"][cell.accelerator]:
+            return None
+        return self._begin(pools, replace(cell, subject=yardstick["name"]))
+
+    def _begin(self, pools: Sequence[Pool], cell: Cell) -> Begin:
+        new_folder, settings = self._session.recording.new_folder, self._session.options.settings
+        return lambda number: TimedLaunch.begin(pools[number % len(pools)], cell, new_folder(), settings)
+
+
+def _finding(figures: Sequence[Measurement]) -> Finding:
+    by_metric = {figure.metric: figure for figure in figures}
+    throughput, overhead = by_metric["throughput"], by_metric.get("overhead")
+    if throughput.refusal:
+        return Finding(CHECK, Outcome.SKIPPED, throughput.refusal)
+    message = f"{throughput.value:.4g} samples/s, 95 % between {throughput.low:.4g} and {throughput.high:.4g}"
+    if overhead is not None and overhead.value is not None:
+        message += f"; {overhead.value:.3g} × the time by hand ({overhead.low:.3g} to {overhead.high:.3g})"
+    return Finding(CHECK, Outcome.PASSED, message)
