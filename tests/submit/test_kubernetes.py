@@ -17,12 +17,11 @@ from plumbline.cli.main import main
 from plumbline.core.errors import PlanError
 from plumbline.results.run import read_run
 from plumbline.submit import pod
-from plumbline.submit.engine import EngineError, Phase
+from plumbline.submit.engine import EngineError, Phase, TaskCommand
 from plumbline.submit.engines.kubernetes import KubernetesEngine
 from plumbline.submit.kubernetes_objects import PORT, merged, states_of
 from plumbline.submit.select_cells import SelectedCell
 from plumbline.submit.submission import Submission
-from plumbline.submit.tasks import TaskCommand
 
 ROOT = Path(__file__).parents[2]
 KUBECTL = Path(__file__).parent / "kubectl"

@@ -13,11 +13,10 @@ import pytest
 from plumbline.core.errors import PlanError
 from plumbline.launch.launchers import LAUNCHERS
 from plumbline.results.run import read_run
-from plumbline.submit.engine import FORGOTTEN, EngineError
+from plumbline.submit.engine import FORGOTTEN, EngineError, TaskCommand
 from plumbline.submit.engines.ray import RayEngine
 from plumbline.submit.follow import Follower
 from plumbline.submit.submission import Submission, SubmitRequest, prepare
-from plumbline.submit.tasks import TaskCommand
 
 CLUSTER = """
 import sys

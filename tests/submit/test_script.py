@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from plumbline.core.errors import PlanError
 from plumbline.slurm.scheduler import BatchScript
-from plumbline.submit.engine import pairs, variables
+from plumbline.submit.engine import pairs, split_cells, variables
 from plumbline.submit.engines.slurm import SlurmEngine
 from plumbline.submit.submission import SubmitRequest
-from plumbline.submit.tasks import split_cells
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 

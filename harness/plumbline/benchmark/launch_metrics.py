@@ -93,9 +93,7 @@ def samples_of(
 
     ``work`` is what a sample is in tokens and operations; without it nothing is told in these. ``replicas`` are the
     groups of ranks that hold one model together and see the same samples (unless given, each rank alone).
-
-    Raises:
-        SamplesError: throughput is undefined.
+    It raises ``SamplesError`` where throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:

@@ -25,9 +25,7 @@ def measurements(
     """Return every figure of ``cell``; one that is too uncertain has a refusal instead of a value.
 
     ``device`` is the name of what computed it: without one whose peak is known there is no utilisation.
-
-    Raises:
-        SamplesError: throughput is undefined.
+    It raises ``SamplesError`` where throughput is undefined.
     """
     replicas = cell.contract.replicas(cell.topology)
     work = work_of(cell, device)

@@ -24,11 +24,7 @@ class MissingRanksError(Exception):
 
 
 class RoundControl:
-    """The barrier of the ``ranks`` ranks of one launch, a Unix socket at ``path``.
-
-    Raises:
-        LaunchError: no socket can be bound to that path.
-    """
+    """The barrier of the ranks of one launch, a Unix socket at ``path``; ``LaunchError``: it cannot be bound."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         self._path = path
@@ -49,11 +45,7 @@ class RoundControl:
         self._gone: set[int] = set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until every rank has reached the barrier.
-
-        Raises:
-            MissingRanksError: a rank's connection was closed, or it took longer than ``seconds``.
-        """
+        """Wait for every rank; ``MissingRanksError``: a connection was closed, or one took longer than ``seconds``."""
         for _ in self._next_lines(seconds):
             pass
 
@@ -61,11 +53,7 @@ class RoundControl:
         self._send(GO)
 
     def reports(self, seconds: float) -> list[dict[str, Any]]:
-        """Request the reports of all ranks, which wait at the barrier; return them in the order of the ranks.
-
-        Raises:
-            MissingRanksError: as in :meth:`wait`.
-        """
+        """Request the reports of all ranks, which wait at the barrier; return them in the order of the ranks."""
         self._send(REPORT)
         return [json.loads(line) for _, line in sorted(self._next_lines(seconds))]
 

@@ -33,9 +33,8 @@ class WarmPools:
     def several(self, *locators: str, count: int) -> list[list[Pool]]:
         """Return ``count`` pools of each of ``locators``, alive and idle: their warm-up is done.
 
-        Raises:
-            SubjectError: there is no such subject, or it cannot be imported.
-            LaunchError: there is not enough memory for so many, or a server has died.
+        It raises ``SubjectError`` where a subject cannot be imported, ``LaunchError`` where memory is short or a server
+        died.
         """
         found = [self._alive(locator) for locator in locators]
         self._make_room(sum(max(0, count - len(pools)) for pools in found), locators)

@@ -58,17 +58,12 @@ class _FoundError(Exception):
 
 @dataclass
 class Search:
-    """A search among the problems of one subject.
+    """A search among the problems of one subject, on ``cells``, whose workload is a placeholder.
 
-    Args:
-        pool: starts the subject's ranks.
-        declared: what the subject says it can do, by backend.
-        cells: those to draw from; their workload is a placeholder.
-        folder: for temporary problems and traces.
-        time_limit: of one training, in seconds.
-        known: causes to skip; new ones are added.
-        counts: problems that were ``drawn``, ``unfit`` for judging, ``refused`` by the subject, ``trained``,
-            ``failed``, or passed with a ``vacuous`` check; new ``causes``; ``rounds``; ``seconds``; failures by cause.
+    ``folder`` is for temporary problems and traces, ``time_limit`` is that of one training in seconds. Causes that are
+    ``known`` are skipped; new ones are added. ``counts`` has problems that were ``drawn``, ``unfit`` for judging,
+    ``refused`` by the subject, ``trained``, ``failed``, or passed with a ``vacuous`` check; new ``causes``; ``rounds``;
+    ``seconds``; failures by cause.
     """
 
     pool: Pool

@@ -25,11 +25,7 @@ TEXTS = ("lm-tokens",)
 def searches(
     pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
 ) -> list[Search]:
-    """Return a search for each declared subject, on cells of up to ``gpus`` devices.
-
-    Raises:
-        PlanError: a subject has no cell.
-    """
+    """Return a search for each declared subject, on cells of up to ``gpus`` devices; ``PlanError``: it has none."""
     accelerator = resolve_accelerator("auto", torch.cuda.device_count())
     expectations = read_expectations(suites() / "expectations")
     found = []

@@ -46,14 +46,9 @@ class WrittenUp:
 
 
 def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
-    """Write the page of a failure and its program, and run the program.
+    """Write the page of a failure and its program beside the problem's file in ``folder``, and run the program.
 
-    Args:
-        failure: the problem and its finding.
-        declared: what the subject can do, by backend.
-        subject: what the user gave as ``--subject``.
-        python: the subject's interpreter.
-        folder: where the problem's file is.
+    ``subject`` is what the user gave as ``--subject``, ``python`` its interpreter, ``declared`` what it can do.
     """
     recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
     declaration = declared_for(cell.subject, cell.backend, declared)

@@ -28,11 +28,7 @@ class NoEnergyError(Exception):
 
 
 class EnergyMeter:
-    """The energy counters of all GPUs of this machine. ``load`` opens the driver's library by its name.
-
-    Raises:
-        NoEnergyError: The library is missing, or a call of it fails.
-    """
+    """The energy counters of all GPUs, or ``NoEnergyError``. ``load`` opens the driver's library by its name."""
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
         try:

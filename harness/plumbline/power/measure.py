@@ -32,12 +32,7 @@ def cells_of(
     backends: Sequence[str] | None,
     precisions: Sequence[str] | None,
 ) -> list[Cell]:
-    """Return the subject's cells of a workload, by name or file, on up to ``gpus`` devices.
-
-    Raises:
-        PlanError: the subject has no such cell.
-        WorkloadError: there is no such workload.
-    """
+    """Return the subject's cells of a workload, by name or file; raise ``PlanError`` where there are none."""
     names = (workload,) if workload in WORKLOADS else tuple(own.name for own in use_workloads([workload]))
     matrix = Matrix(
         gpus=gpus,
@@ -76,11 +71,7 @@ class Power:
 
 
 def measure(pool: Pool, cell: Cell, folder: Path, *, runs: int, trainings: int) -> Iterator[Power]:
-    """Yield the power for each kind of error, over ``runs`` places in ``trainings`` with different seeds.
-
-    Raises:
-        NotRightError: a training was found wrong.
-    """
+    """Yield the power for each kind of error, over ``runs`` places in ``trainings`` with different seeds."""
     found: dict[str, list[float]] = {name: [] for name in KINDS}
     for seed in range(trainings):
         seeded = replace(cell, seed=seed)

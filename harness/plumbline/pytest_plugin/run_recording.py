@@ -30,9 +30,7 @@ from plumbline.worker.scratch import RUN, Scratch
 def find_resumed_run(options: Options) -> Run | None:
     """Return the run to resume. None: no run is to be resumed, or ``--resume`` means the latest and there is none.
 
-    Raises:
-        ResultsError: the run cannot be read.
-        NothingToResume: it was begun with other options or on another machine.
+    It raises ``ResultsError`` where the run cannot be read, or was begun with other options or on another machine.
     """
     if options.resume is None:
         return None
@@ -57,13 +55,9 @@ def find_resumed_run(options: Options) -> Run | None:
 
 
 def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBehavior]) -> None:
-    """Check that the session with the header ``now`` can continue ``run``.
+    """Raise ``PlanError`` or ``NothingToResume`` if the session with the header ``now`` cannot continue ``run``.
 
     ``behaviors`` has what the subjects declare for each of their cells.
-
-    Raises:
-        PlanError: the run does not plan one of the cells.
-        NothingToResume: a subject, its library or its declarations have changed.
     """
     unknown = {planned.cell for planned in now.planned} - {planned.cell for planned in run.header.planned}
     if unknown:

@@ -31,17 +31,11 @@ from plumbline.workloads import PERFORMANCE
 
 
 class Session:
-    """The session of this process.
+    """The session of this process, with pytest's options ``given`` and the cells of the file ``suite``.
 
-    Args:
-        given: pytest's options.
-        root: pytest's root directory.
-        suite: the file whose cells are run. The expectations lie beside its folder.
-        notify: shows the user a message at once.
-        forks_judges: judge in several processes, if this machine allows it.
-
-    Raises:
-        PlumblineError: the options cannot be planned, an expectation is invalid, or a subject cannot be loaded.
+    ``notify`` shows the user a message at once. ``forks_judges``: judge in several processes, if this machine allows
+    it. Options that cannot be planned, invalid expectations and subjects that cannot be loaded raise
+    ``PlumblineError``.
     """
 
     def __init__(

@@ -50,22 +50,14 @@ def format_names() -> list[str]:
 
 
 def report_format(name: str) -> ReportFormat:
-    """Return a format by its name.
-
-    Raises:
-        KeyError: there is no such format.
-    """
+    """Return a format by its name; raise ``KeyError`` where there is none."""
     found = resolve_name(_locations()[name])
     assert isinstance(found, ReportFormat), f"{name}: {found!r} is not a ReportFormat"
     return found
 
 
 def write_report(run_path: Path) -> None:
-    """Write the files of every format into a run's folder.
-
-    Raises:
-        ResultsError: the run cannot be read (see ``read_run``), or its folder is not writable.
-    """
+    """Write the files of every format into a run's folder; raise ``ResultsError`` where that is not possible."""
     run = read_run(run_path)
     for name in format_names():
         for file, render in report_format(name).files.items():

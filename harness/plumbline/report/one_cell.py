@@ -35,10 +35,8 @@ _STYLES = {Outcome.PASSED: "green", Outcome.DEVIATES: "cyan", Outcome.UNSUPPORTE
 def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
     """Return the id that is ``name``, or the only one that has all of its words, or of several the only wrong one.
 
-    ``outcomes`` has the outcome of each cell of the run.
-
-    Raises:
-        PlumblineError: no cell matches, or several do; the message lists them, those that went wrong first.
+    ``outcomes`` has the outcome of each cell of the run. Where no cell matches, or several do, it raises
+    ``PlumblineError``, whose message lists them, those that went wrong first.
     """
     if name in outcomes:
         return name

@@ -41,11 +41,7 @@ class NewerSchema(ResultsError):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, over an existing file or link: where a link leads is left as it is.
-
-    Raises:
-        ResultsError: the folder is not writable.
-    """
+    """Write ``text`` to ``path``, over an existing file or link, or raise ``ResultsError``."""
     beside = _name_beside(path)
     try:
         beside.write_bytes(text.encode())
@@ -56,11 +52,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def point_symlink(link: Path, target: str) -> None:
-    """Make ``link`` a symlink to ``target``, over an existing link.
-
-    Raises:
-        OSError: ``link`` is a folder, or the file system has no symlinks.
-    """
+    """Make ``link`` a symlink to ``target``, over an existing link; raise ``OSError`` where that is not possible."""
     beside = _name_beside(link)
     try:
         beside.symlink_to(target, target_is_directory=True)

@@ -309,12 +309,9 @@ def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
 
 
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
-    """Return the outcome of a cell with these findings: the worst outcome that was not expected.
+    """Return the outcome of a cell with these findings, at least one: the worst outcome that was not expected.
 
     It is ``known`` if all bad findings were expected, and an ``unexpected pass`` if a finding is better than expected.
-
-    Raises:
-        ValueError: there is no finding.
     """
     unknown = [result.outcome for result in results if not result.is_known]
     if unknown and worst(unknown).is_bad:

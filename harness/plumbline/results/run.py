@@ -40,12 +40,7 @@ def line_of(record: Line) -> bytes:
 
 
 def record_of(line: bytes) -> Line:
-    """Read one line back.
-
-    Raises:
-        pydantic.ValidationError: it is not JSON, or not a record of this schema version.
-        ChecksumError: it has a checksum that does not match.
-    """
+    """Read one line back; raise ``ChecksumError``, or pydantic's ``ValidationError`` where it is not a record."""
     if (found := _CHECKSUM.search(line)) and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
         raise ChecksumError("its checksum does not match")
     return _RECORD.validate_json(line, strict=True)

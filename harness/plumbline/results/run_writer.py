@@ -19,11 +19,8 @@ from plumbline.results.run import LATEST, RESULTS, ChecksumError, Line, Run, lin
 class RunWriter:
     """Appends the records of a run to its file. ``write`` returns when the operating system has them.
 
-    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer.
-
-    Raises:
-        ReportDirUnusable: the report directory cannot be created or written to.
-        ResultsError: a record cannot be written, for instance because the disk is full.
+    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer. Where the report
+    directory or the file cannot be written to, methods raise ``ReportDirUnusable`` or ``ResultsError``.
     """
 
     def __init__(self, report_dir: Path, header: Header) -> None:
@@ -45,11 +42,8 @@ class RunWriter:
     def resume(cls, path: Path) -> tuple[RunWriter, Run]:
         """Reopen the run at ``path`` after its last whole cell; return the writer, and the run up to there.
 
-        Records of a cell that is not whole were never reported, and are cut off.
-
-        Raises:
-            NothingToResume: the run is complete, or another process is writing it.
-            ResultsError: it cannot be read (see ``read_run``) or written to.
+        Records of a cell that is not whole were never reported, and are cut off. A run that is complete, or that
+        another process is writing, raises ``NothingToResume``; one that cannot be read or written to, ``ResultsError``.
         """
         file = read_run(path).path / RESULTS
         writer = object.__new__(cls)
@@ -101,11 +95,7 @@ class RunWriter:
 
 
 def check_report_dir(report_dir: Path) -> None:
-    """Check that a run could be written below ``report_dir``, which need not exist yet; nothing is created.
-
-    Raises:
-        ReportDirUnusable: a file is in the way, or a folder is not writable.
-    """
+    """Raise ``ReportDirUnusable`` if no run could be written below ``report_dir``, which need not exist yet."""
     nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         raise ReportDirUnusable(
@@ -122,11 +112,6 @@ def check_report_dir(report_dir: Path) -> None:
 
 
 def _claim(file: FileIO) -> None:
-    """Lock the run's file against other writers, for as long as it is open here.
-
-    Raises:
-        NothingToResume: another process is writing the run.
-    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

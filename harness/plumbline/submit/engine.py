@@ -1,17 +1,103 @@
-"""The interface of engines: what they are sent, the states of their tasks, and how their options are read."""
+"""The tasks of a submission, and the interface of the engines that they are sent to."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError, PlumblineError
-from plumbline.submit.tasks import Tasks
+from plumbline.submit.select_cells import SelectedCell
+
+FOLDER = "submission"
+"""The folder of the tasks' files, in the run's folder."""
+
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """What each task runs: pytest with ``flags`` over its own cells, on ``nodes`` nodes with ``gpus`` devices each.
+
+    ``python`` and ``folder`` are the interpreter and the working directory of the process that submits. ``suites`` is
+    the folder of the suites in flags and cells. ``subjects`` and ``workloads`` are the values of ``--subject`` and
+    ``--workload``.
+    """
+
+    nodes: int
+    gpus: int
+    accelerator: str
+    flags: tuple[str, ...]
+    subjects: tuple[str, ...]
+    workloads: tuple[str, ...]
+    python: str
+    folder: str
+    suites: str
+
+    def words(self, launcher: str) -> list[str]:
+        """Return the command of every task, without its report directory and its cells."""
+        flags = [*self.flags, "--accelerator", self.accelerator, "--launcher", launcher]
+        return [self.python, "-m", "pytest", *flags]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks that share the cells of a run.
+
+    ``run`` is the folder of the run that collects them, ``command`` the user's command. ``tasks`` has the ids of each
+    task's cells.
+    """
+
+    run: Path
+    command: tuple[str, ...]
+    work: TaskCommand
+    cells: tuple[SelectedCell, ...]
+    tasks: tuple[tuple[str, ...], ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.run / FOLDER
+
+    def part(self, task: int) -> Path:
+        return self.folder / f"task-{task}"
+
+    def selection(self, task: int) -> Path:
+        return self.part(task) / "cells.txt"
+
+    def select(self, task: int, cells: Sequence[str]) -> None:
+        nodeids = {cell.cell: cell.nodeid for cell in self.cells}
+        self.part(task).mkdir(exist_ok=True)
+        self.selection(task).write_text("".join(f"{nodeids[cell]}\n" for cell in cells))
+
+    def new_job(self) -> str:
+        """Return an unused name for a job: lower-case letters, digits and hyphens."""
+        return f"plumbline-{self.run.name.lower()}-{len(self._lines())}"
+
+    def add_job(self, job: str, tasks: Sequence[int]) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"job": job, "tasks": list(tasks)}) + "\n")
+
+    def jobs(self) -> dict[int, str]:
+        return {task: line["job"] for line in self._lines() for task in line["tasks"]}
+
+    def tasks_of(self, job: str) -> list[int]:
+        return next(line["tasks"] for line in self._lines() if line["job"] == job)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "jobs.jsonl"
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return list(map(json.loads, self._file.read_text().splitlines())) if self._file.exists() else []
+
+
+def split_cells(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
+    """Split cells among at most ``tasks`` tasks, round-robin: large topologies come last, so each task gets some."""
+    return tuple(tuple(cells[task::tasks]) for task in range(min(tasks, len(cells))))
 
 
 class EngineError(PlumblineError):
@@ -62,19 +148,11 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def of(cls, options: argparse.Namespace) -> Engine:
-        """Return the engine with the settings from the options of ``plumbline submit``.
-
-        Raises:
-            PlanError: An option is missing or invalid.
-        """
+        """Return the engine with the settings in the options; raise ``PlanError`` where one is missing or invalid."""
 
     @abstractmethod
     def check(self, submission: Tasks) -> None:
-        """Refuse what this engine cannot run, before anything is written.
-
-        Raises:
-            PlanError: It cannot run this; the message says what to change.
-        """
+        """Refuse what this engine cannot run with a ``PlanError``, before anything is written."""
 
     @abstractmethod
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
@@ -82,19 +160,11 @@ class Engine(ABC):
 
     @abstractmethod
     def send(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
-        """Send some of the tasks as one job, for which ``job`` is an unused name; return the job's actual name.
-
-        Raises:
-            EngineError: The engine did not accept it.
-        """
+        """Send tasks as one job, named ``job`` if possible; return its actual name, or raise ``EngineError``."""
 
     @abstractmethod
     def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
-        """Return the states of tasks by their last jobs, without those that the engine does not know.
-
-        Raises:
-            EngineError: The engine does not answer.
-        """
+        """Return the states of tasks by their last jobs, without unknown ones, or raise ``EngineError``."""
 
     @abstractmethod
     def log(self, submission: Tasks, job: str, task: int) -> str:
@@ -109,11 +179,7 @@ class Engine(ABC):
 
 
 def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict[str, Any]:
-    """Return the values by name; None for a name alone, which is refused unless ``valueless``.
-
-    Raises:
-        PlanError: A text does not have this form.
-    """
+    """Return the values by name; None for a name alone, which is refused with ``PlanError`` unless ``valueless``."""
     found: dict[str, str | None] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -124,11 +190,7 @@ def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables of ``--env``; a name alone takes the value in this process.
-
-    Raises:
-        PlanError: A text does not have this form, or this process has no such variable.
-    """
+    """Return the variables of ``--env``; a name alone takes the value in this process, or raises ``PlanError``."""
     found: dict[str, str | None] = pairs("--env", given, valueless=True)
     for name in [name for name, value in found.items() if value is None]:
         if name not in os.environ:

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from plumbline.core.invocation import suites
-from plumbline.submit.collect import collect
+from plumbline.submit.follow import collect
 from plumbline.submit.submission import NoSubmissionError, Submission
 
 MEETING_TIMEOUT = timedelta(minutes=30)
@@ -41,7 +41,10 @@ _LEAVE_GRACE_S = 30.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine the cells that this pod's task still lacks; return the exit code of the container."""
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(prog="plumbline.submit.pod", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, on the volume")
+    parser.add_argument("tasks", type=int, nargs="+", metavar="TASK", help="the tasks, in the order of the indices")
+    options = parser.parse_args(arguments)
     # The first process of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -96,15 +99,8 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
     launcher = f"{host}:{port + 2}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"]
     torchrun += ["--node-rank", str(rank), "--master-addr", host, "--master-port", str(port)]
-    server = [
-        "-m",
-        "plumbline.worker",
-        "--connect",
-        launcher,
-        "--as-node",
-        "${GROUP_RANK}",
-        submission.work.subjects[0],
-    ]
+    server = ["-m", "plumbline.worker", "--connect", launcher, "--as-node", "${GROUP_RANK}"]
+    server.append(submission.work.subjects[0])
     with _child([*torchrun, "--max-restarts", str(RESTARTS), *server]) as agent:
         if rank:
             code = agent.wait()
@@ -127,13 +123,6 @@ def _child(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         if child.poll() is None:
             child.terminate()
             child.wait()
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="plumbline.submit.pod", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, on the volume")
-    parser.add_argument("tasks", type=int, nargs="+", metavar="TASK", help="the tasks, in the order of the indices")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

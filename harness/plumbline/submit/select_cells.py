@@ -42,12 +42,9 @@ class Selection:
 
 
 def select_cells(arguments: Sequence[str]) -> Selection:
-    """Return the cells that ``pytest ARGUMENTS`` would examine; nothing is trained.
+    """Return the cells that ``pytest ARGUMENTS`` would examine; raise ``PlanError`` where there are none.
 
-    They are planned for simulated devices, because the machine that submits may have no GPUs.
-
-    Raises:
-        PlanError: pytest refuses the arguments, or they select no cell.
+    They are planned for simulated devices, because the machine that submits may have no GPUs. Nothing is trained.
     """
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         file = Path(folder) / "cells.json"

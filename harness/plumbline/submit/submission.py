@@ -14,10 +14,9 @@ from plumbline.core.invocation import SUITES, pytest_arguments, suites
 from plumbline.results.files import point_symlink
 from plumbline.results.header_footer import new_run_id
 from plumbline.results.run import LATEST
-from plumbline.submit.engine import Engine
+from plumbline.submit.engine import FOLDER, Engine, TaskCommand, Tasks, split_cells
 from plumbline.submit.engines import ENGINES
 from plumbline.submit.select_cells import SelectedCell, select_cells
-from plumbline.submit.tasks import FOLDER, TaskCommand, Tasks, split_cells
 
 
 class NoSubmissionError(PlumblineError):
@@ -39,11 +38,7 @@ class Submission(Tasks):
 
     @classmethod
     def load(cls, run: Path) -> Submission:
-        """Read what :meth:`save` wrote; ``run`` may be a link to the run's folder.
-
-        Raises:
-            NoSubmissionError: That run was not submitted, or its file is broken.
-        """
+        """Read what ``save`` wrote, or raise ``NoSubmissionError``; ``run`` may be a link to the run's folder."""
         run = run.resolve()
         try:
             values = json.loads((run / FOLDER / "submission.json").read_text())
@@ -85,11 +80,7 @@ class SubmitRequest:
 
 
 def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:
-    """Return the submission of a request; ``command`` is the user's command. Nothing is written.
-
-    Raises:
-        PlanError: The request selects no cell, or the engine cannot run it.
-    """
+    """Return the submission of a request, or raise ``PlanError``; ``command`` is the user's. Nothing is written."""
     words = request.pytest
     if not words or words[0] in SUITES or words[0].startswith("-"):
         words = tuple(pytest_arguments(words))

@@ -32,9 +32,5 @@ def write_options(folder: Path, options: RecordingOptions) -> None:
 
 
 def read_options(folder: str) -> RecordingOptions:
-    """Return the options in ``folder``.
-
-    Raises:
-        OSError, ValueError: there are none.
-    """
+    """Return the options in ``folder``; without them, raise ``OSError`` or ``ValueError``."""
     return RecordingOptions(**json.loads((Path(folder) / FILE).read_text(encoding="utf-8")))

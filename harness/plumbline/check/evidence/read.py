@@ -16,10 +16,8 @@ from plumbline.evidence.read import read_file
 def read_trainings(folder: Path) -> list[RecordedTraining]:
     """Return the trainings that processes recorded below ``folder``: usually one, none if nothing took a step.
 
-    Processes that are one group make one training; each that is alone, without a group, makes one of its own.
-
-    Raises:
-        TraceError: a file cannot be read; the message names it.
+    Processes that are one group make one training; each that is alone, without a group, makes one of its own. A file
+    that cannot be read raises ``TraceError``, which names it.
     """
     groups: dict[tuple[int, int], list[RecordedRank]] = defaultdict(list)
     for own in sorted(folder.glob("rank-*-*"), key=lambda path: [int(part) for part in path.name.split("-")[1:]]):

@@ -62,11 +62,7 @@ class Layer:
 
 
 def layers_of(recipe: Recipe) -> Iterator[Layer]:
-    """Yield the layers of a recipe's model, from inputs to outputs.
-
-    Raises:
-        NotExpressedError: a layer drops units.
-    """
+    """Yield the layers of a recipe's model, from inputs to outputs; ``NotExpressedError``: a layer drops units."""
     yield _first(recipe)
     width = WIDTH
     for number, word in enumerate(recipe.layers, 1):

@@ -25,9 +25,8 @@ class NoTemplateError(NotExpressedError):
 def render(problem: Problem, folder: Path, title: str) -> str:
     """Return a program that trains a problem with the subject whose adapter is in ``folder``.
 
-    Raises:
-        NoTemplateError: the subject has no template.
-        NotExpressedError: the program would be wrong, or too long.
+    It raises ``NoTemplateError`` without a template, ``NotExpressedError`` where the program would be wrong or too
+    long.
     """
     name = f"{problem.cell.subject}.py.jinja"
     try:
@@ -38,11 +37,7 @@ def render(problem: Problem, folder: Path, title: str) -> str:
 
 
 def render_by_hand(problem: Problem, title: str) -> str:
-    """Return a program that trains a problem by hand on one device, and prints the weights.
-
-    Raises:
-        NotExpressedError: the program would be wrong, or too long.
-    """
+    """Return a program that trains a problem by hand on one device, and prints the weights; see ``render``."""
     return _checked(_environment(Path()).get_template("program.py.jinja").render(p=problem, title=title, alone=True))
 
 

@@ -68,16 +68,11 @@ def command_of(program: Path, ranks: int) -> list[str]:
 def run_program(
     program: Path, ranks: int, python: str, modules: Path | None = None, time_limit: float = TIME_LIMIT_S
 ) -> ProgramRun:
-    """Run a program with an interpreter, in a folder of its own, and leave nothing running.
+    """Run a program with the interpreter ``python``, in a folder of its own, and leave nothing running.
 
-    A program that fails without saying why is run once more: torch may abort when a process ends.
-
-    Args:
-        program: the file.
-        ranks: processes that torchrun starts; one process is started without it.
-        python: the interpreter.
-        modules: a folder of modules that the interpreter finds first, for what its environment lacks.
-        time_limit: seconds after which the program is killed.
+    torchrun starts it where it has several ``ranks``. ``modules`` is a folder of modules that the interpreter finds
+    first, for what its environment lacks. A program that fails without saying why is run once more: torch may abort
+    when a process ends.
     """
     run = _run(program, ranks, python, modules, time_limit)
     if run.exit_code and not run.error:

@@ -53,11 +53,7 @@ _PLACE: Final = ("subject", "workload", "backend", "topology", "precision")
 
 
 def align_runs(a: Run, b: Run) -> Alignment:
-    """Pair the cells of two runs. Subjects are matched by name, or by position where each run has only one.
-
-    Raises:
-        UsageError: a run has no cells, or the runs have no subject in common.
-    """
+    """Pair the cells of two runs, subjects by name, or by position where each run has one; or raise ``UsageError``."""
     sides = {"A": cell_records(a), "B": cell_records(b)}
     for run, cells in zip((a, b), sides.values(), strict=True):
         if cells.empty:
@@ -82,10 +78,8 @@ def align_within(run: Run, by: str) -> Alignment:
     """Pair cells of one run that differ only in ``by``, one of ``DIMENSIONS``, with the first of them.
 
     The first value is the first in the run's plan; of gpus it is the smallest; ``auto``, which lets the trainer choose
-    a backend, comes last. Where a group of cells lacks the first value, the next one is the baseline.
-
-    Raises:
-        UsageError: all cells have the same value, or none has a counterpart.
+    a backend, comes last. Where a group of cells lacks the first value, the next one is the baseline. Without any pair
+    it raises ``UsageError``.
     """
     cells = cell_records(run)
     values = list(cells[by].unique())

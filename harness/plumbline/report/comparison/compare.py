@@ -190,11 +190,7 @@ class Comparison:
 
 
 def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
-    """Compare run B with run A.
-
-    Raises:
-        UsageError: no cell of one run corresponds to a cell of the other.
-    """
+    """Compare run B with run A; raise ``UsageError`` where no cell of one corresponds to a cell of the other."""
     token = a.header.options.get(IN_TURNS)
     return _comparison(
         align_runs(a, b),
@@ -207,11 +203,7 @@ def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
 
 
 def compare_within(run: Run, by: str, effect: float = MINIMUM_EFFECT) -> Comparison:
-    """Compare cells of a run that differ only in ``by`` with the first of them.
-
-    Raises:
-        UsageError: no two cells differ only in that.
-    """
+    """Compare cells that differ only in ``by`` with the first of them; raise ``UsageError`` where there are none."""
     turns = run.header.options.get(IN_TURNS) is not None
     return _comparison(align_within(run, by), (run,), by=by, turns=turns, effect=effect)
 

@@ -177,11 +177,7 @@ class FoundRuns:
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Return every run in ``folder`` or below it; one that lies there twice counts once.
-
-    Raises:
-        RunNotFound: there is none that can be read.
-    """
+    """Return every run in ``folder`` or below it, each once; raise ``RunNotFound`` where none can be read."""
     runs: dict[str, Run] = {}
     unreadable: list[str] = []
     for file in sorted(folder.glob(f"**/{RESULTS}")):

@@ -146,12 +146,7 @@ class SubjectSection:
 
 
 def write_site(folder: Path, site: Path) -> FoundRuns:
-    """Write the site about the runs below ``folder`` to ``site``, which is made; return the runs.
-
-    Raises:
-        RunNotFound: there is no run that can be read.
-        OSError: a file cannot be written.
-    """
+    """Write the site about the runs below ``folder`` to ``site``, which is made; return the runs."""
     found = find_runs(folder)
     cells, figures = cell_histories(found.runs), figure_histories(found.runs)
     steps = all_steps(cells, figures)

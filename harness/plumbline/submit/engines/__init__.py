@@ -15,11 +15,7 @@ ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (SlurmEngi
 
 
 def find_engine(options: argparse.Namespace) -> Engine:
-    """Return the engine that the options of ``plumbline submit`` name, with its settings.
-
-    Raises:
-        PlanError: There is no such engine, or an option is missing, invalid, or another engine's.
-    """
+    """Return the engine that the options of ``plumbline submit`` name, with its settings, or raise ``PlanError``."""
     name = options.engine
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, 1)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command
-from plumbline.submit.engine import Engine, EngineError, TaskState, variables
+from plumbline.submit.engine import Engine, EngineError, Tasks, TaskState, variables
 from plumbline.submit.kubernetes_objects import (
     INDEX_LABEL,
     JOB_LABEL,
@@ -32,7 +32,6 @@ from plumbline.submit.kubernetes_objects import (
     secret,
     states_of,
 )
-from plumbline.submit.tasks import Tasks
 from plumbline.worker.node_server import TOKEN
 
 COMMAND_TIMEOUT_S = 60.0
@@ -113,15 +112,17 @@ class KubernetesEngine(Engine):
             )
 
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
-        """Return the manifests; the values of the Secret are hidden."""
         hidden = dict.fromkeys(self._variables(submission), "(not shown)")
         return _dumped([secret(_secret(submission), hidden), *self._objects(submission, job, tasks)])
 
     def send(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         objects = submission.folder / f"{job}.yaml"
         objects.write_text(_dumped(self._objects(submission, job, tasks)))
-        self._write_secret(submission)
-        apply = ["apply", "-f", str(_secret_file(submission)), "-f", str(objects)]
+        file = _secret_file(submission)
+        if not file.exists():
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as private:
+                private.write(_dumped([secret(_secret(submission), self._variables(submission))]))
+        apply = ["apply", "-f", str(file), "-f", str(objects)]
         if shutil.which("kubectl") is None:
             submission.add_job(job, tasks)
             raise EngineError(
@@ -141,13 +142,11 @@ class KubernetesEngine(Engine):
         return {task: found[job, task] for task, job in jobs.items() if (job, task) in found}
 
     def log(self, submission: Tasks, job: str, task: int) -> str:
-        one = f"{TASK_LABEL}={task}"
-        if self._kind(submission) == "job":
-            one = f"{INDEX_LABEL}={submission.tasks_of(job).index(task)}"
+        is_indexed = self._kind(submission) == "job"
+        one = f"{INDEX_LABEL}={submission.tasks_of(job).index(task)}" if is_indexed else f"{TASK_LABEL}={task}"
         return shlex.join(self._kubectl("logs", "--tail=-1", "--prefix", "-l", f"{JOB_LABEL}={job},{one}"))
 
     def end(self, submission: Tasks) -> None:
-        """Remove the run's Secret if possible. The run itself is complete."""
         _secret_file(submission).unlink(missing_ok=True)
         with contextlib.suppress(EngineError, FileNotFoundError):
             self._call("delete", "secret", _secret(submission), "--ignore-not-found")
@@ -171,15 +170,7 @@ class KubernetesEngine(Engine):
     def _mount(self, submission: Tasks) -> Path:
         return Path(self.mount) if self.mount else submission.run.parent
 
-    def _write_secret(self, submission: Tasks) -> None:
-        """Write the manifest of the run's Secret once; only its owner can read it."""
-        file = _secret_file(submission)
-        if not file.exists():
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as private:
-                private.write(_dumped([secret(_secret(submission), self._variables(submission))]))
-
     def _variables(self, submission: Tasks) -> dict[str, str]:
-        """Return the user's variables, with a new secret that the nodes of a task share."""
         user = {"HOME": "/tmp", "USER": "plumbline"}  # the image may not have this user, or a home for it
         token = {TOKEN: secrets.token_hex(32)} if submission.work.nodes > 1 else {}
         return {**user, **token, **self.environment}

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError
-from plumbline.submit.engine import Engine, EngineError, Phase, TaskState, variables
-from plumbline.submit.tasks import Tasks
+from plumbline.submit.engine import Engine, EngineError, Phase, Tasks, TaskState, variables
 
 _PHASES = {"PENDING": Phase.LIVE, "RUNNING": Phase.LIVE, "STOPPED": Phase.CANCELLED}
 
@@ -44,11 +43,10 @@ class RayEngine(Engine):
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         at = ["--address", self.address] if self.address else []
         sent = ["ray", "job", "submit", "--no-wait", *at]
-        lines = [
+        return "".join(
             f"{shlex.join([*sent, '--submission-id', f'{job}-{task}'])} -- {self._entrypoint(submission, task)}\n"
             for task in tasks
-        ]
-        return "".join(lines)
+        )
 
     def send(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         with self._client() as client:
@@ -78,7 +76,6 @@ class RayEngine(Engine):
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[Any]:
-        """Yield a client of the cluster; its errors become ``EngineError``."""
         try:
             from ray.exceptions import RayError
             from ray.job_submission import JobSubmissionClient

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from plumbline.slurm.scheduler import INTERRUPTED, LIVE, BatchScript, sbatch, states
-from plumbline.submit.engine import Engine, Phase, TaskState, pairs, variables
-from plumbline.submit.tasks import Tasks
+from plumbline.submit.engine import Engine, Phase, Tasks, TaskState, pairs, variables
 
 LOG = "log-%A_%a.txt"
 """The file with a task's output, in SLURM's notation for job and index."""
@@ -85,17 +84,16 @@ class SlurmEngine(Engine):
 
     def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
         found = states({int(job) for job in jobs.values()})
-        return {task: _state(*found[place]) for task, job in jobs.items() if (place := (int(job), task)) in found}
+        known = {task: found[place] for task, job in jobs.items() if (place := (int(job), task)) in found}
+        return {task: TaskState(name, _phase(name), reason) for task, (name, reason) in known.items()}
 
     def log(self, submission: Tasks, job: str, task: int) -> str:
         return str(submission.folder / LOG.replace("%A", job).replace("%a", str(task)))
 
 
-def _state(name: str, reason: str) -> TaskState:
+def _phase(name: str) -> Phase:
     if name in LIVE:
-        phase = Phase.LIVE
-    elif name in INTERRUPTED:
-        phase = Phase.INTERRUPTED
-    else:
-        phase = Phase.CANCELLED if name.startswith("CANCELLED") else Phase.ENDED
-    return TaskState(name, phase, reason)
+        return Phase.LIVE
+    if name in INTERRUPTED:
+        return Phase.INTERRUPTED
+    return Phase.CANCELLED if name.startswith("CANCELLED") else Phase.ENDED
