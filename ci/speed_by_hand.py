@@ -31,9 +31,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from plumbline.benchmark.launch_metrics import LaunchSample
 from plumbline.benchmark.measurements import measurements
-from plumbline.benchmark.timed_launch import TimedLaunch
+from plumbline.benchmark.timed_launch import LaunchSample, TimedLaunch
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.launch.pool import Pool

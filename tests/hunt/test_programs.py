@@ -22,8 +22,15 @@ from plumbline.core.topology import Topology
 from plumbline.hunt.problems import recipes
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
-from plumbline.hunt.program.render import MOST_LINES, NoTemplateError, render, render_by_hand
-from plumbline.hunt.program.run_program import Shown, command_of, run_program
+from plumbline.hunt.program.run_program import (
+    MOST_LINES,
+    NoTemplateError,
+    Shown,
+    command_of,
+    render,
+    render_by_hand,
+    run_program,
+)
 from plumbline.hunt.write_up import processes_of
 from plumbline.planning.declaration import Declaration
 from plumbline.subjects.declare import CAPABILITIES

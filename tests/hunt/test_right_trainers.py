@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plumbline.hunt.problems import Drawn
-from plumbline.hunt.search import Search
-from plumbline.hunt.subject import cells_of
+from plumbline.hunt.search import Search, cells_of
 from plumbline.planning.declaration import Declaration
 from plumbline.workloads.generated import Recipe
 

@@ -23,8 +23,7 @@ from plumbline.engine.subject_pools import open_subject
 from plumbline.hunt.corpus import Corpus
 from plumbline.hunt.problems import Drawn, name_of
 from plumbline.hunt.program.run_program import ProgramRun
-from plumbline.hunt.search import Failure, Search
-from plumbline.hunt.subject import cells_of, searches
+from plumbline.hunt.search import Failure, Search, cells_of, searches
 from plumbline.hunt.write_up import write_up
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.trace_analysis import TraceAnalysis

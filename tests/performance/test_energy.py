@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
-from plumbline.benchmark.timed_launch import EnergyUse, LaunchTimings
+from plumbline.benchmark.launch_metrics import samples_of
+from plumbline.benchmark.timed_launch import EnergyUse, LaunchSample, LaunchTimings
 from plumbline.evidence.timing import RankTiming, Round
 from plumbline.machine.energy import EnergyMeter, NoEnergyError, meter_of
 

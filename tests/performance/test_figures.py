@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.benchmark.launch_metrics import METRICS, LaunchSample, SamplesError, samples_of, step_quantiles
-from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.benchmark.launch_metrics import METRICS, SamplesError, samples_of, step_quantiles
+from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings
 from plumbline.evidence.timing import RankTiming, Round
 
 

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from plumbline.benchmark.launch_metrics import LaunchSample
 from plumbline.benchmark.measurements import measurements, scaling
-from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import RankTiming, Round

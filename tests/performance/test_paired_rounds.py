@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.benchmark.paired_rounds import PairedRounds
-from plumbline.benchmark.timed_launch import TimedLaunchError
+from plumbline.benchmark.timed_launch import PairedRounds, TimedLaunchError
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
-from plumbline.benchmark.pipeline_timeline import bubble, timeline
-from plumbline.benchmark.timed_launch import LaunchTimings, TimedLaunch
+from plumbline.benchmark.launch_metrics import bubble, samples_of, timeline
+from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings, TimedLaunch
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from plumbline.benchmark.launch_metrics import LaunchSample, samples_of
-from plumbline.benchmark.sample_work import SampleWork, work_of
-from plumbline.benchmark.timed_launch import LaunchTimings
+from plumbline.benchmark.launch_metrics import SampleWork, samples_of, work_of
+from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import RankTiming, Round

@@ -8,8 +8,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from plumbline.benchmark.launch_metrics import LaunchSample, SamplesError, samples_of
-from plumbline.benchmark.timed_launch import TimedLaunchError, interleaved
+from plumbline.benchmark.launch_metrics import SamplesError, samples_of
+from plumbline.benchmark.timed_launch import LaunchSample, TimedLaunchError, interleaved
 from plumbline.core.outcome import Outcome
 from plumbline.workloads import PERFORMANCE
 

@@ -17,9 +17,17 @@ from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.power.injection import Place, gradient_off, places, update_off
-from plumbline.power.measure import Power
-from plumbline.power.threshold import KINDS, PRECISION, caught_in_most, smallest
+from plumbline.power.measure import (
+    KINDS,
+    PRECISION,
+    Place,
+    Power,
+    caught_in_most,
+    gradient_off,
+    places,
+    smallest,
+    update_off,
+)
 from plumbline.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]

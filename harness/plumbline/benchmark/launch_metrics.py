@@ -2,21 +2,127 @@
 
 Throughput is samples over time, both summed before they are divided: a mean of rates would give most weight to the
 fastest rounds. The time of a round is that of its slowest rank, since a round is over when all ranks have trained it.
+
+The bubble of a pipeline is the part of all stages' time in which they wait: 1 - busy / (ranks × span), from the step's
+first chunk to the end of its last one. Work beside the chunks (the optimizer, sums of tied weights) lies outside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import cache
+from statistics import fmean, median
 from typing import Final, Literal
 
 import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from plumbline.benchmark.pipeline_timeline import bubble
-from plumbline.benchmark.sample_work import SampleWork
-from plumbline.benchmark.timed_launch import LaunchTimings
-from plumbline.evidence.timing import Round
+from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings
+from plumbline.core.cell import Cell
+from plumbline.evidence.timing import FORWARD, Chunk, Round
+from plumbline.machine.peak_flops import OF_A_CPU, Peak, peak_of
+from plumbline.results.records import TimelineChunk
+from plumbline.worker.timing.collectives import union
+from plumbline.workloads import PERFORMANCE
+
+
+@dataclass(frozen=True)
+class SampleWork:
+    """``tokens`` of a sample, 0 without any; its ``flops``, forward and backward; ``peak`` of a device, or why none."""
+
+    tokens: int
+    flops: float
+    peak: Peak | str
+
+
+def work_of(cell: Cell, device: str | None) -> SampleWork:
+    """Return the work of a sample of the cell's workload; ``device`` is the name of what it is computed on."""
+    tokens, flops = _work_of_workload(cell.workload, cell.accelerator)
+    return SampleWork(tokens, flops, peak_of(device, cell.precision) if cell.accelerator == "cuda" else OF_A_CPU)
+
+
+@cache
+def _work_of_workload(name: str, accelerator: str) -> tuple[int, float]:
+    """Count the operations of a forward and a backward pass over two samples, without computing them.
+
+    Matrix products, convolutions and attention count, a multiplication with its addition as two; the causal half of
+    attention counts whole. Nothing is counted twice that a trainer computes twice to save memory.
+    """
+    workload = PERFORMANCE[name].on(accelerator)
+    batch = {key: column.to("meta") for key, column in workload.columns(2, torch.Generator()).items()}
+    with torch.device("meta"):
+        model = workload.build()
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.backward(workload.loss(model(batch), batch))
+    return workload.size.model.get("length", 0), counter.get_total_flops() / 2
+
+
+Step = Mapping[int, Sequence[Chunk]]
+"""The chunks of one step by rank, in the order in which they ran."""
+
+MOST_CHUNKS: Final = 1000
+"""A timeline of more chunks is neither kept nor drawn: nobody could read it."""
+
+_NS = 1e9
+
+
+def bubble(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> float | None:
+    """Return the median bubble of a launch's steps, the mean over its pipelines; None where chunks are missing."""
+    steps = _followed_steps(timed)
+    if not steps:
+        return None
+
+    def of(step: Step, ranks: Sequence[int]) -> float:
+        spans = {rank: sorted((round(one.begun * _NS), round(one.ended * _NS)) for one in step[rank]) for rank in ranks}
+        begun = min(begin for own in spans.values() for begin, _ in own)
+        ended = max(end for own in spans.values() for _, end in own)
+        return 1 - sum(map(union, spans.values())) / (len(ranks) * (ended - begun))
+
+    return median(fmean(of(step, group) for group in groups) for step in steps)
+
+
+def timeline(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> tuple[TimelineChunk, ...]:
+    """Return the chunks of the last step that was followed, nothing where there are none or too many to be read.
+
+    Times are seconds from the beginning of the step. Stages are counted in the order of the model: in that order the
+    first micro-batch reaches them.
+    """
+    steps = _followed_steps(timed)
+    if not steps or sum(map(len, steps[-1].values())) > MOST_CHUNKS:
+        return ()
+    step = steps[-1]
+    begun = min(chunk.begun for chunks in step.values() for chunk in chunks)
+    firsts = {
+        (rank, chunk.stage): chunk.begun
+        for rank, chunks in step.items()
+        for chunk in chunks
+        if chunk.kind == FORWARD and chunk.micro_batch == 0
+    }
+    numbers: dict[tuple[int, int], int] = {}
+    for group in groups:
+        own = (key for key in firsts if key[0] in group)
+        numbers |= {key: number for number, key in enumerate(sorted(own, key=firsts.__getitem__))}
+    return tuple(
+        TimelineChunk(
+            rank=rank,
+            stage=numbers[rank, chunk.stage],
+            micro_batch=chunk.micro_batch,
+            kind=chunk.kind,
+            begin=round(chunk.begun - begun, 7),
+            end=round(chunk.ended - begun, 7),
+        )
+        for rank, chunks in step.items()
+        for chunk in chunks
+        if (rank, chunk.stage) in numbers
+    )
+
+
+def _followed_steps(timed: LaunchTimings) -> list[Step]:
+    steps = zip(*(rank.pipeline for rank in timed.ranks), strict=True)
+    return [{rank.rank: own for rank, own in zip(timed.ranks, step, strict=True)} for step in steps if all(step)]
+
 
 QUANTILES: Final = 41
 """Number of evenly spaced quantiles of single steps, from the minimum to the maximum."""
@@ -75,14 +181,6 @@ class SamplesError(ValueError):
     """Throughput is undefined: in a round, no samples went through the model, or some more than once."""
 
 
-@dataclass(frozen=True)
-class LaunchSample:
-    """One launch of the cell, and that of the hand-written loop whose rounds were paired with its own, if any."""
-
-    timed: LaunchTimings
-    yardstick: LaunchTimings | None = None
-
-
 def samples_of(
     launches: Sequence[LaunchSample],
     devices: int,
@@ -98,8 +196,8 @@ def samples_of(
     found: dict[Key, list[float]] = {}
     for launch in launches:
         groups = replicas or [[rank.rank] for rank in launch.timed.ranks]
-        for key, value in (*_figures(launch, devices, groups), *_work(launch, devices, work, groups)):
-            found.setdefault(key, []).append(value)
+        for key, value in _figures(launch, devices, work, groups):
+            found.setdefault(key if isinstance(key, tuple) else (key, None), []).append(value)
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
 
@@ -109,56 +207,59 @@ def step_quantiles(launches: Sequence[LaunchSample]) -> tuple[float, ...]:
     return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
 
 
-def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tuple[Key, float]]:
+def _figures(
+    launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups
+) -> Iterable[tuple[str | Key, float]]:
     timed = launch.timed
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
     throughput = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds
     steps = sorted(_steps(timed))
     middle = median(steps)
-    yield ("throughput", None), throughput
-    yield ("throughput_per_gpu", None), throughput / devices
-    yield ("step_p50", None), middle
-    yield ("step_p95", None), float(np.quantile(steps, 0.95))
-    yield ("step_first", None), max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
-    yield ("data_wait", None), _data_wait(timed, groups)
+    yield "throughput", throughput
+    yield "throughput_per_gpu", throughput / devices
+    yield "step_p50", middle
+    yield "step_p95", float(np.quantile(steps, 0.95))
+    yield "step_first", max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
+    yield "data_wait", _data_wait(timed, groups)
     if not isinstance(timed.energy, str):
-        yield ("energy_per_step", None), timed.energy / len(steps)
-        yield ("energy_per_sample", None), timed.energy / (throughput * seconds)
+        yield "energy_per_step", timed.energy / len(steps)
+        yield "energy_per_sample", timed.energy / (throughput * seconds)
     if len(timed.ranks) > 1:
-        yield ("rank_skew", None), _skew(timed) / middle
-        shares = [rank.communication for rank in timed.ranks if rank.communication is not None]
-        if len(shares) == len(timed.ranks):
-            yield ("communication", None), sum(shares) / len(shares)
+        ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
+        yield "rank_skew", median(max(moment) - min(moment) for moment in ends) / middle
+        communication = [rank.communication for rank in timed.ranks if rank.communication is not None]
+        if len(communication) == len(timed.ranks):
+            yield "communication", sum(communication) / len(communication)
     if (waiting := bubble(timed, groups)) is not None:
-        yield ("pipeline_bubble", None), waiting
+        yield "pipeline_bubble", waiting
     if launch.yardstick is not None:
         pairs = zip(_rounds(timed), _rounds(launch.yardstick), strict=True)
-        yield ("overhead", None), median(_wall(mine) / _wall(by_hand) for mine, by_hand in pairs)
+        yield "overhead", median(_wall(mine) / _wall(by_hand) for mine, by_hand in pairs)
     for rank in timed.ranks:
         for metric, value in {**rank.memory, **(rank.tensors or {})}.items():
             yield (metric, rank.rank), float(value)
-
-
-def _work(launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups) -> Iterable[tuple[Key, float]]:
-    """Yield what follows from the work of a sample. A utilisation is a part of the peak of all devices together."""
-    timed = launch.timed
     shares = [rank.shares for rank in timed.ranks if rank.shares is not None]
     if shares and len(shares) == len(timed.ranks):
         for part in shares[0]:
-            yield (f"share_{part}", None), sum(one[part] for one in shares) / len(shares)
-    if work is None:
-        return
-    seconds = sum(_wall(rounds) for rounds in _rounds(timed))
-    a_second = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds / devices
+            yield f"share_{part}", sum(one[part] for one in shares) / len(shares)
+    if work is not None:
+        yield from _work(timed, throughput / devices, seconds, devices, work)
+
+
+def _work(
+    timed: LaunchTimings, rate: float, seconds: float, devices: int, work: SampleWork
+) -> Iterable[tuple[str, float]]:
+    """Yield what follows from the work of a sample, of which a device computes ``rate`` a second."""
     if work.tokens:
-        yield ("tokens_per_gpu", None), a_second * work.tokens
-    yield ("model_flops_per_gpu", None), a_second * work.flops
-    if not isinstance(work.peak, str):
-        yield ("mfu", None), a_second * work.flops / work.peak.flops
-        steps = sum(one.steps for one in timed.ranks[0].rounds)
-        executed = [rank.flops for rank in timed.ranks if rank.flops is not None]
-        if len(executed) == devices:
-            yield ("hfu", None), sum(executed) * steps / seconds / devices / work.peak.flops
+        yield "tokens_per_gpu", rate * work.tokens
+    yield "model_flops_per_gpu", rate * work.flops
+    if isinstance(work.peak, str):
+        return
+    yield "mfu", rate * work.flops / work.peak.flops
+    steps = sum(one.steps for one in timed.ranks[0].rounds)
+    executed = [rank.flops for rank in timed.ranks if rank.flops is not None]
+    if len(executed) == devices:
+        yield "hfu", sum(executed) * steps / seconds / devices / work.peak.flops
 
 
 def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
@@ -207,10 +308,3 @@ def _steps(timed: LaunchTimings) -> list[float]:
         begun = min(one.begun for one in rounds)
         steps += [now - before for before, now in zip([begun, *ends], ends, strict=False)]
     return steps
-
-
-def _skew(timed: LaunchTimings) -> float:
-    """Return the median over steps of the time between the first and the last rank's end, in seconds."""
-    ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
-    skew: float = median(max(moment) - min(moment) for moment in ends)
-    return skew

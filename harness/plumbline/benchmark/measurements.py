@@ -10,9 +10,8 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 
-from plumbline.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
-from plumbline.benchmark.pipeline_timeline import timeline
-from plumbline.benchmark.sample_work import work_of
+from plumbline.benchmark.launch_metrics import METRICS, Key, samples_of, step_quantiles, timeline, work_of
+from plumbline.benchmark.timed_launch import LaunchSample
 from plumbline.core.cell import Cell
 from plumbline.results.records import Measurement
 from plumbline.statistics.intervals import figure_interval, why_unstable
@@ -113,31 +112,20 @@ def _kind(one: Measurement) -> tuple[str, str, str, str]:
 def _efficiency(several: Measurement, single: Measurement) -> Measurement:
     devices = several.num_nodes * several.gpus
     metric = "scaling_strong" if PERFORMANCE[several.workload].strong else "scaling_weak"
-    middle = _middle(several) - _middle(single) - math.log(devices)
-    half = math.hypot(_half(several), _half(single))
+    (middle, half), (of_one, half_of_one) = _middle_and_half(several), _middle_and_half(single)
+    middle, half = middle - of_one - math.log(devices), math.hypot(half, half_of_one)
     low, high = math.exp(middle - half), math.exp(middle + half)
     wide = why_unstable(low, high)
     assert several.value is not None
     assert single.value is not None
-    return several.model_copy(
-        update={
-            "metric": metric,
-            "unit": METRICS[metric].unit,
-            "value": None if wide else several.value / single.value / devices,
-            "low": low,
-            "high": high,
-            "samples": tuple(a / b / devices for a, b in zip(several.samples, single.samples, strict=False)),
-            "refusal": wide,
-        }
-    )
+    value = None if wide else several.value / single.value / devices
+    samples = tuple(a / b / devices for a, b in zip(several.samples, single.samples, strict=False))
+    changed = {"metric": metric, "unit": METRICS[metric].unit, "value": value, "samples": samples}
+    return several.model_copy(update={**changed, "low": low, "high": high, "refusal": wide})
 
 
-def _middle(one: Measurement) -> float:
+def _middle_and_half(one: Measurement) -> tuple[float, float]:
     assert one.low is not None
     assert one.high is not None
-    return (math.log(one.low) + math.log(one.high)) / 2
-
-
-def _half(one: Measurement) -> float:
-    assert one.high is not None
-    return math.log(one.high) - _middle(one)
+    middle = (math.log(one.low) + math.log(one.high)) / 2
+    return middle, math.log(one.high) - middle

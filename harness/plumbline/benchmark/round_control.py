@@ -83,7 +83,9 @@ class RoundControl:
             for key, _ in ready:
                 connection = key.fileobj
                 if connection is self._listener:
-                    self._accept()
+                    new, _ = self._listener.accept()
+                    self._rests[new] = b""
+                    self._selector.register(new, selectors.EVENT_READ)
                     continue
                 assert isinstance(connection, socket.socket)
                 for rank, line in self._lines(connection):
@@ -91,11 +93,6 @@ class RoundControl:
                     yield rank, line
             if waiting & self._gone:
                 raise MissingRanksError(waiting & self._gone, late=False)
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        self._rests[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ)
 
     def _lines(self, connection: socket.socket) -> Iterator[tuple[int, bytes]]:
         """Yield whole lines of a connection; the first is the rank's number. A closed one is unregistered."""

@@ -1,4 +1,4 @@
-"""A launch whose ranks train in rounds: begun, timed round by round, ended; and one that is profiled instead."""
+"""Launches whose ranks train in rounds: one, those of a cell paired with a hand-written loop, and a profiled one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from plumbline.benchmark.round_control import MissingRanksError, RoundControl
 from plumbline.core.cell import Cell
@@ -96,6 +97,14 @@ class LaunchTimings:
     energy: float | str = "it was not measured"
 
 
+@dataclass(frozen=True)
+class LaunchSample:
+    """One launch of the cell, and that of the hand-written loop whose rounds were paired with its own, if any."""
+
+    timed: LaunchTimings
+    yardstick: LaunchTimings | None = None
+
+
 class TimedLaunch:
     """One launch of a cell of a performance workload. When ``begin`` returns, its ranks are warmed up and wait.
 
@@ -149,8 +158,7 @@ class TimedLaunch:
         except MissingRanksError as missing:
             raise self._failed(missing) from None
         trace = self._finish(self._seconds)
-        wrong = check_launch(trace, self._cell)
-        if wrong is not None:
+        if (wrong := check_launch(trace, self._cell)) is not None:
             raise self._error(wrong)
         shutil.rmtree(self.folder, ignore_errors=True)
         ranks = tuple(map(RankTiming.from_json, reports))
@@ -184,11 +192,9 @@ class TimedLaunch:
             # The ranks that waited were ended too; their exits do not say what took too long.
             exit = trace.exits[rank]
             return self._error(Finding(PERFORMANCE, exit.outcome, f"rank {rank}: {exit.message}", rank=rank))
-        wrong = check_launch(trace, self._cell)
-        unknown = Finding(
-            PERFORMANCE, Outcome.ERRORED, f"rank {rank} ended between two rounds for an unknown reason", rank=rank
-        )
-        return self._error(wrong or unknown)
+        unknown = f"rank {rank} ended between two rounds for an unknown reason"
+        wrong = check_launch(trace, self._cell) or Finding(PERFORMANCE, Outcome.ERRORED, unknown, rank=rank)
+        return self._error(wrong)
 
     def _finish(self, seconds: float) -> Trace:
         """Wait at most so many seconds for the ranks' end, then end them; return their trace."""
@@ -235,12 +241,79 @@ def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: S
             problems = [problem for rank in launch.end().ranks for problem in rank.problems]
     except TimedLaunchError as failed:
         shutil.rmtree(failed.folder, ignore_errors=True)
-        problems = [_failed(failed.finding.message)]
+        problems = [f"the profiled launch failed: {failed.finding.message}"[:500]]
     except LaunchError as error:
-        problems = [_failed(str(error))]
+        problems = [f"the profiled launch failed: {error}"[:500]]
     written = sorted(path.name for path in folder.glob("rank-*"))
     return Profile(files=tuple(f"{PROFILES}/{cell.id}/{name}" for name in written), problems=tuple(problems)), folder
 
 
-def _failed(why: str) -> str:
-    return f"the profiled launch failed: {why}"[:500]
+Begin = Callable[[int], TimedLaunch]
+"""Begins the launch of a number, counted from 0."""
+
+T = TypeVar("T")
+
+
+class PairedRounds:
+    """``rounds`` rounds of a launch, then those of the next: ``prepare`` and ``round`` for each, then ``finish_round``.
+
+    Only ``round`` is to be timed. The yardstick's rounds are paired with the cell's, one before, one after, one before,
+    …: a machine that grows slower slows both equally. ``launches`` has the ones that are over. Where a method raises
+    (``TimedLaunchError``, ``LaunchError``), ``close`` ends what still runs.
+    """
+
+    def __init__(self, begin: Begin, yardstick: Begin | None, rounds: int) -> None:
+        self.launches: list[LaunchSample] = []
+        self._begin = begin
+        self._begin_yardstick = yardstick
+        self._rounds = rounds
+        self._done = 0
+        self._unfinished = False
+        self._timed: TimedLaunch | None = None
+        self._yardstick: TimedLaunch | None = None
+
+    def prepare(self) -> None:
+        """Do what comes before a round: begin a new launch or train the yardstick's round, if it is their turn."""
+        self.finish_round()
+        if self._done == 0:
+            number = len(self.launches)
+            self._timed = self._begin(number)
+            if self._begin_yardstick is not None:
+                self._yardstick = _blaming_yardstick(partial(self._begin_yardstick, number))
+        if self._done % 2 == 0 and self._yardstick is not None:
+            _blaming_yardstick(self._yardstick.round)
+
+    def round(self) -> None:
+        assert self._timed is not None
+        self._unfinished = True
+        self._timed.round()
+
+    def finish_round(self) -> None:
+        """Do what comes after a round, once; ``prepare`` does it for the round before."""
+        if not self._unfinished:
+            return
+        self._unfinished = False
+        if self._done % 2 == 1 and self._yardstick is not None:
+            _blaming_yardstick(self._yardstick.round)
+        self._done += 1
+        if self._done == self._rounds and self._timed is not None:
+            self._timed.profile()
+            timed = self._timed.end()
+            yardstick = None if self._yardstick is None else _blaming_yardstick(self._yardstick.end)
+            self.launches.append(LaunchSample(timed, yardstick))
+            self._done, self._timed, self._yardstick = 0, None, None
+
+    def close(self) -> None:
+        for timed in (self._timed, self._yardstick):
+            if timed is not None:
+                timed.close()
+        self._timed = self._yardstick = None
+
+
+def _blaming_yardstick(do: Callable[[], T]) -> T:
+    try:
+        return do()
+    except TimedLaunchError as failed:
+        message = f"the hand-written loop that it is compared with failed: {failed.finding.message}"
+        finding = replace(failed.finding, outcome=Outcome.ERRORED, message=message)
+        raise TimedLaunchError(finding, failed.folder) from failed

@@ -46,7 +46,7 @@ def hunt(options: argparse.Namespace) -> int:
     try:
         from plumbline.engine.subject_pools import open_subject
         from plumbline.hunt.corpus import Corpus
-        from plumbline.hunt.subject import searches
+        from plumbline.hunt.search import searches
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise

@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plumbline.benchmark.launch_metrics import LaunchSample, SamplesError
+from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements
-from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError, interleaved
+from plumbline.benchmark.timed_launch import LaunchSample, TimedLaunch, TimedLaunchError, interleaved
 from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError

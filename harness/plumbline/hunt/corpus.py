@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from plumbline.core.cell import Cell
 from plumbline.hunt.problems import Drawn, write_problem
@@ -37,13 +36,8 @@ class Corpus:
         self.folder.mkdir(parents=True, exist_ok=True)
         recipe, cell = failure.drawn.recipe, failure.drawn.cell
         locator = write_problem(recipe, self.folder, found=f": {failure.cause} on {cell.backend} {cell.topology}")
-        line = {
-            "cause": failure.cause,
-            "cell": asdict(cell),
-            "recipe": asdict(recipe),
-            "message": failure.finding.message,
-            "error_x_noise": failure.finding.error_x_noise,
-        }
+        told = {"message": failure.finding.message, "error_x_noise": failure.finding.error_x_noise}
+        line = {"cause": failure.cause, "cell": asdict(cell), "recipe": asdict(recipe), **told}
         with self._found.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         return Path(locator.partition("::")[0])
@@ -53,9 +47,8 @@ class Corpus:
         if self._found.exists():
             for line in self._found.read_text("utf-8").splitlines():
                 values = json.loads(line)
-                yield Found(
-                    values["cause"], Drawn(_recipe(values["recipe"]), Cell.from_json(values["cell"])), values["message"]
-                )
+                recipe = Recipe(**{**values["recipe"], "layers": tuple(values["recipe"]["layers"])})
+                yield Found(values["cause"], Drawn(recipe, Cell.from_json(values["cell"])), values["message"])
 
     @property
     def causes(self) -> set[str]:
@@ -69,7 +62,3 @@ class Corpus:
     def went_on(self, counts: Mapping[str, int]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self._progress, json.dumps(self.progress + Counter(counts), indent=1) + "\n")
-
-
-def _recipe(values: dict[str, Any]) -> Recipe:
-    return Recipe(**{**values, "layers": tuple(values["layers"])})

@@ -49,20 +49,16 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
         least = 2 * cell.topology.devices * cell.contract.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
     if cell.contract.micro_batches > 1:
-        recipe = _in_equal_micro_batches(recipe, cell)
+        # Also the last batch must divide into the micro-batches of a pipeline's replicas.
+        pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
+        multiple = math.lcm(pieces, cell.topology.devices)
+        batch_size = -(-recipe.batch_size // multiple) * multiple
+        left_out = min(recipe.left_out // multiple * multiple, batch_size - multiple)
+        recipe = replace(recipe, batch_size=batch_size, left_out=left_out)
     if recipe.accumulate > 1 and recipe.loss not in OVER_SAMPLES:
         # Micro-batches of different sizes may have equal weights, or weights by size. Either is right.
         recipe = replace(recipe, left_out=0)
     return Drawn(recipe, cell)
-
-
-def _in_equal_micro_batches(recipe: Recipe, cell: Cell) -> Recipe:
-    # Also the last batch must divide into the micro-batches of a pipeline's replicas.
-    pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
-    multiple = math.lcm(pieces, cell.topology.devices)
-    batch_size = -(-recipe.batch_size // multiple) * multiple
-    left_out = min(recipe.left_out // multiple * multiple, batch_size - multiple)
-    return replace(recipe, batch_size=batch_size, left_out=left_out)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Draws problems, trains and judges them, and shrinks a failure to the simplest problem with the same cause."""
+"""Draws problems for a subject, trains and judges them, and shrinks a failure to the simplest with the same cause."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
+from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
-from plumbline.core.errors import WorkloadError
+from plumbline.core.errors import PlanError, WorkloadError
 from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.invocation import suites
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.hunt.problems import Drawn, problems, trained_on, write_problem
@@ -25,6 +28,9 @@ from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import workload_of
 from plumbline.planning.declaration import Declaration
+from plumbline.planning.expectation_files import read_expectations
+from plumbline.planning.expectations import known_of_subject
+from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from plumbline.workloads import WORKLOADS
 
 DRAWN_TOGETHER = 200
@@ -157,3 +163,43 @@ def _is_vacuous(finding: Finding) -> bool:
     # A trainer that never steps makes checks vacuous too, and is wrong.
     is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
     return is_vacuous and finding.cause != NEVER_STEPPED
+
+
+TEXTS = ("lm-tokens",)
+"""The workload that is planned for subjects with a loss of their own."""
+
+
+def searches(
+    pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
+) -> list[Search]:
+    """Return a search for each declared subject, on cells of up to ``gpus`` devices; ``PlanError``: it has none."""
+    accelerator = resolve_accelerator("auto", torch.cuda.device_count())
+    expectations = read_expectations(suites() / "expectations")
+    found = []
+    for name in dict.fromkeys(one.name for one in declared):
+        own = [one for one in declared if one.name == name]
+        cells = cells_of(own, gpus, accelerator)
+        if not cells:
+            raise PlanError(f"{name} has no cell of up to {gpus} devices: raise --gpus")
+        known = [one.entry for one in known_of_subject(name, own[0].software, expectations)]
+        causes = {
+            f"{check}: {cause}"
+            for one in known
+            for check in (*one.check, *one.consequences)
+            for cause in one.cause or ()
+        }
+        found.append(Search(pool, own, cells, scratch, time_limit, known=causes))
+    return found
+
+
+def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
+    """Return the subject's cells, those with few devices and float32 first.
+
+    They belong to the first workload that has any: a pipeline of many stages needs a model of many blocks.
+    """
+    for plain in TEXTS if declared[0].behavior.own_loss else SMOKE_WORKLOADS:
+        planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)
+        cells = [one.cell for one in planned if one.refusal is None]
+        if cells:
+            return sorted(cells, key=lambda cell: (cell.topology.devices, cell.precision != "32"))
+    return []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import plumbline.subjects
 from plumbline.core.backend import declared_for
@@ -17,8 +17,15 @@ from plumbline.core.outcome import Outcome
 from plumbline.hunt.problems import in_words, name_of
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
-from plumbline.hunt.program.render import NoTemplateError, render, render_by_hand
-from plumbline.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
+from plumbline.hunt.program.run_program import (
+    NoTemplateError,
+    ProgramRun,
+    Shown,
+    command_of,
+    render,
+    render_by_hand,
+    run_program,
+)
 from plumbline.hunt.search import Failure
 from plumbline.planning.declaration import Declaration
 from plumbline.report.text import counted
@@ -88,7 +95,10 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
             if _folder(declaration) == SHIPPED and not declaration.software.library:
                 values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
     page = folder / f"{name}.md"
-    page.write_text(_template().render(values) + "\n", "utf-8")
+    environment = Environment(
+        loader=PackageLoader("plumbline.hunt", ""), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page.write_text(environment.get_template("page.md.jinja").render(values) + "\n", "utf-8")
     return WrittenUp(page, shown)
 
 
@@ -143,13 +153,3 @@ def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:
 def _library(declaration: Declaration) -> str:
     software = declaration.software
     return f"{software.library} {software.version}" if software.library else declaration.name
-
-
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("plumbline.hunt", ""),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.md.jinja")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
 LIBRARY: Final = "libnvidia-ml.so.1"
@@ -69,8 +69,9 @@ def meter_of(accelerator: str) -> Callable[[], Counters]:
             raise NoEnergyError("simulated devices have no energy counter")
         return EnergyMeter().read
     except NoEnergyError as error:
-        return partial(_raise, error)
+        why = error
 
+    def refuse() -> Counters:
+        raise why
 
-def _raise(error: NoEnergyError) -> Counters:
-    raise error
+    return refuse

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from pydantic import BaseModel, ConfigDict
 
@@ -92,19 +93,17 @@ def take_fingerprint(accelerator: str) -> Fingerprint:
         device=cpu,
         cpu=cpu,
         cpu_cores=usable_cores(),
-        torch=_minor(software.get("torch")),
+        torch=".".join(software["torch"].split("+")[0].split(".")[:2]) if "torch" in software else None,
     )
     if accelerator == "cuda":
         names, driver = _gpus()
-        key = key.model_copy(
-            update={
-                "device": names,
-                "device_count": _visible_gpus(),
-                "cuda": software.get("cuda"),
-                "nccl": software.get("nccl"),
-                "driver": driver,
-            }
-        )
+        count = None
+        with suppress(Exception):
+            import torch
+
+            count = torch.cuda.device_count()  # asks NVML, and so does not initialise CUDA
+        built = {"cuda": software.get("cuda"), "nccl": software.get("nccl")}
+        key = key.model_copy(update={"device": names, "device_count": count, "driver": driver, **built})
     return Fingerprint(
         key=key,
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -133,15 +132,6 @@ def public_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _visible_gpus() -> int | None:
-    try:
-        import torch
-
-        return torch.cuda.device_count()  # asks NVML, and so does not initialise CUDA
-    except Exception:
-        return None
-
-
 def _gpus() -> tuple[str | None, str | None]:
     # Not from torch: asking it for a device's name initialises CUDA in this process.
     rows = gpu_rows("name", "driver_version")
@@ -151,7 +141,3 @@ def _gpus() -> tuple[str | None, str | None]:
 def _compute_capability() -> str | None:
     found = [capability for (capability,) in gpu_rows("compute_cap") if re.fullmatch(r"\d{1,3}\.\d{1,3}", capability)]
     return min(found, key=lambda capability: tuple(map(int, capability.split("."))), default=None)
-
-
-def _minor(version: str | None) -> str | None:
-    return ".".join(version.split("+")[0].split(".")[:2]) if version else None

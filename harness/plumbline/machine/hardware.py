@@ -29,7 +29,9 @@ _GPU_FIGURES = {
 
 
 def cpu_model() -> str | None:
-    return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine() or None
+    fields = (line.partition(":") for line in (_text("/proc/cpuinfo") or "").splitlines())
+    model = next((value.strip() for field, _, value in fields if field.strip() == "model name"), None)
+    return model or platform.processor() or platform.machine() or None
 
 
 def cpu_governor() -> str | None:
@@ -68,8 +70,8 @@ def clocks_and_load() -> dict[str, float]:
         found["load average over 1 min"] = round(os.getloadavg()[0], 2)
     for number, row in enumerate(gpu_rows(*_GPU_FIGURES)):
         for name, value in zip(_GPU_FIGURES.values(), row, strict=True):
-            if (figure := _number(value)) is not None:
-                found[f"gpu {number}: {name}"] = figure
+            if re.fullmatch(r"\d{1,12}(\.\d{1,12})?", value):
+                found[f"gpu {number}: {name}"] = float(value)
     return found
 
 
@@ -85,15 +87,6 @@ def _text(file: str) -> str | None:
         return Path(file).read_text(errors="replace").strip() or None
     except OSError:
         return None
-
-
-def _field(file: str, name: str) -> str | None:
-    fields = (line.partition(":") for line in (_text(file) or "").splitlines())
-    return next((value.strip() for field, _, value in fields if field.strip() == name), None)
-
-
-def _number(text: str | None) -> float | None:
-    return float(text) if text and re.fullmatch(r"\d{1,12}(\.\d{1,12})?", text) else None
 
 
 _PROBE = """

@@ -19,13 +19,7 @@ def command_output(*command: str) -> str | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=True,
-            timeout=_TIMEOUT_S,
-            env=environment,
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=_TIMEOUT_S, env=environment
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,19 +1,37 @@
-"""Selects cells, trains each with several seeds, and measures the limits of the judge in each training."""
+"""The smallest error that the checks notice: known errors in what right trainings of several seeds recorded.
+
+A check reads each step by itself, from the weights recorded before it. So evidence with a wrong gradient is, for
+that check, what a trainer with this error would have recorded, and the error has exactly the size that was asked
+for: a trainer's reduction, scaler and cast would round it. Only this check is asked, because a trainer would have
+continued from its error.
+
+Every rank gets the same error. An error of a single rank shows at any size, because ranks are compared bit for bit.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError, TraceError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
+from plumbline.evidence.trace import Step, Tensors, Trace
+from plumbline.judge.checks.update import compare_updates
+from plumbline.judge.expected_metrics import LossTable, ReportedValue
+from plumbline.judge.oracle.noise import norm
+from plumbline.judge.oracle_truth import compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import behavior_of
 from plumbline.launch.pool import Pool
@@ -21,8 +39,150 @@ from plumbline.launch.settings import Settings
 from plumbline.own_workloads.load import use_workloads, workload_of
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan
-from plumbline.power.threshold import CAUGHT, KINDS, caught_in_most, number_of
 from plumbline.workloads import WORKLOADS
+
+NEGLIGIBLE = 1e-9
+"""A tensor whose norm is this part of the largest is zero except for rounding, such as a bias before a BatchNorm."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an error is put: the index of an optimizer step, and one tensor in a random direction, or all scaled."""
+
+    step: int
+    parameter: str | None
+    seed: int = 0
+
+
+def gradient_off(trace: Trace, place: Place, size: float) -> Trace:
+    """Return the trace with a gradient that is wrong by ``size`` times its norm."""
+
+    def changed(step: Step) -> Step:
+        return replace(step, gradients=_off(step.gradients, step.gradients, place, size))
+
+    return _at(trace, place.step, changed)
+
+
+def update_off(trace: Trace, place: Place, size: float) -> Trace:
+    """Return the trace with an update, weights after minus before, that is wrong by ``size`` times its norm."""
+
+    def changed(step: Step) -> Step:
+        updates = {name: value.double() - step.before[name].double() for name, value in step.after.items()}
+        return replace(step, after=_off(step.after, updates, place, size))
+
+    return _at(trace, place.step, changed)
+
+
+def places(trace: Trace, count: int, seed: int, *, whole: bool) -> list[Place]:
+    """Return random places in a trace: ``whole`` gradients, or one tensor each."""
+    draw = random.Random(seed)
+    steps = [index for index, step in enumerate(trace.ranks[0].steps) if not step.skipped and step.gradients]
+    found = []
+    for _ in range(count if steps else 0):
+        step = draw.choice(steps)
+        lengths = {name: norm(value) for name, value in trace.ranks[0].steps[step].gradients.items()}
+        lasting = [name for name, value in lengths.items() if value >= NEGLIGIBLE * max(lengths.values())]
+        found.append(Place(step, None if whole else draw.choice(lasting), draw.randrange(2**31)))
+    return found
+
+
+def _at(trace: Trace, index: int, changed: Callable[[Step], Step]) -> Trace:
+    ranks = (
+        replace(rank, steps=tuple(changed(step) if number == index else step for number, step in enumerate(rank.steps)))
+        for rank in trace.ranks
+    )
+    return replace(trace, ranks=tuple(ranks))
+
+
+def _off(tensors: Tensors, parts: Tensors, place: Place, size: float) -> Tensors:
+    if place.parameter is None:
+        return {name: _added(value, size * parts[name].double()) for name, value in tensors.items()}
+    value, part = tensors[place.parameter], parts[place.parameter]
+    generator = torch.Generator().manual_seed(place.seed)
+    direction = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+    error = direction * (size * norm(part) / norm(direction))
+    return {**tensors, place.parameter: _added(value, error)}
+
+
+def _added(value: Tensor, error: Tensor) -> Tensor:
+    return (value.double() + error).to(value.dtype)
+
+
+SMALLEST, LARGEST = 1e-18, 1.0
+"""Errors between which the limit is searched: below any rounding, and as large as the tensor."""
+
+PRECISION = 1.1
+"""The factor to which a limit is known. Limits of different steps and tensors differ far more."""
+
+CAUGHT = 0.99
+
+Limits = Callable[[TraceAnalysis, Trace, int, int], Iterator[float]]
+"""Yields the smallest error that is caught, in each of ``count`` places of a right training that a seed draws."""
+
+
+def _of_steps(
+    inject: Callable[[Trace, Place, float], Trace], compare: Callable[[TraceAnalysis], Finding], *, whole: bool
+) -> Limits:
+    def limits(analysis: TraceAnalysis, trace: Trace, count: int, seed: int) -> Iterator[float]:
+        for place in places(trace, count, seed, whole=whole):
+
+            def is_caught(size: float, place: Place = place) -> bool:
+                return compare(_with(analysis, inject(trace, place, size))).outcome is Outcome.FAILED
+
+            yield smallest(is_caught)
+
+    return limits
+
+
+def _of_metrics(analysis: TraceAnalysis, trace: Trace, count: int, seed: int) -> Iterator[float]:
+    table, draw = LossTable(analysis), random.Random(seed)
+    for _ in range(count if table.reports else 0):
+        report = draw.choice(table.reports)
+        expected = list(table.expected_values(report))
+
+        def is_caught(size: float, report: ReportedValue = report, expected: Sequence[float] = expected) -> bool:
+            off = replace(report, value=report.value * (1 + size))
+            return not min((table.error(off, value) for value in expected), default=math.inf) <= table.limit
+
+        yield smallest(is_caught)
+
+
+KINDS: Mapping[str, Limits] = {
+    "gradient, times a number": _of_steps(gradient_off, compare_gradients, whole=True),
+    "gradient, one tensor": _of_steps(gradient_off, compare_gradients, whole=False),
+    "update, times a number": _of_steps(update_off, compare_updates, whole=True),
+    "update, one tensor": _of_steps(update_off, compare_updates, whole=False),
+    "metric, times a number": _of_metrics,
+}
+"""Kinds of errors, with the limits of the check that has to notice them."""
+
+
+def smallest(caught: Callable[[float], bool]) -> float:
+    """Return the smallest relative error that is caught, by bisection; infinity if none is."""
+    if not caught(LARGEST):
+        return math.inf
+    low, high = SMALLEST, LARGEST
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if caught(middle) else (middle, high)
+    return high
+
+
+def caught_in_most(found: Sequence[float], share: float = CAUGHT) -> float | None:
+    """Return the smallest error that is caught in this share of the runs; None if there are no runs."""
+    return sorted(found)[number_of(share, len(found)) - 1] if found else None
+
+
+def number_of(share: float, runs: int) -> int:
+    """Return this share of the runs, rounded up: 99 % of 20 runs are 20."""
+    return math.ceil(share * runs)
+
+
+def _with(analysis: TraceAnalysis, trace: Trace) -> TraceAnalysis:
+    # Errors change neither the samples nor the weights before a step, so what is right stays the same.
+    other = TraceAnalysis(trace, analysis.workload, analysis.cell, analysis.behavior)
+    other.expected, other.noise = analysis.expected, analysis.noise
+    return other
 
 
 def cells_of(

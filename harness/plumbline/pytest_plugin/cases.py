@@ -12,8 +12,7 @@ import pytest
 
 from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements, not_applicable
-from plumbline.benchmark.paired_rounds import Begin, PairedRounds
-from plumbline.benchmark.timed_launch import TimedLaunch, TimedLaunchError, profiled
+from plumbline.benchmark.timed_launch import Begin, PairedRounds, TimedLaunch, TimedLaunchError, profiled
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.core.finding import Finding, in_reading_order, is_unexplained

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from plumbline.machine.doctor import ProbeResult
-from plumbline.machine.doctor.communication import ports, ranks
-from plumbline.machine.doctor.installations import devices, links, python, subjects, torch_build
+from plumbline.machine.doctor.installations import devices, links, ports, python, ranks, subjects, torch_build
 from plumbline.machine.doctor.limits import clock, cores, disk, limits, load, memory, shared_memory
 from plumbline.machine.hardware import cpu_seconds_of_others
 
