@@ -80,13 +80,17 @@ _RIGHT = ("Cells passed", "Deviates", "Worst × noise")
 
 def support_page(run: Run) -> str:
     cells, table = cell_table(run), support_table(run)
+    centred = (*mark_columns(), "Devices")
+    sides = ["c" if name in centred else "r" if name in _RIGHT else "l" for name in table.columns]
+    shown = [table[name].map(_RENDER.get(name, str)) for name in table.columns]
     blocks = [
         "# Plumbline: support table",
         run_facts(run),
         _devices(run, table),
-        *_warnings(run, cells),
+        *([f"> **{markdown(missing)}**"] if (missing := what_is_missing(run, cells)) else []),
+        *(f"> {markdown(note)}" for note in notes(run)),
         *_side_by_side(run),
-        _support_table(table),
+        markdown_table(list(table.columns), sides, zip(*shown, strict=True)),
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
@@ -107,13 +111,6 @@ def _side_by_side(run: Run) -> Iterable[str]:
     yield markdown_table([*map(markdown, table.columns)], "lll" + "c" * subjects, rows)
     yield "A mark, and how many of the cells that were trained passed; the marks are explained below the next table."
     yield "## Each trainer"
-
-
-def _support_table(table: pd.DataFrame) -> str:
-    centred = (*mark_columns(), "Devices")
-    sides = ["c" if name in centred else "r" if name in _RIGHT else "l" for name in table.columns]
-    shown = [table[name].map(_RENDER.get(name, str)) for name in table.columns]
-    return markdown_table(list(table.columns), sides, zip(*shown, strict=True))
 
 
 def run_facts(run: Run) -> str:
@@ -139,12 +136,6 @@ def _devices(run: Run, table: pd.DataFrame) -> str:
     return f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
 
 
-def _warnings(run: Run, cells: pd.DataFrame) -> Iterable[str]:
-    if missing := what_is_missing(run, cells):
-        yield f"> **{markdown(missing)}**"
-    yield from (f"> {markdown(note)}" for note in notes(run))
-
-
 def _legend(run: Run) -> str:
     lines = [f"- `{sign}`: {meaning}" for sign, meaning in MARKS.items()]
     lines += [
@@ -162,19 +153,15 @@ def _legend(run: Run) -> str:
 
 
 def findings_section(run: Run) -> str:
-    wrong = [result for findings in wrong_cells(run) for result in findings]
-    if not wrong:
-        return nothing_went_wrong(run)
-    lines = [_finding(result) for result in wrong[:MOST_FINDINGS]]
+    wrong = [_finding(result) for findings in wrong_cells(run) for result in findings]
     if len(wrong) > MOST_FINDINGS:
-        lines.append(f"… and {len(wrong) - MOST_FINDINGS} more in results.jsonl")
-    return "\n".join(lines)
+        wrong[MOST_FINDINGS:] = [f"… and {len(wrong) - MOST_FINDINGS} more in results.jsonl"]
+    return "\n".join(wrong) or nothing_went_wrong(run)
 
 
 def known_section(run: Run) -> Iterable[str]:
     """Yield the expected failures by reason, each with its cells and their checks."""
-    reasons = known_failures(run)
-    if reasons:
+    if reasons := known_failures(run):
         yield "## Expected failures"
         yield "\n".join(_reason(expected, cells) for expected, cells in reasons.items())
 
@@ -185,10 +172,9 @@ def _reason(expected: Expected, cells: dict[str, list[str]]) -> str:
     if expected.link:
         lines.append(f"  - {markdown(expected.link)}")
     shown = [f"  - {markdown_code(cell)} {markdown(', '.join(checks))}" for cell, checks in cells.items()]
-    lines += shown[:MOST_FINDINGS]
     if len(shown) > MOST_FINDINGS:
-        lines.append(f"  - … and {len(shown) - MOST_FINDINGS} more cells in results.jsonl")
-    return "\n".join(lines)
+        shown[MOST_FINDINGS:] = [f"  - … and {len(shown) - MOST_FINDINGS} more cells in results.jsonl"]
+    return "\n".join([*lines, *shown])
 
 
 def _finding(result: Result) -> str:
@@ -245,14 +231,9 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
             rows.setdefault((grid.subject, row.backend, grid.accelerator), {})[row.precision] = row
     if not rows:
         return
-    right = {key: all(row.mark not in _WRONG for row in found.values()) for key, found in rows.items()}
-    shown = sorted(rows.items(), key=lambda row: right[row[0]])[:_MOST_ROWS]
+    shown = sorted(rows.items(), key=lambda row: all(one.mark not in _WRONG for one in row[1].values()))[:_MOST_ROWS]
     lines = [
-        [
-            markdown(subject),
-            markdown(backend_in_words(backend)),
-            *(found[name].share if name in found else "" for name in precisions),
-        ]
+        [*map(markdown, (subject, backend_in_words(backend))), *(_share(found.get(name)) for name in precisions)]
         for (subject, backend, _), found in shown
     ]
     yield ""
@@ -261,6 +242,10 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
     used = dict.fromkeys(row.mark for found in rows.values() for row in found.values())
     yield left + ", ".join(f"{mark} {words}" for mark, words in IN_A_WORD.items() if mark in used)
+
+
+def _share(row: GridRow | None) -> str:
+    return "" if row is None else row.share
 
 
 def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
@@ -295,7 +280,9 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
     yield "## Speed" + (" (simulated devices: not the speed of GPUs)" if simulated else "")
     yield ""
     several = has_several_subjects(timed)
-    timed.sort(key=_reading_order)
+    timed.sort(
+        key=lambda cell: (cell.conformance.mark == NOT_EXAMINED, -cell.at.devices, -(cell.value("throughput") or 0.0))
+    )
     for cell in timed[:_MOST_FIGURES]:
         figure = cell.figures["throughput"]
         assert figure.value is not None
@@ -320,10 +307,6 @@ def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
         yield f"profiles of {counted(len(profiles), 'cell')}: {files} in `{PROFILES}/`"
     if problems := sum(len(one.problems) for one in profiles):
         yield f"{counted(problems, 'problem')} with these, see report.html"
-
-
-def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:
-    return cell.conformance.mark == NOT_EXAMINED, -cell.at.devices, -(cell.value("throughput") or 0.0)
 
 
 FORMAT = ReportFormat("one screen, as Markdown", one_screen, {"report.md": one_screen, "support.md": support_page})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -20,10 +21,11 @@ from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_word
 from plumbline.report.terminal import plain_table, rendered
 from plumbline.report.text import between, compact, in_words, location, printable, printable_lines, x_noise
 from plumbline.results.files import log_tails, trace_folder
-from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Expected, Measurement, Result, ending, grouped
+from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Measurement, Result, ending, grouped
 from plumbline.results.run import Run
 
 MOST_CANDIDATES: Final = 30
+COMMAND_WIDTH: Final = 96
 MEASURED: Final = "measured"
 
 _AFTER_WRONG: Final = (MISSING, KNOWN, Outcome.DEVIATES.value, Outcome.PASSED.value, MEASURED, *DECLINED)
@@ -104,7 +106,6 @@ def one_cell(run: Run, cell: str, *, width: int = 100, colour: bool = False) -> 
         *_figures(run, measurements),
         *_beside_figures(run, results, measurements),
         *_place(run, cell, [one.reproduce for one in results] + [one.reproduce for one in measurements]),
-        *_logs(run, cell),
     ]
     return rendered(*parts, width=width, colour=colour)
 
@@ -153,14 +154,10 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
         if is_wrong(result) and result.consequence_of is None:
             lines += parameter_table(list(result.parameters.items()), result.limit_x_noise)
         yield Padding(Group(*(Text(line, overflow="fold") for line in lines)), (0, 0, 0, 4))
-        if result.expected is not None:
-            yield Padding(_expectation(result.expected), (0, 0, 0, 4))
-
-
-def _expectation(expected: Expected) -> Text:
-    details = "; ".join([expected.entry, *([expected.link] if expected.link else []), *expectation_details(expected)])
-    text = f"expected: {expected.outcome.value}, because {expected.reason} ({details})"
-    return Text(printable(text), style="yellow", overflow="fold")
+        if (known := result.expected) is not None:
+            details = [known.entry, *([known.link] if known.link else []), *expectation_details(known)]
+            text = f"expected: {known.outcome.value}, because {known.reason} ({'; '.join(details)})"
+            yield Padding(Text(printable(text), style="yellow", overflow="fold"), (0, 0, 0, 4))
 
 
 def _figures(run: Run, measurements: Sequence[Measurement]) -> Iterator[RenderableType]:
@@ -214,27 +211,19 @@ def _place(run: Run, cell: str, commands: Iterable[str]) -> Iterator[RenderableT
     for place, command in enumerate(dict.fromkeys(filter(None, commands))):
         if place == 0:
             yield _title("Reproduce")
-        yield Text(_continued(printable(command)), no_wrap=True, overflow="ignore")
+        lines = [printable(command)]
+        with suppress(ValueError):  # unbalanced quotation marks: not written by Plumbline
+            words = map(shlex.quote, shlex.split(lines[0]))
+            lines = [next(words, "")]
+            for word in words:
+                if len(lines[-1]) + len(word) < COMMAND_WIDTH:
+                    lines[-1] += f" {word}"
+                else:
+                    lines.append(word)
+        yield Text(" \\\n  ".join(lines), no_wrap=True, overflow="ignore")
     if folder := trace_folder(run.path, cell):
         yield _title("Traces")
         yield Text(printable(str(folder)), overflow="fold")
-
-
-def _continued(command: str, width: int = 96) -> str:
-    try:
-        words = list(map(shlex.quote, shlex.split(command)))
-    except ValueError:  # unbalanced quotation marks: not written by Plumbline
-        return command
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + len(word) < width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return " \\\n  ".join(lines)
-
-
-def _logs(run: Run, cell: str) -> Iterator[RenderableType]:
     for ranks, tail in log_tails(run.path, cell):
         yield _title(f"Log of {printable(ranks)}, last lines")
         yield Text(printable_lines(tail), overflow="fold")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import re
 from io import StringIO
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 from rich import box
@@ -104,26 +104,16 @@ def _support(run: Run, *, every: bool) -> Table:
     table.add_column("Devi-\nates", justify="right", no_wrap=True)
     table.add_column("Worst\n× noise", justify="right", no_wrap=True)
     for row in support.to_dict("records"):
-        if not every and _is_undeclared(row):
+        if not every and any(row[name] == "-" for name in marks):
             continue
         table.add_row(
             *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in marks),
-            Text(_arguments(printable(row["Command"]))),
+            Text(re.sub(r"^Trainer\((.*)\)$", r"\1", printable(row["Command"])).replace("distributed_backend=", "…=")),
             Text(row["Cells passed"].partition(" ")[0]),
             Text(str(row["Deviates"] or "")),
             Text(compact(row["Worst × noise"])),
         )
     return table
-
-
-def _is_undeclared(row: Mapping[Hashable, Any]) -> bool:
-    return any(row[name] == "-" for name in mark_columns() if name in row)
-
-
-def _arguments(command: str) -> str:
-    if command.startswith("Trainer(") and command.endswith(")"):
-        command = command.removeprefix("Trainer(").removesuffix(")")
-    return command.replace("distributed_backend=", "…=")
 
 
 def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from plumbline.report.tables.measured import MeasuredCell, bounds, has_several_subjects
 from plumbline.report.text import LARGEST, in_words, names_itself, unit_size, with_unit
-from plumbline.results.records import Measurement
+from plumbline.results.records import Measurement, grouped
 
 _SMALLEST: Final = 1e-9
 """An axis that ends below this, or beyond ``LARGEST``, has no ticks but 0: their labels would not fit."""
@@ -208,7 +208,8 @@ def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell
         tuple(Tick(100 - tick.at, tick.label) for tick in axis.ticks()),
         tuple(
             Curve(
-                _series(group[-1], several),
+                group[-1].series(several_subjects=several)
+                + (f" on {group[-1].at.num_nodes} nodes" if group[-1].at.num_nodes > 1 else ""),
                 style,
                 next(filter(None, (cell.why_wrong for cell in group)), None),
                 tuple(_point(cell, metric, places, axis) for cell in group),
@@ -232,19 +233,11 @@ def _bar_chart(
 
 def _curves(cells: Sequence[MeasuredCell]) -> Iterable[list[MeasuredCell]]:
     alone = {(cell.at.subject, cell.at.precision): cell for cell in cells if cell.at.backend == "none"}
-    groups: dict[tuple[object, ...], list[MeasuredCell]] = {}
-    for cell in cells:
-        if cell.at.backend != "none":
-            key = (cell.at.subject, cell.at.precision, cell.at.backend, cell.at.topology[0] > 1 and cell.at.topology[0])
-            groups.setdefault(key, []).append(cell)
+    spread = [cell for cell in cells if cell.at.backend != "none"]
+    groups = grouped(spread, lambda cell: (cell.at.subject, cell.at.precision, cell.at.backend, cell.at.num_nodes))
     for group in groups.values():
         first = alone.get((group[0].at.subject, group[0].at.precision))
         yield [first, *group] if first and all(cell.at.devices > 1 for cell in group) else group
-
-
-def _series(cell: MeasuredCell, several_subjects: bool) -> str:
-    nodes = f" on {cell.at.topology[0]} nodes" if cell.at.topology[0] > 1 else ""
-    return f"{cell.series(several_subjects=several_subjects)}{nodes}"
 
 
 def _point(cell: MeasuredCell, metric: str, places: dict[int, float], axis: Axis) -> Point:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from plumbline.report.text import compact, counted, digits, in_words, printable_lines, shortened, x_noise
@@ -15,18 +17,8 @@ def page_environment(*packages: str) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=lambda value: printable_lines(value) if type(value) is str else value,
     )
-    environment.filters |= {
-        "compact": compact,
-        "counted": counted,
-        "digits": digits,
-        "in_words": in_words,
-        "shortened": shortened,
-        "x_noise": x_noise,
-    }
+    filters: tuple[Callable[..., str], ...] = (compact, counted, digits, in_words, shortened, x_noise)
+    environment.filters |= {one.__name__: one for one in filters}
     return environment
-
-
-def _shown(value: object) -> object:
-    return printable_lines(value) if type(value) is str else value

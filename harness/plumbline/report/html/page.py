@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Final
 
 from jinja2 import Environment
 
 from plumbline.report.formats import ReportFormat
-from plumbline.report.html.charts import (
-    MEMORY_PARTS,
-    STEP_SHARES,
-    BarChart,
-    CurveChart,
-    curve_charts,
-    distribution_chart,
-    memory_chart,
-    share_chart,
-)
+from plumbline.report.html import charts, pictures
 from plumbline.report.html.environment import page_environment
-from plumbline.report.html.pictures import (
-    HeatMap,
-    PipelineTimeline,
-    RankPaths,
-    heat_map,
-    pipeline_timelines,
-    rank_paths,
-)
-from plumbline.report.tables import failures as finding_texts
-from plumbline.report.tables import run_summary
+from plumbline.report.tables import failures, measured, run_summary, support
 from plumbline.report.tables.cells import cell_table
 from plumbline.report.tables.claims import claims
 from plumbline.report.tables.diagnosis import Diagnosis, diagnoses
-from plumbline.report.tables.failures import known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from plumbline.report.tables.grid import GridCell, anchors, grids
-from plumbline.report.tables.measured import (
-    HOW_TO_OPEN,
-    MeasuredCell,
-    formulas,
-    has_several_subjects,
-    measured_cells,
-    not_applicable,
-    profile_files,
-)
-from plumbline.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
 from plumbline.report.text import between, location, names_itself
 from plumbline.results.files import log_tails
 from plumbline.results.run import Run
@@ -67,7 +36,7 @@ MOST_PAIRS = 60
 MOST_LOG_TEXT = 400_000
 """Characters of logs on one page; logs beyond that are only in ``traces/``."""
 
-_METRICS: Final = (
+_METRICS: Final = [
     "throughput",
     "throughput_per_gpu",
     "scaling_strong",
@@ -83,39 +52,16 @@ _METRICS: Final = (
     "memory_allocated_peak",
     "memory_reserved_peak",
     "memory_private_peak",
-)
+]
 """The order of the columns of figures; other metrics follow."""
-
-
-@dataclass(frozen=True)
-class WorkloadFigures:
-    """One workload's charts and table: ``units`` of its metrics, and the cells for each reason of a refused figure."""
-
-    name: str
-    curves: tuple[CurveChart, ...]
-    steps: BarChart | None
-    memory: BarChart | None
-    shares: BarChart | None
-    pipelines: tuple[PipelineTimeline, ...]
-    units: dict[str, str]
-    refusals: dict[tuple[str, str], list[MeasuredCell]]
-    cells: tuple[MeasuredCell, ...]
-
-    @property
-    def profiled(self) -> tuple[MeasuredCell, ...]:
-        return tuple(cell for cell in self.cells if cell.profile is not None)
-
-    @property
-    def has_peaks(self) -> bool:
-        return self.memory is not None and any(bar.mark is not None for bar in self.memory.bars)
 
 
 def report_page(run: Run) -> str:
     cells = cell_table(run)
     subjects = grids(run)
-    measured = measured_cells(run)
+    timed = measured.measured_cells(run)
     by = run_summary.computed_by(run)
-    workloads = list(_workloads(measured))
+    workloads = list(_workloads(timed))
     wrong = diagnoses(run)
     values: dict[str, Any] = {
         "run": run,
@@ -127,30 +73,30 @@ def report_page(run: Run) -> str:
         "facts": run_summary.facts(run).items(),
         "contents": _contents(bool(subjects), bool(subjects or wrong), bool(workloads)),
         "grids": subjects,
-        "side_by_side": side_by_side(run),
+        "side_by_side": support.side_by_side(run),
         "kind": _KIND,
         "sign": SIGNS,
-        "words": IN_A_WORD,
-        "marks": MARKS.items(),
+        "words": support.IN_A_WORD,
+        "marks": support.MARKS.items(),
         "micro_batches": run_summary.micro_batches_in_words(run),
         "seed": run_summary.seed_in_words(run),
-        "logs_of": _Logs(run).of,
-        "in_full": _InFull(len(cells)).shows,
+        "logs_of": _logs_of(run),
+        "in_full": _in_full(len(cells)),
         "diagnoses": wrong,
         "several_wrong": len({one.group.subject for one in wrong}) > 1,
         "drawn_of": _drawn,
         "facets": _facets(wrong),
-        "undeclared_rows": undeclared_rows(run),
+        "undeclared_rows": support.undeclared_rows(run),
         "script_hash": _script_hash(),
-        "summaries": subject_causes(run),
-        "known": known_failures(run),
-        "nothing_went_wrong": nothing_went_wrong(run),
+        "summaries": failures.subject_causes(run),
+        "known": failures.known_failures(run),
+        "nothing_went_wrong": failures.nothing_went_wrong(run),
         "anchor_of": lambda finding: anchors(run).get(finding.coordinates),
         "workloads": workloads,
-        "several_subjects": has_several_subjects(measured),
-        "memory_parts": MEMORY_PARTS.values(),
-        "step_shares": STEP_SHARES.values(),
-        "how_to_open": HOW_TO_OPEN,
+        "several_subjects": measured.has_several_subjects(timed),
+        "memory_parts": charts.MEMORY_PARTS.values(),
+        "step_shares": charts.STEP_SHARES.values(),
+        "how_to_open": measured.HOW_TO_OPEN,
         "claims": claims(run) if workloads else (),
         "comparability": run_summary.comparability(run.header.fingerprint).items(),
         "other_facts": run_summary.other_facts(run).items(),
@@ -175,19 +121,11 @@ def _contents(has_grid: bool, has_wrong: bool, has_figures: bool) -> Iterator[tu
     yield "method", "Method and limits"
 
 
-@dataclass(frozen=True)
-class DrawnCause:
-    """The pictures of one cause: errors of a wrong and of a right cell, and the path of a gradient."""
-
-    wrong: HeatMap | None
-    right: HeatMap | None
-    paths: RankPaths | None
-
-
-def _drawn(one: Diagnosis) -> DrawnCause | None:
-    wrong, paths = heat_map(one.finding, wrong=True), rank_paths(one.finding.rank_shares)
-    right = heat_map(one.right, wrong=False) if one.right else None
-    return DrawnCause(wrong, right, paths) if wrong or paths else None
+def _drawn(one: Diagnosis) -> dict[str, Any] | None:
+    """Return the pictures of a cause: errors of a wrong and of a right cell, and the path of a gradient."""
+    wrong, paths = pictures.heat_map(one.finding, wrong=True), pictures.rank_paths(one.finding.rank_shares)
+    right = pictures.heat_map(one.right, wrong=False) if one.right else None
+    return {"wrong": wrong, "right": right, "paths": paths} if wrong or paths else None
 
 
 def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
@@ -204,92 +142,78 @@ def _script_hash() -> str:
     return b64encode(sha256(script.encode()).digest()).decode()
 
 
-def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
-    for name, group in groupby(measured, key=lambda cell: cell.at.workload):
+def _workloads(timed: Sequence[measured.MeasuredCell]) -> Iterator[dict[str, Any]]:
+    """Yield one workload's charts and table: units of metrics, and the cells for each reason of a refused figure."""
+    for name, group in groupby(timed, key=lambda cell: cell.at.workload):
         cells = tuple(group)
         units = {metric: figure.unit for cell in cells for metric, figure in cell.figures.items()}
         metrics = [*(metric for metric in _METRICS if metric in units), *(m for m in units if m not in _METRICS)]
-        refusals: dict[tuple[str, str], list[MeasuredCell]] = {}
+        refusals: dict[tuple[str, str], list[measured.MeasuredCell]] = {}
         for cell in cells:
             for metric, figure in cell.figures.items():
                 if figure.value is None:
                     refusals.setdefault((metric, figure.refusal or "not measured"), []).append(cell)
-        yield WorkloadFigures(
-            name,
-            (
-                *curve_charts(f"Throughput, {units.get('throughput', '')}", "throughput", cells),
-                *curve_charts(
-                    "Strong scaling efficiency: the same work on more devices", "scaling_strong", cells, ideal=1.0
-                ),
-                *curve_charts(
-                    "Weak scaling efficiency: the same work for each device", "scaling_weak", cells, ideal=1.0
-                ),
-            ),
-            distribution_chart(cells),
-            memory_chart(cells),
-            share_chart(cells),
-            tuple(pipeline_timelines(cells)),
-            {metric: units[metric] for metric in metrics},
-            refusals,
-            cells,
+        strong = "Strong scaling efficiency: the same work on more devices"
+        weak = "Weak scaling efficiency: the same work for each device"
+        curves = (
+            *charts.curve_charts(f"Throughput, {units.get('throughput', '')}", "throughput", cells),
+            *charts.curve_charts(strong, "scaling_strong", cells, ideal=1.0),
+            *charts.curve_charts(weak, "scaling_weak", cells, ideal=1.0),
         )
+        memory = charts.memory_chart(cells)
+        yield {
+            "name": name,
+            "curves": curves,
+            "steps": charts.distribution_chart(cells),
+            "memory": memory,
+            "has_peaks": memory is not None and any(bar.mark is not None for bar in memory.bars),
+            "shares": charts.share_chart(cells),
+            "pipelines": tuple(pictures.pipeline_timelines(cells)),
+            "units": {metric: units[metric] for metric in metrics},
+            "refusals": refusals,
+            "cells": cells,
+            "profiled": [cell for cell in cells if cell.profile is not None],
+        }
 
 
-class _InFull:
-    """Which cells a page shows with all that is known of them: all of a small run, else the first wrong ones.
+def _in_full(cells: int) -> Callable[[GridCell], bool]:
+    """Return which cells a page shows with all that is known of them: all of a small run, else the first wrong ones.
 
     The others have one line each: a page of thousands of cells should open in a moment.
     """
-
-    def __init__(self, cells: int) -> None:
-        self._room: float = math.inf if cells <= MOST_IN_FULL else MOST_IN_FULL
-        self._only_wrong = cells > MOST_IN_FULL
-
-    def shows(self, cell: GridCell) -> bool:
-        if self._only_wrong and not cell.bad:
-            return False
-        self._room -= 1
-        return self._room >= 0
+    shown = count(1)
+    return lambda cell: cells <= MOST_IN_FULL or (bool(cell.bad) and next(shown) <= MOST_IN_FULL)
 
 
-class _Logs:
-    """The last lines of ranks' logs, at most ``MOST_LOG_TEXT`` characters on a page."""
+def _logs_of(run: Run) -> Callable[[GridCell], list[tuple[str, str]]]:
+    """Return what finds the last lines of ranks' logs, at most ``MOST_LOG_TEXT`` characters on a page."""
+    room = MOST_LOG_TEXT
 
-    def __init__(self, run: Run) -> None:
-        self._path = run.path
-        self._room = MOST_LOG_TEXT
-
-    def of(self, cell: GridCell) -> list[tuple[str, str]]:
-        if not (cell.bad or cell.known or cell.others) or self._room <= 0:
+    def of(cell: GridCell) -> list[tuple[str, str]]:
+        nonlocal room
+        if not (cell.bad or cell.known or cell.others) or room <= 0:
             return []
-        shown = log_tails(self._path, cell.cell)
-        self._room -= sum(len(tail) for _, tail in shown)
+        shown = log_tails(run.path, cell.cell)
+        room -= sum(len(tail) for _, tail in shown)
         return shown
 
-
-def _is_link(text: str) -> bool:
-    return text.startswith(("https://", "http://"))
+    return of
 
 
 @cache
 def _environment() -> Environment:
     environment = page_environment()
-    environment.filters |= {
-        "as_consequence": finding_texts.as_consequence,
-        "between": between,
-        "expectation_details": finding_texts.expectation_details,
-        "is_link": _is_link,
-        "location": location,
-        "message_of": finding_texts.message_of,
-        "formulas": formulas,
-        "names_itself": names_itself,
-        "not_applicable": not_applicable,
-        "profile_files": profile_files,
-        "outcome_in_words": finding_texts.outcome_in_words,
-        "parameter_rows": lambda finding: parameter_rows(list(finding.parameters.items()), finding.limit_x_noise),
-    }
+    filters: tuple[Callable[..., Any], ...] = (
+        *(failures.as_consequence, failures.expectation_details, failures.message_of, failures.outcome_in_words),
+        *(measured.formulas, measured.not_applicable, measured.profile_files, between, location, names_itself),
+    )
+    environment.filters |= {one.__name__: one for one in filters}
+    environment.filters["is_link"] = lambda text: text.startswith(("https://", "http://"))
+    environment.filters["parameter_rows"] = lambda finding: failures.parameter_rows(
+        list(finding.parameters.items()), finding.limit_x_noise
+    )
     environment.globals["backend_in_words"] = run_summary.backend_in_words
-    environment.globals["row_columns"] = len(ROW_COLUMNS)
+    environment.globals["row_columns"] = len(support.ROW_COLUMNS)
     return environment
 
 

@@ -7,7 +7,7 @@ what is wrong by a frame, so that it can be read without colours, and has a sent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from markupsafe import Markup
 from plumbline.drawing.timeline import Box, timeline
 from plumbline.report.tables.measured import MeasuredCell, has_several_subjects
 from plumbline.report.text import compact, counted, in_words, printable, shortened, x_noise
-from plumbline.results.records import ErrorGrid, RankShares, Result, TimelineChunk
+from plumbline.results.records import RankShares, Result, TimelineChunk
 
 SQUARE_WIDTH: Final = 46
 SQUARE_HEIGHT: Final = 20
@@ -82,16 +82,40 @@ def heat_map(finding: Result, *, wrong: bool) -> HeatMap | None:
     grid, limit = finding.error_grid, finding.limit_x_noise
     if grid is None or not grid.parameters or limit is None:
         return None
+
+    def degree(error: float | None) -> int:
+        if error is None or error <= limit:
+            return -1 if error is None else 0
+        times = error / max(limit, 1.0)
+        return min(DEGREES, 1 + int(math.log10(max(times, 1.0)) / 3)) if math.isfinite(times) else DEGREES
+
+    places = [
+        (step, name, error)
+        for name, errors in zip(grid.parameters, grid.errors, strict=False)
+        for step, error in zip(grid.steps, errors, strict=False)
+        if error is not None
+    ]
+    above = [place for place in places if not place[2] <= limit]
+    of = f"{counted(len(places), 'error')} of {counted(len(grid.parameters), 'parameter')}"
+    of += f" over {counted(len(grid.steps), 'step')}"
+    sentence = f"None of {of} is above the limit of {x_noise(limit)}."
+    if above:
+        first, worst = min(above), max(above, key=lambda place: place[2])
+        sentence = (
+            f"{len(above)} of {of} are above the limit of {x_noise(limit)}: first at step {first[0]} in "
+            f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in "
+            f"{printable(worst[1])}."
+        )
     labels = [shortened(printable(name), LONGEST_NAME) for name in grid.parameters]
     begin = round(LETTER * max(map(len, labels))) + 10
     squares = tuple(
-        Square(begin + column * SQUARE_WIDTH, HEAD + row * SQUARE_HEIGHT, _text(error), _degree(error, limit))
+        Square(begin + column * SQUARE_WIDTH, HEAD + row * SQUARE_HEIGHT, _text(error), degree(error))
         for row, errors in enumerate(grid.errors)
         for column, error in enumerate(errors)
     )
     return HeatMap(
         f"{'Wrong' if wrong else 'Right'}: {finding.cell}",
-        _in_a_sentence(grid, limit),
+        sentence,
         begin + len(grid.steps) * SQUARE_WIDTH + 2,
         HEAD + len(labels) * SQUARE_HEIGHT + 2,
         tuple((HEAD + (row + 0.5) * SQUARE_HEIGHT, name) for row, name in enumerate(labels)),
@@ -127,36 +151,8 @@ def rank_paths(shares: RankShares | None) -> RankPaths | None:
     )
 
 
-def _degree(error: float | None, limit: float) -> int:
-    if error is None:
-        return -1
-    if error <= limit:
-        return 0
-    times = error / max(limit, 1.0)
-    return min(DEGREES, 1 + int(math.log10(max(times, 1.0)) / 3)) if math.isfinite(times) else DEGREES
-
-
 def _text(error: float | None) -> str:
     return "∞" if error == math.inf else "" if error is None else compact(error)
-
-
-def _in_a_sentence(grid: ErrorGrid, limit: float) -> str:
-    places = [
-        (step, name, error)
-        for name, errors in zip(grid.parameters, grid.errors, strict=False)
-        for step, error in zip(grid.steps, errors, strict=False)
-        if error is not None
-    ]
-    wrong = [place for place in places if not place[2] <= limit]
-    parameters, steps = counted(len(grid.parameters), "parameter"), counted(len(grid.steps), "step")
-    of = f"{counted(len(places), 'error')} of {parameters} over {steps}"
-    if not wrong:
-        return f"None of {of} is above the limit of {x_noise(limit)}."
-    first, worst = min(wrong), max(wrong, key=lambda place: place[2])
-    return (
-        f"{len(wrong)} of {of} are above the limit of {x_noise(limit)}: first at step {first[0]} in "
-        f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in {printable(worst[1])}."
-    )
 
 
 def _alike(row: tuple[float, ...], right: tuple[float, ...]) -> bool:
@@ -196,12 +192,13 @@ def pipeline_timelines(cells: Iterable[MeasuredCell]) -> Iterator[PipelineTimeli
 
 
 def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
-    ranks = sorted({chunk.rank for chunk in chunks})
-    stages = {rank: sorted({chunk.stage for chunk in chunks if chunk.rank == rank}) for rank in ranks}
-    several = _have_several({(chunk.rank, chunk.stage) for chunk in chunks})
+    several = _have_several_stages(chunks)
+    stages: dict[int, set[int]] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.rank):
+        stages.setdefault(chunk.rank, set()).add(chunk.stage)
     boxes = [
         Box(
-            ranks.index(chunk.rank),
+            list(stages).index(chunk.rank),
             chunk.kind,
             f"{chunk.stage}:{chunk.micro_batch}" if several else str(chunk.micro_batch),
             chunk.begin,
@@ -211,15 +208,15 @@ def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
         )
         for chunk in chunks
     ]
-    return timeline(title, [_row(rank, own) for rank, own in stages.items()], boxes)
+    rows = [
+        f"rank {rank}, stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, sorted(own)))}"
+        for rank, own in stages.items()
+    ]
+    return timeline(title, rows, boxes)
 
 
-def _have_several(places: Set[tuple[int, int]]) -> bool:
-    return len(places) > len({rank for rank, _ in places})
-
-
-def _row(rank: int, stages: list[int]) -> str:
-    return f"rank {rank}, stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
+def _have_several_stages(chunks: tuple[TimelineChunk, ...]) -> bool:
+    return len({(chunk.rank, chunk.stage) for chunk in chunks}) > len({chunk.rank for chunk in chunks})
 
 
 def _sentence(chunks: tuple[TimelineChunk, ...]) -> str:
@@ -231,8 +228,6 @@ def _sentence(chunks: tuple[TimelineChunk, ...]) -> str:
         f"rank {rank} {in_words(seconds / (span or 1.0), 'share')}" for rank, seconds in sorted(busy.items())
     )
     stages = len({chunk.stage for chunk in chunks})
-    labels = (
-        " Boxes are labelled stage:micro-batch." if _have_several({(one.rank, one.stage) for one in chunks}) else ""
-    )
+    labels = " Boxes are labelled stage:micro-batch." if _have_several_stages(chunks) else ""
     number = counted(1 + max(chunk.micro_batch for chunk in chunks), "micro-batch", "micro-batches")
     return f"{counted(stages, 'stage')}, {number}, {in_words(span, 's')}; computing: {shares}.{labels}"
