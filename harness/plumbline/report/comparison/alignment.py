@@ -11,7 +11,7 @@ import pandas as pd
 from plumbline.core.errors import UsageError
 from plumbline.report.text import counted
 from plumbline.results.header_footer import Header
-from plumbline.results.records import CellRecord, Coordinates, Measurement, Result, by_cell
+from plumbline.results.records import CellRecord, Measurement, Result, by_cell
 from plumbline.results.run import Run
 
 
@@ -108,10 +108,9 @@ def align_within(run: Run, by: str) -> Alignment:
 
 def cell_records(run: Run) -> pd.DataFrame:
     """Return one row a cell, planned ones first and in their order, with its ``CellRecords``."""
-    cells: dict[Coordinates, CellRecord] = {}
     results, measurements = by_cell(run.results), by_cell(run.measurements)
-    for cell in (*run.header.planned, *run.results, *run.measurements):
-        cells.setdefault(cell.coordinates, cell)
+    records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
+    cells = {key: found[0] for key, found in by_cell(records).items()}
     rows = [
         {
             **key._asdict(),
@@ -143,8 +142,9 @@ def machines_differ(a: Header, b: Header) -> tuple[Difference, ...]:
     Outcomes are always comparable: the result of a training does not depend on the machine.
     """
     before, after = a.fingerprint.key.model_dump(), b.fingerprint.key.model_dump()
-    before["devices"], after["devices"] = _devices(a), _devices(b)
-    before["oversubscribe"], after["oversubscribe"] = (bool(side.options.get("oversubscribe")) for side in (a, b))
+    for side, found in ((a, before), (b, after)):
+        found["devices"] = "simulated" if side.simulated else "real"
+        found["oversubscribe"] = bool(side.options.get("oversubscribe"))
     return _unequal(before, after)
 
 
@@ -186,10 +186,6 @@ def definitions_differ(a: Measurement, b: Measurement, *, one_run: bool) -> tupl
     """
     names = ("unit", "better") if one_run else ("workload_key", "unit", "better")
     return _unequal({name: getattr(a, name) for name in names}, {name: getattr(b, name) for name in names})
-
-
-def _devices(header: Header) -> str:
-    return "simulated" if header.simulated else "real"
 
 
 def _unequal(a: dict[str, object], b: dict[str, object]) -> tuple[Difference, ...]:

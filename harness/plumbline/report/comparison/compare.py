@@ -86,7 +86,11 @@ def cell_end(cell: CellRecords | None) -> CellEnd:
     if cell is None:
         return CellEnd(ABSENT, None)
     end = ending(cell.results) if cell.results else None
-    level = None if end is None else _level(end)
+    level: Level | None = Level.BAD
+    if not isinstance(end, Outcome):
+        level = None if end is None else Level.KNOWN if end == KNOWN else Level.BAD
+    elif not end.is_bad:
+        level = {Outcome.PASSED: Level.PASSED, Outcome.DEVIATES: Level.DEVIATES}.get(end)
     if cell.measurements and end in (None, Outcome.PASSED, Outcome.SKIPPED):
         return CellEnd(MEASURED, Level.PASSED)
     if end is None or (cell.cut_short and level is not Level.BAD):
@@ -96,33 +100,30 @@ def cell_end(cell: CellRecords | None) -> CellEnd:
     return CellEnd(word, level, wrong)
 
 
-def is_answered(cell: CellRecords | None) -> bool:
-    return cell_end(cell).level is not None
-
-
-def _level(end: Outcome | str) -> Level | None:
-    if not isinstance(end, Outcome):
-        return Level.KNOWN if end == KNOWN else Level.BAD
-    if end.is_bad:
-        return Level.BAD
-    return {Outcome.PASSED: Level.PASSED, Outcome.DEVIATES: Level.DEVIATES}.get(end)
-
-
 def outcome_changes(pairs: Iterable[CellPair]) -> tuple[OutcomeChange, ...]:
     """Return every cell with another outcome in B than in A, or with fewer metrics, the worst first."""
     found = [change for pair in pairs for change in (_ends(pair), _measured_less(pair)) if change]
-    order = list(OutcomeKind)
-    return tuple(sorted(found, key=lambda change: (order.index(change.kind), not change.worse)))
+    return tuple(sorted(found, key=lambda change: (list(OutcomeKind).index(change.kind), not change.worse)))
 
 
 def _ends(pair: CellPair) -> OutcomeChange | None:
     was, now = cell_end(pair.a), cell_end(pair.b)
-    kind = _kind(was, now)
+    if now.level is None:
+        kind = None if was.level is None else OutcomeKind.LOST
+    elif now.level is Level.BAD and was.level is not Level.BAD:
+        kind = OutcomeKind.NEWLY_FAILING
+    elif was.level is None:
+        kind = OutcomeKind.NEW
+    elif was.level >= Level.KNOWN and now.level < Level.KNOWN:
+        kind = OutcomeKind.FIXED
+    elif was.level is now.level is Level.PASSED or (was.word, was.wrong) == (now.word, now.wrong):
+        kind = None  # also where one run examined the cell, and the other only measured it
+    else:
+        kind = OutcomeKind.CHANGED
     if kind is None:
         return None
-    worse = kind in (OutcomeKind.NEWLY_FAILING, OutcomeKind.LOST) or (
-        kind is OutcomeKind.CHANGED and (_further(was, now) or bool(now.wrong - was.wrong))
-    )
+    further = (now.level or 0) > (was.level or 0) or bool(now.wrong - was.wrong)
+    worse = kind in (OutcomeKind.NEWLY_FAILING, OutcomeKind.LOST) or (kind is OutcomeKind.CHANGED and further)
     return OutcomeChange(kind, worse, pair.cell, pair.versus, was.text, now.text)
 
 
@@ -134,26 +135,6 @@ def _measured_less(pair: CellPair) -> OutcomeChange | None:
     gone = dict.fromkeys(figure.metric for figure in pair.a.measurements if figure.metric not in left)
     was = f"{MEASURED} {', '.join(gone)}"
     return OutcomeChange(OutcomeKind.LOST, True, pair.cell, pair.versus, was, "not measured") if gone else None
-
-
-def _kind(was: CellEnd, now: CellEnd) -> OutcomeKind | None:
-    if was.level is None and now.level is None:
-        return None
-    if now.level is None:
-        return OutcomeKind.LOST
-    if now.level is Level.BAD and was.level is not Level.BAD:
-        return OutcomeKind.NEWLY_FAILING
-    if was.level is None:
-        return OutcomeKind.NEW
-    if was.level >= Level.KNOWN and now.level < Level.KNOWN:
-        return OutcomeKind.FIXED
-    if was.level is now.level is Level.PASSED:
-        return None  # one run examined it, the other only measured it
-    return None if (was.word, was.wrong) == (now.word, now.wrong) else OutcomeKind.CHANGED
-
-
-def _further(was: CellEnd, now: CellEnd) -> bool:
-    return was.level is not None and now.level is not None and now.level > was.level
 
 
 IN_TURNS: Final = "in_turns"
@@ -221,7 +202,7 @@ def _comparison(
     pairs = aligned.pairs
     outcomes = outcome_changes(pairs)
     changed = {(change.cell, change.versus) for change in outcomes}
-    answered = [pair for pair in pairs if is_answered(pair.a) and is_answered(pair.b)]
+    answered = [pair for pair in pairs if None not in (cell_end(pair.a).level, cell_end(pair.b).level)]
     figures = figure_changes(pairs, turns=turns, effect=effect, comparable=not machine)
     return Comparison(
         runs=tuple(run.header.run_id for run in runs),

@@ -64,24 +64,18 @@ class ChangeScale:
     positive: bool = False
 
 
-def _identity(number: float) -> float:
-    return number
-
-
 RATIO: Final = ChangeScale("%", math.log, math.exp, math.expm1, math.log1p, positive=True)
 
 # A share of a step: one point of it is one per cent of the step.
-POINTS: Final = ChangeScale("points", _identity, _identity, _identity, _identity)
+POINTS: Final = ChangeScale("points", float, float, float, float)
 
 # One more event in every launch is a change, however few there are; half an event separates that from none.
-COUNTS: Final = ChangeScale("", _identity, _identity, _identity, lambda effect: 0.5)
-
-_OF_UNIT: Final = {"share": POINTS, "count": COUNTS}
+COUNTS: Final = ChangeScale("", float, float, float, lambda effect: 0.5)
 
 
 def scale_of(unit: str) -> ChangeScale:
     """Return the scale for figures in ``unit``: times, rates and sizes are compared as ratios."""
-    return _OF_UNIT.get(unit, RATIO)
+    return {"share": POINTS, "count": COUNTS}.get(unit, RATIO)
 
 
 class Decision(Enum):
@@ -131,16 +125,15 @@ def decide(cases: Sequence[FigureDifference]) -> list[Decision]:
     if not cases:
         return []
     chances = [case.chance for case in cases]
-    adjusted = false_discovery_control(chances)
-    return [_size(*each) for each in zip(cases, chances, adjusted, strict=True)]
-
-
-def _size(case: FigureDifference, chance: float, among_all: float) -> Decision:
-    if among_all <= FALSE_ALARMS:
-        return Decision.CHANGED
-    if case.is_within:
-        return Decision.SAME
-    return Decision.CHANCE if chance <= FALSE_ALARMS else Decision.UNCLEAR
+    decisions = []
+    for case, chance, among_all in zip(cases, chances, false_discovery_control(chances), strict=True):
+        if among_all <= FALSE_ALARMS:
+            decisions.append(Decision.CHANGED)
+        elif case.is_within:
+            decisions.append(Decision.SAME)
+        else:
+            decisions.append(Decision.CHANCE if chance <= FALSE_ALARMS else Decision.UNCLEAR)
+    return decisions
 
 
 FROM_NOTHING: Final = "it is 0 in A"
@@ -188,12 +181,6 @@ class FigureChange:
     enough: int | None = None
 
 
-@dataclass(frozen=True)
-class _Estimated:
-    change: FigureChange
-    case: FigureDifference
-
-
 def figure_changes(
     pairs: Iterable[CellPair], *, turns: bool, effect: float, comparable: bool
 ) -> tuple[FigureChange, ...]:
@@ -203,10 +190,26 @@ def figure_changes(
     effect, 0.05 for 5 %. Not ``comparable``: the machines differ, and no figure is compared.
     """
     found: list[FigureChange] = []
-    estimated: list[_Estimated] = []
+    estimated: list[tuple[FigureChange, FigureDifference]] = []
     for pair in pairs:
-        for a, b in figures_of_both(pair):
-            change = _plain(pair, a, b)
+        before, after = (
+            {(figure.metric, figure.rank): figure for figure in (cell.measurements if cell else ())}
+            for cell in (pair.a, pair.b)
+        )
+        for a, b in ((figure, after[name]) for name, figure in before.items() if name in after):
+            change = FigureChange(
+                cell=pair.cell,
+                versus=pair.versus,
+                metric=a.metric,
+                rank=a.rank,
+                unit=a.unit,
+                better=a.better,
+                a=a.value,
+                b=b.value,
+                launches=(len(a.samples), len(b.samples)),
+                verdict=FigureVerdict.INCONCLUSIVE,
+                change_unit=scale_of(a.unit).unit,
+            )
             if not comparable:
                 found.append(replace(change, verdict=FigureVerdict.NOT_COMPARABLE, reason="the machines differ"))
             elif verdict := _without_numbers(a, b, one_run=bool(pair.versus)):
@@ -216,35 +219,10 @@ def figure_changes(
                     estimated.append(_estimated(change, a, b, turns=turns, effect=effect))
                 except OverflowError:
                     found.append(replace(change, reason="the launches differ so much that the estimate overflows"))
-    family = decide([one.case for one in estimated])
-    found += [_decided(one, size) for one, size in zip(estimated, family, strict=True)]
-    return tuple(sorted(found, key=_worst_first))
-
-
-def figures_of_both(pair: CellPair) -> list[tuple[Measurement, Measurement]]:
-    after = _by_name(pair.b.measurements if pair.b else ())
-    before = _by_name(pair.a.measurements if pair.a else ())
-    return [(figure, after[name]) for name, figure in before.items() if name in after]
-
-
-def _by_name(figures: Sequence[Measurement]) -> dict[tuple[str, int | None], Measurement]:
-    return {(figure.metric, figure.rank): figure for figure in figures}
-
-
-def _plain(pair: CellPair, a: Measurement, b: Measurement) -> FigureChange:
-    return FigureChange(
-        cell=pair.cell,
-        versus=pair.versus,
-        metric=a.metric,
-        rank=a.rank,
-        unit=a.unit,
-        better=a.better,
-        a=a.value,
-        b=b.value,
-        launches=(len(a.samples), len(b.samples)),
-        verdict=FigureVerdict.INCONCLUSIVE,
-        change_unit=scale_of(a.unit).unit,
-    )
+    family = decide([case for _, case in estimated])
+    found += [_decided(*one, size) for one, size in zip(estimated, family, strict=True)]
+    order = list(FigureVerdict)
+    return tuple(sorted(found, key=lambda change: (order.index(change.verdict), -(change.harm or 0.0))))
 
 
 def _without_numbers(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[FigureVerdict, str] | None:
@@ -271,7 +249,9 @@ def _with_zeros(a: Measurement, b: Measurement) -> tuple[FigureVerdict, str]:
     return FigureVerdict.INCONCLUSIVE, "it is 0 in some launches only, so it has no ratio"
 
 
-def _estimated(change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float) -> _Estimated:
+def _estimated(
+    change: FigureChange, a: Measurement, b: Measurement, *, turns: bool, effect: float
+) -> tuple[FigureChange, FigureDifference]:
     scale = scale_of(a.unit)
     before, after = ([scale.onto(sample) for sample in figure.samples] for figure in (a, b))
     least = scale.least(effect)
@@ -291,7 +271,7 @@ def _estimated(change: FigureChange, a: Measurement, b: Measurement, *, turns: b
         high=scale.change(high),
         harm=None if sign is None else sign * difference / least,
     )
-    return _Estimated(change, case)
+    return change, case
 
 
 def _typical(samples: Sequence[float], scale: ChangeScale) -> float:
@@ -299,29 +279,20 @@ def _typical(samples: Sequence[float], scale: ChangeScale) -> float:
     return samples[0] if min(samples) == max(samples) else scale.off(fmean(map(scale.onto, samples)))
 
 
-def _decided(one: _Estimated, size: Decision) -> FigureChange:
+def _decided(change: FigureChange, case: FigureDifference, size: Decision) -> FigureChange:
     if size is Decision.SAME:
-        return replace(one.change, verdict=FigureVerdict.SAME)
+        return replace(change, verdict=FigureVerdict.SAME)
     if size is Decision.CHANGED:
-        verdict = _verdict(one.change.better, more=one.case.estimate.mean > 0)
-        reason = "it changed, but neither direction counts as better" if one.change.better is None else ""
-        return replace(one.change, verdict=verdict, reason=reason)
-    return replace(
-        one.change,
-        enough=one.case.enough(max(one.change.launches)),
-        reason=(
-            "significant on its own, but among this many figures one such change is expected by chance"
-            if size is Decision.CHANCE
-            else "the interval includes changes above and below the minimum effect"
-        ),
-    )
+        verdict = _verdict(change.better, more=case.estimate.mean > 0)
+        reason = "it changed, but neither direction counts as better" if change.better is None else ""
+        return replace(change, verdict=verdict, reason=reason)
+    reason = "the interval includes changes above and below the minimum effect"
+    if size is Decision.CHANCE:
+        reason = "significant on its own, but among this many figures one such change is expected by chance"
+    return replace(change, enough=case.enough(max(change.launches)), reason=reason)
 
 
 def _verdict(better: str | None, *, more: bool) -> FigureVerdict:
     if better is None:
         return FigureVerdict.INCONCLUSIVE
     return FigureVerdict.BETTER if (better == "higher") == more else FigureVerdict.WORSE
-
-
-def _worst_first(change: FigureChange) -> tuple[int, float]:
-    return list(FigureVerdict).index(change.verdict), -(change.harm or 0.0)

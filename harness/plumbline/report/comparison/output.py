@@ -114,7 +114,12 @@ def _interval(changes: Sequence[FigureChange]) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    parts = [part for part in (_outcomes_in_words(comparison), _figures_in_words(comparison)) if part]
+    kinds, verdicts = comparison.kinds(), comparison.verdicts()
+    cells = [f"{kinds[kind]} {kind.value}" for kind in OutcomeKind if kinds[kind]]
+    parts = [f"cells: {', '.join([*cells, f'{comparison.as_before} as before'])}"]
+    if verdicts:
+        counts = (f"{verdicts[verdict]} {verdict.value}" for verdict in FigureVerdict if verdicts[verdict])
+        parts.append(f"figures: {', '.join(counts)}")
     whose = f"By {comparison.by}: " if comparison.by else ""
     sentence = f"{whose}{_lead(comparison)}: {'; '.join(parts)}."
     return sentence[0].upper() + sentence[1:]
@@ -132,18 +137,6 @@ def _lead(comparison: Comparison) -> str:
     if verdicts[FigureVerdict.INCONCLUSIVE] or verdicts[FigureVerdict.NOT_COMPARABLE] or comparison.incomplete:
         return f"no difference between {b} and {a} was found, but some comparisons are inconclusive"
     return f"{b} is no worse than {a}" if kinds else f"{b} is the same as {a}"
-
-
-def _outcomes_in_words(comparison: Comparison) -> str:
-    kinds = comparison.kinds()
-    changed = [f"{kinds[kind]} {kind.value}" for kind in OutcomeKind if kinds[kind]]
-    return "cells: " + ", ".join([*changed, f"{comparison.as_before} as before"])
-
-
-def _figures_in_words(comparison: Comparison) -> str:
-    verdicts = comparison.verdicts()
-    counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in FigureVerdict if verdicts[verdict])
-    return f"figures: {counts}" if counts else ""
 
 
 def outcome_texts(change: OutcomeChange) -> tuple[str, str, str]:
@@ -233,13 +226,10 @@ def as_json(comparison: Comparison, gates: Sequence[str], exit_code: int) -> str
     return json.dumps(values, indent=2, allow_nan=False)  # in ASCII: it may be printed
 
 
-def _for_this_terminal(comparison: Comparison) -> str:
-    width = max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
-    return as_text(comparison, width, colour=sys.stdout.isatty())
-
-
 FORMATS: Final[Mapping[str, Callable[[Comparison, Sequence[str], int], str]]] = {
-    "text": lambda comparison, gates, exit_code: _for_this_terminal(comparison),
+    "text": lambda comparison, gates, exit_code: as_text(
+        comparison, max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns), colour=sys.stdout.isatty()
+    ),
     "md": lambda comparison, gates, exit_code: as_markdown(comparison).rstrip("\n"),
     "json": as_json,
 }

@@ -14,7 +14,7 @@ from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.core.software import UNKNOWN, Software
 from plumbline.machine.fingerprint import ComparabilityKey
-from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT, POINTS, RATIO, scale_of
+from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT, scale_of
 from plumbline.report.tables.cells import DECLINED
 from plumbline.report.tables.failures import is_wrong
 from plumbline.report.text import digits, shortened
@@ -22,7 +22,7 @@ from plumbline.results.files import ResultsError, RunNotFound
 from plumbline.results.header_footer import SubjectCode
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Measurement, Result, ending, grouped
 from plumbline.results.run import RESULTS, Run, read_run
-from plumbline.statistics.change_points import Series, change_points
+from plumbline.statistics.change_points import ChangePoint, Series, change_points
 
 LONGEST_MESSAGE: Final = 600
 
@@ -144,11 +144,17 @@ def figure_histories(runs: Sequence[Run]) -> list[FigureHistory]:
     return [
         FigureHistory(
             points[0][1].cell, key[0].subject, key[1], key[2], key[4], tuple(points),
-            tuple(_change(points[0][1], point.place, *point.difference.interval, point.difference.mean)
-                  for point in changes),
+            tuple(_change(points[0][1], point) for point in changes),
         )
         for key, points, changes in zip(found, every, change_points(series), strict=True)
     ]  # fmt: skip
+
+
+def _change(one: Measurement, point: ChangePoint) -> FigureChange:
+    scale, mean = scale_of(one.unit), point.difference.mean
+    change, low, high = map(scale.change, (mean, *point.difference.interval))
+    worse = None if one.better is None else (mean < 0) is (one.better == "higher")
+    return FigureChange(point.place, change, low, high, scale.unit, worse)
 
 
 def _series(points: Sequence[tuple[Run, Measurement]]) -> Series:
@@ -157,12 +163,6 @@ def _series(points: Sequence[tuple[Run, Measurement]]) -> Series:
         return Series((), 0.0)  # it has no logarithm, and so no ratio
     runs = [[scale.onto(sample) for sample in one.samples] for _, one in points]
     return Series(runs, scale.least(MINIMUM_EFFECT))
-
-
-def _change(one: Measurement, place: int, low: float, high: float, mean: float) -> FigureChange:
-    scale = scale_of(one.unit)
-    worse = None if one.better is None else (mean < 0) is (one.better == "higher")
-    return FigureChange(place, scale.change(mean), scale.change(low), scale.change(high), scale.unit, worse)
 
 
 PAGE = "report.html"
@@ -198,10 +198,7 @@ def find_runs(folder: Path) -> FoundRuns:
 
 
 def link_to(run: Run, site: Path, folder: Path) -> str | None:
-    """Return the address of a run's page from the site's; None where it would lead out of ``folder``, or is not there.
-
-    A site is copied as a whole: addresses are relative, and only lead where its folder goes along.
-    """
+    """Return the relative address of a run's page; None where it would lead out of ``folder``, or is not there."""
     page = run.path / PAGE
     inside = site.resolve().is_relative_to(folder.resolve()) and page.is_relative_to(folder.resolve())
     return os.path.relpath(page, site.resolve()).replace(os.sep, "/") if inside and page.is_file() else None
@@ -255,11 +252,6 @@ def label(run: Run, subject: str) -> str:
     return next((f"{name} {known[name]}" for name in names if name in known), "")
 
 
-def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return [f"{name} {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names]
-
-
 Kind = Literal["worse", "better", "other"]
 KINDS: Final[tuple[Kind, ...]] = ("worse", "better", "other")
 
@@ -291,7 +283,9 @@ class Step:
 
     @property
     def reasons(self) -> list[str]:
-        return differing(traits(self.before, self.subject), traits(self.run, self.subject))
+        before, after = traits(self.before, self.subject), traits(self.run, self.subject)
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return [f"{name} {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names]
 
 
 def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) -> list[Step]:
@@ -307,17 +301,31 @@ def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) ->
         for change in figure.changes
     ]
     steps = grouped(found, lambda one: (one[0], one[1].header.run_id, one[2].header.run_id))
-    every = [Step(*ones[0][:3], _together(change for *_, change in ones)) for ones in steps.values()]
+    every = []
+    for ones in steps.values():
+        same = grouped((change for *_, change in ones), lambda change: (change.kind, change.sentence))
+        changes = [replace(own[0], places=tuple(place for one in own for place in one.places)) for own in same.values()]
+        every.append(Step(*ones[0][:3], tuple(sorted(changes, key=lambda change: KINDS.index(change.kind)))))
     return sorted(every, key=lambda step: step.run.header.started, reverse=True)
 
 
-def _together(changes: Iterable[Change]) -> tuple[Change, ...]:
-    same: dict[tuple[Kind, str], Change] = {}
-    for change in changes:
-        first = same.setdefault((change.kind, change.sentence), change)
-        if first is not change:
-            same[change.kind, change.sentence] = replace(first, places=(*first.places, *change.places))
-    return tuple(sorted(same.values(), key=lambda change: KINDS.index(change.kind)))
+def _of_cell(cell: CellHistory, before: Span, after: Span) -> Change:
+    kind: Kind = "other" if before.end.wrong == after.end.wrong else "worse" if after.end.wrong else "better"
+    sentence = f"{before.end} → {after.end}"
+    if before.end.cause == after.end.cause is not None and KNOWN in (before.end.outcome, after.end.outcome):
+        kind = "other"
+        expected = "now expected" if after.end.outcome == KNOWN else "not expected any more"
+        sentence = f"{after.end.cause} as before, {expected}"
+    told = (after.message, after.reproduce) if after.end.wrong else ()
+    return Change(kind, sentence, ((cell.cell, anchor(cell.cell)),), *told)
+
+
+def _of_figure(figure: FigureHistory, change: FigureChange) -> Change:
+    kind: Kind = "other" if change.worse is None else "worse" if change.worse else "better"
+    rank = [] if figure.rank is None else [figure.rank]
+    of = f" of rank {figure.rank}" if rank else ""
+    sentence = f"{figure.metric.replace('_', ' ')}{of} {in_words(change)}"
+    return Change(kind, sentence, ((figure.cell, anchor(figure.cell, figure.metric, *rank)),))
 
 
 def anchor(*words: object) -> str:
@@ -335,26 +343,6 @@ def in_words(change: FigureChange) -> str:
 
 def _signed(value: float) -> str:
     return f"{'−' if value < 0 else '+'}{digits(abs(value))}"
-
-
-def _of_cell(cell: CellHistory, before: Span, after: Span) -> Change:
-    kind: Kind = "other" if before.end.wrong == after.end.wrong else "worse" if after.end.wrong else "better"
-    sentence = f"{before.end} → {after.end}"
-    if before.end.cause == after.end.cause is not None and KNOWN in (before.end.outcome, after.end.outcome):
-        kind = "other"
-        expected = "now expected" if after.end.outcome == KNOWN else "not expected any more"
-        sentence = f"{after.end.cause} as before, {expected}"
-    told = (after.message, after.reproduce) if after.end.wrong else ()
-    return Change(kind, sentence, ((cell.cell, anchor(cell.cell)),), *told)
-
-
-def _of_figure(figure: FigureHistory, change: FigureChange) -> Change:
-    assert change.unit in (RATIO.unit, POINTS.unit, "")
-    kind: Kind = "other" if change.worse is None else "worse" if change.worse else "better"
-    rank = "" if figure.rank is None else f" of rank {figure.rank}"
-    address = anchor(figure.cell, figure.metric, *([] if figure.rank is None else [figure.rank]))
-    sentence = f"{figure.metric.replace('_', ' ')}{rank} {in_words(change)}"
-    return Change(kind, sentence, ((figure.cell, address),))
 
 
 def counts(steps: Iterable[Step]) -> dict[Kind, int]:

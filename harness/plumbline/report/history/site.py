@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from jinja2 import Environment
-
 from plumbline.report.history.histories import (
     CellHistory,
     FigureHistory,
     FoundRuns,
-    Step,
     all_steps,
     anchor,
     cell_histories,
@@ -34,7 +30,6 @@ from plumbline.report.tables.cells import counts_in_words
 from plumbline.report.text import counted, printable
 from plumbline.results.files import write_text
 from plumbline.results.records import KNOWN, grouped
-from plumbline.results.run import Run
 
 WIDTH, HEIGHT, MARGIN = 160.0, 36.0, 4.0
 
@@ -153,22 +148,15 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     (site / BADGES).mkdir(parents=True, exist_ok=True)
     for subject, own in grouped(cells, lambda cell: cell.subject).items():
         write_text(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
-    links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
-    write_text(site / INDEX, _page(found, cells, figures, steps, links))
-    return found
-
-
-def _page(
-    found: FoundRuns,
-    cells: Sequence[CellHistory],
-    figures: Sequence[FigureHistory],
-    steps: Sequence[Step],
-    links: dict[str, str | None],
-) -> str:
     wrong = [cell for cell in cells if cell.now.end.wrong]
     worse = sum(figure.changes[-1].worse is True for figure in figures if figure.changes)
-    return (
-        _environment()
+    outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in found.runs}
+    for cell in cells:
+        for span in cell.spans:
+            for run in span.runs:
+                outcomes[run.header.run_id].append(span.end.outcome)
+    page = (
+        page_environment("plumbline.report.history")
         .get_template("history.html.jinja")
         .render(
             runs=found.runs[::-1],
@@ -179,7 +167,7 @@ def _page(
             steps=steps[:MOST_STEPS],
             more=max(0, len(steps) - MOST_STEPS),
             subjects=_sections(cells, figures),
-            links=links,
+            links={run.header.run_id: link_to(run, site, folder) for run in found.runs},
             anchor=anchor,
             badges=BADGES,
             curve=curve,
@@ -188,9 +176,11 @@ def _page(
             most_named=MOST_NAMED,
             most_reasons=MOST_REASONS,
             own_code=own_code,
-            ends=_ends(found.runs, cells),
+            ends={run: counts_in_words(ends) for run, ends in outcomes.items()},
         )
     )
+    write_text(site / INDEX, page)
+    return found
 
 
 def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse: int) -> str:
@@ -214,36 +204,16 @@ def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse:
 def _sections(cells: Sequence[CellHistory], figures: Sequence[FigureHistory]) -> list[SubjectSection]:
     measured = grouped(figures, lambda figure: figure.subject)
     examined = grouped(cells, lambda cell: cell.subject)
-    return [
-        _section(name, examined.get(name, []), measured.get(name, [])) for name in dict.fromkeys([*examined, *measured])
-    ]
-
-
-def _section(name: str, cells: list[CellHistory], figures: list[FigureHistory]) -> SubjectSection:
-    shown = filter(_is_shown, cells)
-    steady = grouped((cell for cell in cells if not _is_shown(cell)), lambda cell: str(cell.now.end))
-    return SubjectSection(
-        name,
-        tuple(sorted(shown, key=lambda cell: (not cell.now.end.wrong, cell.cell))),
-        steady,
-        tuple(sorted(figures, key=lambda figure: not figure.changes)),
-        sum(bool(figure.changes) for figure in figures),
-    )
+    sections = []
+    for name in dict.fromkeys([*examined, *measured]):
+        own, curves = examined.get(name, []), measured.get(name, [])
+        shown = sorted(filter(_is_shown, own), key=lambda cell: (not cell.now.end.wrong, cell.cell))
+        steady = grouped((cell for cell in own if not _is_shown(cell)), lambda cell: str(cell.now.end))
+        ordered = sorted(curves, key=lambda figure: not figure.changes)
+        changed = sum(bool(figure.changes) for figure in curves)
+        sections.append(SubjectSection(name, tuple(shown), steady, tuple(ordered), changed))
+    return sections
 
 
 def _is_shown(cell: CellHistory) -> bool:
     return len(cell.spans) > 1 or cell.now.end.wrong
-
-
-def _ends(runs: Sequence[Run], cells: Sequence[CellHistory]) -> dict[str, str]:
-    outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in runs}
-    for cell in cells:
-        for span in cell.spans:
-            for run in span.runs:
-                outcomes[run.header.run_id].append(span.end.outcome)
-    return {run: counts_in_words(ends) for run, ends in outcomes.items()}
-
-
-@cache
-def _environment() -> Environment:
-    return page_environment("plumbline.report.history")

@@ -49,7 +49,6 @@ CELL_COLUMNS: Final = ("cell", *Coordinates._fields, "outcome", "has_failed", "e
 
 _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 _MOST_CAPABILITIES: Final = 3
-_KINDS: Final = {"backend ": "backend", "precision ": "precision"}
 
 
 def cached_per_run(make: Callable[[Run], T]) -> Callable[[Run], T]:
@@ -85,12 +84,27 @@ def cell_table(run: Run) -> pd.DataFrame:
     cells: dict[Coordinates, CellRecord] = {
         planned.coordinates: planned for planned in run.header.planned if planned.coordinates not in measured
     }
-    for key, found in findings.items():
-        cells.setdefault(key, found[0])
-    rows = [
-        (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
-        for key, cell in cells.items()
-    ]
+    for key, own in findings.items():
+        cells.setdefault(key, own[0])
+    rows: list[tuple[object, ...]] = []
+    for key, cell in cells.items():
+        found = findings.get(key, [])
+        end = ending(found) if found else MISSING
+        if key == run.cut_short and not (isinstance(end, Outcome) and end.is_bad):
+            end = MISSING
+        errors = [one.error_x_noise for one in found if one.outcome in _MEASURED and one.error_x_noise is not None]
+        seconds = [one.seconds for one in found if one.seconds is not None]
+        has_failed = any(one.outcome is Outcome.FAILED and not one.is_known for one in found)
+        rows.append(
+            (
+                cell.cell,
+                *key,
+                getattr(end, "value", end),
+                has_failed,
+                max(errors, default=None),
+                max(seconds, default=None),
+            )
+        )
     table = pd.DataFrame(rows, columns=list(CELL_COLUMNS[:-1]))
     # Set explicitly, because pandas cannot infer types from an empty table or from rows without a value.
     table = table.astype({"has_failed": bool, "error_x_noise": float, "seconds": float})
@@ -146,10 +160,7 @@ def unsupported(run: Run, cells: pd.DataFrame) -> list[Result]:
 
 
 def undeclared_in_words(results: Iterable[Result]) -> str:
-    """Return for example ``4 cells skipped: mine does not claim to support them (backend dp: 3; precision 16: 1)``.
-
-    ``results`` are records of unsupported cells. Of several subjects, each has its count.
-    """
+    """Return for example ``4 cells skipped: mine does not claim to support them (backend dp: 3; precision 16: 1)``."""
     records = list(results)
     cells = f"{counted(len(records), 'cell')} skipped:"
     them = "it" if len(records) == 1 else "them"
@@ -167,36 +178,21 @@ def undeclared_kinds(results: Iterable[Result]) -> str:
     return "; ".join(kind for kind, _ in _reasons(list(results)))
 
 
-def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:
-    if not findings:
-        return MISSING, False, None, None
-    end = ending(findings)
-    is_bad = isinstance(end, Outcome) and end.is_bad
-    errors = [one.error_x_noise for one in findings if one.outcome in _MEASURED and one.error_x_noise is not None]
-    return (
-        MISSING if cut_short and not is_bad else str(getattr(end, "value", end)),
-        any(finding.outcome is Outcome.FAILED and not finding.is_known for finding in findings),
-        max(errors, default=None),
-        max((finding.seconds for finding in findings if finding.seconds is not None), default=None),
-    )
-
-
 def _reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
     names: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
     for result in results:
-        if not result.undeclared:
-            continue
-        first = result.undeclared[0]
-        kind = next((word for head, word in _KINDS.items() if first.startswith(head)), "capability")
-        counts[kind] = counts.get(kind, 0) + 1
-        names.setdefault(kind, []).extend(one.removeprefix(f"{kind} ") for one in result.undeclared)
-    reasons = [(_listed(kind, list(dict.fromkeys(names[kind]))), counts[kind]) for kind in counts]
-    others = len(results) - sum(counts.values())
+        if result.undeclared:
+            kind = next(
+                (one for one in ("backend", "precision") if result.undeclared[0].startswith(f"{one} ")), "capability"
+            )
+            counts[kind] += 1
+            names.setdefault(kind, []).extend(one.removeprefix(f"{kind} ") for one in result.undeclared)
+    reasons = []
+    for kind, found in names.items():
+        distinct = list(dict.fromkeys(found))
+        plural = "capabilities" if kind == "capability" else f"{kind}s"
+        most = _MOST_CAPABILITIES if kind == "capability" else len(distinct)
+        reasons.append((f"{kind if len(distinct) == 1 else plural} {listed(distinct, most)}", counts[kind]))
+    others = len(results) - counts.total()
     return [*reasons, ("other reasons", others)] if reasons and others else reasons
-
-
-def _listed(kind: str, names: list[str]) -> str:
-    plural = {"capability": "capabilities"}.get(kind, f"{kind}s")
-    word = kind if len(names) == 1 else plural
-    return f"{word} {listed(names, _MOST_CAPABILITIES if kind == 'capability' else len(names))}"

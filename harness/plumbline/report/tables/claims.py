@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import pandas as pd
 
@@ -117,12 +117,11 @@ _QUESTIONS: Final = (
 
 def claims(run: Run) -> list[Claim]:
     cells = measured_cells(run)
-    return [_claim(question, run, cells) for question in _QUESTIONS]
-
-
-def _claim(question: _Question, run: Run, cells: Sequence[MeasuredCell]) -> Claim:
-    pairs = tuple(_pairs(question, cells))
-    return Claim(question.statement, question.measure, _answer(question, run, pairs), pairs)
+    found = []
+    for question in _QUESTIONS:
+        pairs = tuple(_pairs(question, cells))
+        found.append(Claim(question.statement, question.measure, _answer(question, run, pairs), pairs))
+    return found
 
 
 def _answer(question: _Question, run: Run, pairs: Sequence[ClaimRatio]) -> str:
@@ -130,7 +129,9 @@ def _answer(question: _Question, run: Run, pairs: Sequence[ClaimRatio]) -> str:
         return NEEDS_A_GPU
     if run.header.options.get("oversubscribe"):
         return NEEDS_A_GPU_EACH
-    if question.tensor_cores and not _has_tensor_cores(run.header.fingerprint.compute_capability):
+    capability = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", run.header.fingerprint.compute_capability or "")
+    has_tensor_cores = capability is not None and tuple(map(int, capability.groups())) >= _TENSOR_CORES_SINCE
+    if question.tensor_cores and not has_tensor_cores:
         return NEEDS_TENSOR_CORES
     holds = [pair.holds for pair in pairs if pair.wrong is None]
     if not holds:
@@ -142,11 +143,6 @@ def _answer(question: _Question, run: Run, pairs: Sequence[ClaimRatio]) -> str:
     return DOES_NOT if False in holds else OPEN
 
 
-def _has_tensor_cores(capability: str | None) -> bool:
-    numbers = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", capability or "")
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TENSOR_CORES_SINCE
-
-
 def _pairs(question: _Question, cells: Sequence[MeasuredCell]) -> Iterator[ClaimRatio]:
     figures = _figures(question.metric, cells)
     first = figures[figures[question.by].isin(question.first)]
@@ -154,11 +150,13 @@ def _pairs(question: _Question, cells: Sequence[MeasuredCell]) -> Iterator[Claim
     shared = [name for name in _PLACE if name != question.by]
     for _, pair in first.merge(second, on=shared, suffixes=("", " of second")).iterrows():
         low, high = pair["low"] / pair["high of second"], pair["high"] / pair["low of second"]
+        both = ([pair[name], pair.get(f"{name} of second", pair[name])] for name in ("backend", "precision"))
+        backends, precisions = (" over ".join(dict.fromkeys(names)) for names in both)
         yield ClaimRatio(
             pair["value"] / pair["value of second"],
             low,
             high,
-            _conditions(pair),
+            f"{pair['subject']}, {pair['workload']}, {backends}, {pair['num_nodes']}×{pair['gpus']}, {precisions}",
             question.holds(low, high),
             pair["wrong"] or pair["wrong of second"] or None,
         )
@@ -174,9 +172,3 @@ def _figures(metric: str, cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     figures = pd.DataFrame(rows, columns=[*_PLACE, *_FIGURE])
     positive: pd.DataFrame = figures[(figures[["low", "value", "high"]] > 0).all(axis=1)]
     return positive
-
-
-def _conditions(pair: pd.Series[Any]) -> str:
-    both = {name: [pair[name], pair.get(f"{name} of second", pair[name])] for name in ("backend", "precision")}
-    backends, precisions = (" over ".join(dict.fromkeys(names)) for names in both.values())
-    return f"{pair['subject']}, {pair['workload']}, {backends}, {pair['num_nodes']}×{pair['gpus']}, {precisions}"

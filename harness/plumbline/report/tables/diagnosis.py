@@ -54,6 +54,40 @@ def diagnoses(run: Run) -> list[Diagnosis]:
     return [_diagnosis(group, right.get(_problem(group.findings[0]), ())) for group in failures(run)]
 
 
+def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
+    finding, found = group.findings[0], group.findings
+    title = group.title if ":" in group.title else group.title.replace("-", " ")
+    layer = (finding.parameter or "").rpartition(".")[0]
+    is_named = finding.cause not in (None, UNEXPLAINED) and finding.outcome is Outcome.FAILED
+    advice = "" if is_named else _ADVICE.get(finding.outcome, "")
+    if finding.hint or finding.is_unexpectedly_good:
+        advice = finding.hint or "Remove the expectation."
+    kinds = (
+        [one.workload for one in found],
+        [one.backend for one in found],
+        [f"{one.num_nodes}×{one.gpus}" for one in found],
+        [one.precision for one in found],
+    )
+    extent = " · ".join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)
+
+    def likeness(one: Result) -> tuple[bool, ...]:
+        place, own = one.coordinates, finding.coordinates
+        same = ("precision", "topology", "backend", "subject")
+        return tuple(getattr(place, name) == getattr(own, name) for name in same)
+
+    return Diagnosis(
+        group,
+        title[:1].upper() + title[1:],
+        observed(finding),
+        (*location(finding), *([f"layer {layer}"] if layer else [])),
+        size(finding),
+        certainty(finding),
+        advice,
+        f"{counted(len(found), 'cell')}: {extent}",
+        max(right, key=likeness, default=None) if finding.error_grid is not None else None,
+    )
+
+
 def observed(finding: Result) -> str:
     message = message_of(finding)
     for sign in (": ", "; "):
@@ -95,61 +129,5 @@ def certainty(finding: Result) -> str:
     return " ".join(sentences)
 
 
-def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
-    finding = group.findings[0]
-    nearest = max(right, key=lambda one: _likeness(one, finding), default=None)
-    return Diagnosis(
-        group,
-        _in_words(group.title),
-        observed(finding),
-        tuple(_where(finding)),
-        size(finding),
-        certainty(finding),
-        _advice(finding),
-        _extent(group.findings),
-        nearest if finding.error_grid is not None else None,
-    )
-
-
-def _advice(finding: Result) -> str:
-    if finding.hint or finding.is_unexpectedly_good:
-        return finding.hint or "Remove the expectation."
-    named = finding.cause not in (None, UNEXPLAINED)
-    return "" if named and finding.outcome is Outcome.FAILED else _ADVICE.get(finding.outcome, "")
-
-
-def _in_words(title: str) -> str:
-    words = title if ":" in title else title.replace("-", " ")
-    return words[:1].upper() + words[1:]
-
-
-def _where(finding: Result) -> Iterable[str]:
-    yield from location(finding)
-    layer, _, _ = (finding.parameter or "").rpartition(".")
-    if layer:
-        yield f"layer {layer}"
-
-
 def _problem(finding: Result) -> tuple[str, str]:
     return finding.check, finding.workload
-
-
-def _likeness(one: Result, other: Result) -> tuple[bool, ...]:
-    return (
-        one.precision == other.precision,
-        one.coordinates.topology == other.coordinates.topology,
-        one.backend == other.backend,
-        one.subject == other.subject,
-    )
-
-
-def _extent(findings: Iterable[Result]) -> str:
-    """Return for example ``12 cells: workloads mlp, cnn; ddp; 1×2, 1×4; 32, bf16``."""
-    found = list(findings)
-    kinds = (
-        [one.workload for one in found],
-        [one.backend for one in found],
-        [f"{one.num_nodes}×{one.gpus}" for one in found],
-        [one.precision for one in found],
-    )
-    return f"{counted(len(found), 'cell')}: {' · '.join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)}"

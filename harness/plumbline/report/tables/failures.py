@@ -57,8 +57,14 @@ def wrong_cells(run: Run) -> list[list[Result]]:
 @cached_per_run
 def failures(run: Run) -> list[FailureGroup]:
     """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
+
+    def mechanism(finding: Result) -> str:
+        # Where nothing was compared, the message without its numbers tells failures of one title apart.
+        is_told = not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good
+        return "" if is_told else re.sub(r"\d+", "#", in_one_line(finding))
+
     firsts = (findings[0] for findings in wrong_cells(run))
-    groups = grouped(firsts, lambda first: (first.subject, _title(first), first.family, _mechanism(first)))
+    groups = grouped(firsts, lambda first: (first.subject, _title(first), first.family, mechanism(first)))
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return [FailureGroup(*key, tuple(findings)) for key, findings in ordered]
 
@@ -171,6 +177,30 @@ def subject_causes(run: Run) -> list[SubjectCauses]:
     return [_summary(subject, cells) for subject, cells in subjects.items() if len(cells) > 1]
 
 
+def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCauses:
+    first = {cell: findings[0] for cell, findings in cells.items()}
+    counts = Counter(_cause(result) for result in first.values() if not is_unexplained(result))
+    cause, count = counts.most_common(1)[0] if counts else (None, 0)
+    if cause is None or count < 2 or 2 * count < len(cells):
+        return SubjectCauses(subject, len(cells), None, None, (), tuple(cells), (), ())
+
+    roots = {
+        cell: {_cause(one) for one in findings if one.consequence_of is None and not is_unexplained(one)}
+        for cell, findings in cells.items()
+    }
+    explained = tuple(cell for cell in cells if cause in roots[cell])
+    others = tuple(cell for cell in cells if cause not in roots[cell])
+    examples = [first[cell] for cell in cells if _cause(first[cell]) == cause]
+    shows = {_problem(first[cell]) for cell in explained if _cause(first[cell]) == cause}
+    contradicting = tuple(
+        (cell, str(first[cell].cause))
+        for cell in others
+        if _problem(first[cell]) in shows and not is_unexplained(first[cell])
+    )
+    other_causes = tuple(dict.fromkeys(_title(first[cell]) for cell in others))
+    return SubjectCauses(subject, len(cells), cause, examples[0], explained, others, other_causes, contradicting)
+
+
 def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[str]:
     """Return the table of ``parameter_rows`` as lines of text, with a header; nothing where there are no parameters."""
     rows = parameter_rows(parameters, limit)
@@ -186,63 +216,28 @@ def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None
 def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
     """Return a row for each parameter, or for each module where there are many: name, error × noise, is it wrong.
 
-    ``limit`` is the error × noise that a correct trainer may show: what is above is wrong.
+    Names of modules are as long as ``MOST_ROWS`` allow. NaN is infinite. What is above ``limit`` is wrong.
     """
-    return [
-        (shortened(printable(name), LONGEST_PARAMETER), error, limit is not None and not error <= limit)
-        for name, error in _at_most(MOST_ROWS, parameters)
-    ]
-
-
-def _at_most(count: int, parameters: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Return the largest error of each module, with names as long as ``count`` rows allow; NaN becomes infinite."""
-    modules: dict[str, float] = {}
-    deepest = max((name.count(".") for name, _ in parameters), default=0)
-    for depth in range(deepest + 1, 0, -1):
-        modules = {}
+    rows: dict[str, float] = {}
+    for depth in range(max((name.count(".") for name, _ in parameters), default=0) + 1, 0, -1):
+        rows = {}
         for name, error in parameters:
             module = ".".join(name.split(".")[:depth])
-            modules[module] = max(modules.get(module, 0.0), math.inf if math.isnan(error) else error)
-        if len(modules) <= count:
-            return list(modules.items())
-    worst = sorted(modules, key=lambda module: -modules[module])[:count]
-    return [(module, error) for module, error in modules.items() if module in worst]
+            rows[module] = max(rows.get(module, 0.0), math.inf if math.isnan(error) else error)
+        if len(rows) <= MOST_ROWS:
+            break
+    worst = sorted(rows, key=lambda module: -rows[module])[:MOST_ROWS]
+    return [
+        (shortened(printable(name), LONGEST_PARAMETER), error, limit is not None and not error <= limit)
+        for name, error in rows.items()
+        if name in worst
+    ]
 
 
 def _title(finding: Result) -> str:
     if finding.cause not in (None, UNEXPLAINED):
         return str(finding.cause)
     return f"{outcome_in_words(finding)}: {finding.check}"
-
-
-def _mechanism(finding: Result) -> str:
-    """Return what tells failures of one title apart: where nothing was compared, the message without its numbers."""
-    if not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good:
-        return ""
-    return re.sub(r"\d+", "#", in_one_line(finding))
-
-
-def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCauses:
-    first = {cell: findings[0] for cell, findings in cells.items()}
-    roots = {
-        cell: {_cause(one) for one in findings if one.consequence_of is None and not is_unexplained(one)}
-        for cell, findings in cells.items()
-    }
-    counts = Counter(_cause(result) for result in first.values() if not is_unexplained(result))
-    cause, count = counts.most_common(1)[0] if counts else (None, 0)
-    if cause is None or count < 2 or 2 * count < len(cells):
-        return SubjectCauses(subject, len(cells), None, None, (), tuple(cells), (), ())
-    explained = tuple(cell for cell in cells if cause in roots[cell])
-    others = tuple(cell for cell in cells if cause not in roots[cell])
-    example = next(result for result in first.values() if _cause(result) == cause)
-    shows = {_problem(first[cell]) for cell in explained if _cause(first[cell]) == cause}
-    contradicting = tuple(
-        (cell, str(first[cell].cause))
-        for cell in others
-        if _problem(first[cell]) in shows and not is_unexplained(first[cell])
-    )
-    other_causes = tuple(dict.fromkeys(_title(first[cell]) for cell in others))
-    return SubjectCauses(subject, len(cells), cause, example, explained, others, other_causes, contradicting)
 
 
 def _cause(result: Result) -> Cause:

@@ -113,7 +113,8 @@ def anchors(run: Run) -> dict[Coordinates, str]:
     for row in cell_table(run).to_dict("records"):
         anchor = f"cell-{re.sub(r'[^0-9A-Za-z.-]+', '_', row['cell'])[:150]}"
         seen[anchor] = seen.get(anchor, 0) + 1
-        found[_coordinates(row)] = anchor if seen[anchor] == 1 else f"{anchor}~{seen[anchor]}"
+        coordinates = Coordinates._make(row[name] for name in Coordinates._fields)
+        found[coordinates] = anchor if seen[anchor] == 1 else f"{anchor}~{seen[anchor]}"
     return found
 
 
@@ -137,26 +138,20 @@ def _grid(run: Run, subject: str, accelerator: str, cells: pd.DataFrame) -> Grid
     ordered = sorted(rows, key=lambda row: row.reading_order)
     folded = [row for row in ordered if mark_of(rows[row]) == "-"]
     undeclared = unsupported(run, cells)
+
+    def squares(row: Configuration, own: pd.DataFrame) -> GridRow:
+        found = {place: _square(row, place, some) for place, some in own.groupby(["num_nodes", "gpus"])}
+        return GridRow(row.backend, row.precision, mark_of(own), mark_and_share(own), tuple(map(found.get, topologies)))
+
     return Grid(
         subject,
         accelerator,
         tuple(topologies),
-        tuple(_row(row, rows[row], topologies) for row in ordered if row not in folded),
+        tuple(squares(row, rows[row]) for row in ordered if row not in folded),
         any(cell.bad for cell in cells["shown"]),
         counts_in_words(cells["outcome"]),
         tuple((row.backend, row.precision, len(rows[row])) for row in folded),
         undeclared_in_words(undeclared) if undeclared else "",
-    )
-
-
-def _row(configuration: Configuration, cells: pd.DataFrame, topologies: Sequence[tuple[int, int]]) -> GridRow:
-    squares = {place: _square(configuration, place, own) for place, own in cells.groupby(["num_nodes", "gpus"])}
-    return GridRow(
-        configuration.backend,
-        configuration.precision,
-        mark_of(cells),
-        mark_and_share(cells),
-        tuple(squares.get(place) for place in topologies),
     )
 
 
@@ -177,11 +172,12 @@ def _square(configuration: Configuration, topology: Any, cells: pd.DataFrame) ->
 def _cell(
     row: Mapping[Hashable, Any], anchors: Mapping[Coordinates, str], every: Mapping[Coordinates, Sequence[Result]]
 ) -> GridCell:
-    coordinates = _coordinates(row)
+    coordinates = Coordinates._make(row[name] for name in Coordinates._fields)
     findings = every.get(coordinates, ())
     kinds: dict[str, list[Result]] = {name: [] for name in ("bad", "known", "deviating", "others", "passed")}
     for finding in findings:
-        kinds[_kind(finding)].append(finding)
+        named = {Outcome.PASSED: "passed", Outcome.DEVIATES: "deviating"}.get(finding.outcome, "others")
+        kinds["bad" if is_wrong(finding) else "known" if finding.is_known else named].append(finding)
     measured = [one for one in (*kinds["passed"], *kinds["deviating"]) if one.error_x_noise is not None]
     return GridCell(
         cell=row["cell"],
@@ -198,16 +194,3 @@ def _cell(
         worst=max(measured, key=lambda one: one.error_x_noise or 0.0, default=None),
         reproduce=next((finding.reproduce for finding in findings if finding.reproduce), ""),
     )
-
-
-def _coordinates(row: Mapping[Hashable, Any]) -> Coordinates:
-    return Coordinates._make(row[name] for name in Coordinates._fields)
-
-
-def _kind(finding: Result) -> str:
-    if is_wrong(finding):
-        return "bad"
-    if finding.is_known:
-        return "known"
-    named = {Outcome.PASSED: "passed", Outcome.DEVIATES: "deviating"}
-    return named.get(finding.outcome, "others")

@@ -13,7 +13,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import DECLINED, cached_per_run, cell_table, mark_of
 from plumbline.report.tables.run_summary import backend_in_words
 from plumbline.report.text import counted, printable
-from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
+from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell, grouped
 from plumbline.results.run import PROFILES, Run
 
 EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
@@ -98,27 +98,18 @@ def measured_cells(run: Run) -> list[MeasuredCell]:
     cells = by_cell(run.measurements)
     workloads = list(dict.fromkeys(key.workload for key in cells))
     beside = {one.coordinates: (one.profile, one.not_applicable) for one in run.results if one.check == PERFORMANCE}
-    return [
-        MeasuredCell(cells[key][0].cell, key, _figures(cells[key]), conformance(key), *beside.get(key, ()))
-        for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes))
-    ]
+    found = []
+    for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes)):
+        metrics = grouped(cells[key], lambda record: record.metric)
+        figures = {metric: min(records, key=_represents) for metric, records in metrics.items()}
+        found.append(MeasuredCell(cells[key][0].cell, key, figures, conformance(key), *beside.get(key, ())))
+    return found
 
 
-def _figures(records: Iterable[Measurement]) -> dict[str, Measurement]:
-    worst: dict[str, Measurement] = {}
-    for record in records:
-        if record.metric not in worst or _is_worse(record, worst[record.metric]):
-            worst[record.metric] = record
-    return worst
-
-
-def _is_worse(one: Measurement, other: Measurement) -> bool:
-    """Return whether ``one`` represents both: a figure of all ranks first, else the worse figure."""
-    if (one.rank is None) != (other.rank is None):
-        return one.rank is None
-    if one.value is None or other.value is None:
-        return other.value is None and one.value is not None
-    return one.value < other.value if one.better == "higher" else one.value > other.value
+def _represents(one: Measurement) -> tuple[bool, bool, float]:
+    """Order the records of a metric: a figure of all ranks first, then the worst figure, missing ones last."""
+    value = one.value or 0.0
+    return one.rank is not None, one.value is None, value if one.better == "higher" else -value
 
 
 @cached_per_run
@@ -126,17 +117,14 @@ def conformance_of(run: Run) -> Callable[[Coordinates], Conformance]:
     """Return a function from a cell to the conformance of its configuration, over all workloads of the run."""
     cells = cell_table(run)
     tried = cells[~cells["outcome"].isin(DECLINED)]
-    found = {key: _judged(own) for key, own in tried.groupby(list(_CONFIGURATION), sort=False)}
+    found = {}
+    for key, own in tried.groupby(list(_CONFIGURATION), sort=False):
+        bad = int(own["outcome"].isin(_BAD).sum())
+        number = f"{counted(len(own), 'cell')} of this configuration"
+        sentence = f"{bad} of {number} went wrong, so its speed does not count"
+        found[key] = Conformance(mark_of(own), bad > 0, sentence if bad else f"{number} examined, none went wrong")
     not_examined = Conformance(NOT_EXAMINED, False, "not examined in this run")
     return lambda cell: found.get((cell[0], *cell[2:]), not_examined)
-
-
-def _judged(cells: pd.DataFrame) -> Conformance:
-    bad = int(cells["outcome"].isin(_BAD).sum())
-    number = f"{counted(len(cells), 'cell')} of this configuration"
-    if bad:
-        return Conformance(mark_of(cells), True, f"{bad} of {number} went wrong, so its speed does not count")
-    return Conformance(mark_of(cells), False, f"{number} examined, none went wrong")
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
@@ -154,29 +142,24 @@ def metrics_table(run: Run) -> pd.DataFrame:
     results["value"] = results["value"].astype(float)
     errors = results.dropna(subset="value").groupby([*_CELL, "check"], sort=False, as_index=False).max()
     seconds = cell_table(run).dropna(subset="seconds").rename(columns={"seconds": "value"})
-    table = pd.concat(
-        [
-            errors.assign(metric="error_x_noise", unit="× noise"),
-            seconds.assign(metric="seconds", unit="s", check=""),
-            _measurements(run),
-        ]
-    )
-    table.insert(0, "run", run.header.run_id)
-    ordered: pd.DataFrame = table.reindex(columns=list(METRIC_COLUMNS)).reset_index(drop=True)
-    return ordered
-
-
-def _measurements(run: Run) -> pd.DataFrame:
     found = conformance_of(run)
     rows = [
         (one.cell, *one.coordinates, *(getattr(one, name) for name in _OF_A_MEASUREMENT), found(one.coordinates).mark)
         for one in run.measurements
     ]
-    table = pd.DataFrame(rows, columns=[*_CELL, *_OF_A_MEASUREMENT, "conformance"])
+    measurements = pd.DataFrame(rows, columns=[*_CELL, *_OF_A_MEASUREMENT, "conformance"])
     # A rank is an integer or missing: in a column of floats it would read 0.0.
-    whole: pd.DataFrame = table.astype({"rank": "Int64", "value": "float64", "low": "float64", "high": "float64"})
-    whole.insert(0, "check", "")
-    return whole
+    types = {"rank": "Int64", "value": "float64", "low": "float64", "high": "float64"}
+    table = pd.concat(
+        [
+            errors.assign(metric="error_x_noise", unit="× noise"),
+            seconds.assign(metric="seconds", unit="s", check=""),
+            measurements.astype(types).assign(check=""),
+        ]
+    )
+    table.insert(0, "run", run.header.run_id)
+    ordered: pd.DataFrame = table.reindex(columns=list(METRIC_COLUMNS)).reset_index(drop=True)
+    return ordered
 
 
 # A run may come from anywhere: only files of this form become links.
