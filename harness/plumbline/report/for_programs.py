@@ -23,7 +23,7 @@ from plumbline.report.tables.run_summary import RunVerdict, comparability, facts
 from plumbline.report.tables.support import support_table
 from plumbline.report.text import counted, listed, printable
 from plumbline.results.fields import Count, Text, XNoise, document_schema
-from plumbline.results.records import CellRecord, Result
+from plumbline.results.records import CellRecord
 from plumbline.results.run import Run
 
 VERSION: Final = 1
@@ -172,8 +172,7 @@ def support_csv(run: Run) -> str:
 
 
 def _as_csv(table: pd.DataFrame) -> str:
-    text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False)
-    return text
+    return str(table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False))
 
 
 CSV = ReportFormat("every metric in long form", metrics_csv, {"metrics.csv": metrics_csv, "support.csv": support_csv})
@@ -199,26 +198,21 @@ def _annotation(run: Run, group: FailureGroup) -> Annotation:
     first = group.findings[0]
     cells = [finding.cell for finding in group.findings]
     family = f" ({group.family})" if group.family else ""
+    source = run.header.sources.get(first.subject)  # where the subject's function begins
+    if first.expected is not None and first.is_unexpectedly_good:
+        source = first.expected.source  # the entry of an expectation that is not met any more
     return annotate(
         first,
         message_of(first),
         rule=group.title,
         title=f"{group.subject}: {group.title}{family} in {counted(len(cells), 'cell')}",
         key="/".join(filter(None, (group.subject, group.title, group.mechanism))),
-        source=_source(run, first),
+        source=None if source is None else (source.file, source.line),
         lines=[f"cells: {listed(cells, MOST_CELLS)}", first.reproduce and f"reproduce: {first.reproduce}"],
         subject=group.subject,
         cells=cells,
         reproduce=first.reproduce,
     )
-
-
-def _source(run: Run, finding: Result) -> tuple[str, int] | None:
-    """Return the entry of an expectation that is not met any more, otherwise where the subject's function begins."""
-    source = run.header.sources.get(finding.subject)
-    if finding.expected is not None and finding.is_unexpectedly_good:
-        source = finding.expected.source
-    return None if source is None else (source.file, source.line)
 
 
 GITHUB = ReportFormat("annotations of GitHub Actions, for a step to print", run_commands)

@@ -14,18 +14,6 @@ def _encodable(value: object) -> object:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _not_a_number_is_infinite(value: float | None) -> float | None:
-    return math.inf if value is not None and math.isnan(value) else value
-
-
-def _number_or_word(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def _word_or_number(value: object) -> object:
-    return float(value) if value in ("inf", "-inf") and isinstance(value, str) else value
-
-
 def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     def holds(part: JsonValue) -> bool:
         if isinstance(part, dict):
@@ -46,9 +34,12 @@ AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
 UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
 XNoise = Annotated[
     float,
-    BeforeValidator(_word_or_number),
-    AfterValidator(_not_a_number_is_infinite),
-    PlainSerializer(_number_or_word, return_type=float | Literal["inf", "-inf"]),
+    BeforeValidator(lambda value: float(value) if value in ("inf", "-inf") and isinstance(value, str) else value),
+    AfterValidator(lambda value: math.inf if value is not None and math.isnan(value) else value),
+    PlainSerializer(
+        lambda value: value if value is None or math.isfinite(value) else str(value),
+        return_type=float | Literal["inf", "-inf"],
+    ),
 ]
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]

@@ -232,14 +232,11 @@ class Result(FindingRecord, CellRecord):
         findings: int | None = None,
     ) -> Result:
         """Return the record of a finding. The middle of a very long message is left out."""
-        fields = fields_of(finding) | {
-            "message": _without_its_middle(finding.message),
-            "reproduce": reproduce,
-            "seconds": seconds,
-            "expected": expected,
-            "findings": findings,
-        }
-        return cls(**_fields_of(cell), **fields)
+        message, half = finding.message, _LONGEST_MESSAGE // 2
+        if len(message) > _LONGEST_MESSAGE:
+            message = f"{message[:half]} … {message[-half:]}"
+        further = {"reproduce": reproduce, "seconds": seconds, "expected": expected, "findings": findings}
+        return cls(**_fields_of(cell), **{**fields_of(finding), "message": message, **further})
 
 
 class TimelineChunk(Record):
@@ -333,10 +330,3 @@ def _fields_of(cell: Cell) -> dict[str, Any]:
         "accelerator": cell.accelerator,
         "mesh": cell.topology.mesh_sizes,
     }
-
-
-def _without_its_middle(message: str) -> str:
-    if len(message) <= _LONGEST_MESSAGE:
-        return message
-    half = _LONGEST_MESSAGE // 2
-    return f"{message[:half]} … {message[-half:]}"

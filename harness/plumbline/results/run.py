@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -145,19 +144,17 @@ def _assemble(content: bytes, file: Path) -> Run:
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise MissingHeader(f"{file} is empty: the run ended before it began. Delete its folder.")
-    last = numbered[-1][0]
-
     header = _read_header(file, *numbered[0])
     results: list[Result] = []
     measurements: list[Measurement] = []
     footer: Footer | None = None
     torn = False
-    for number, record in _read_records(file, numbered[1:], last):
+    for number, line in numbered[1:]:
+        record = _read_record(file, number, line, may_be_torn=number == numbered[-1][0])
         if record is None:
             torn = True
         elif isinstance(record, Header) or footer is not None:
-            kind = record.type
-            raise CorruptRecord(f"{file}, line {number}: a {kind} is not allowed here. {_WAY_OUT}")
+            raise CorruptRecord(f"{file}, line {number}: a {record.type} is not allowed here. {_WAY_OUT}")
         elif isinstance(record, Footer):
             footer = record
         elif isinstance(record, Measurement):
@@ -170,20 +167,19 @@ def _assemble(content: bytes, file: Path) -> Run:
 _WAY_OUT = "The file was changed after it was written: copy it from its source again, or repeat the run."
 
 
-def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
-    for number, line in numbered:
-        if len(line) > LARGEST_LINE:
-            raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
-        yield number, _read_record(file, number, line, may_be_torn=number == last)
-
-
 def _read_record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
+    if len(line) > LARGEST_LINE:
+        raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
     try:
         return record_of(line)
     except ValidationError as error:
-        if may_be_torn and _is_no_json(error):
+        complaints = error.errors(include_input=False, include_url=False)
+        if may_be_torn and any(part["type"] == "json_invalid" for part in complaints):
             return None
-        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+        # Which field is wrong and why, without the file's content: it may be long or hostile.
+        where = ".".join(str(part) for part in complaints[0]["loc"])[:80]
+        why = f"{where}: {complaints[0]['msg'][:200]}" if where else complaints[0]["msg"][:200]
+        raise CorruptRecord(f"{file}, line {number}: {why}. {_WAY_OUT}") from error
     except ChecksumError as error:
         raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
 
@@ -216,14 +212,3 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
     if not isinstance(record, Header):
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     return record
-
-
-def _is_no_json(error: ValidationError) -> bool:
-    return any(part["type"] == "json_invalid" for part in error.errors(include_input=False, include_url=False))
-
-
-def _first_complaint(error: ValidationError) -> str:
-    """Return which field is wrong and why, without the file's content: it may be long or hostile."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:80]
-    return f"{where}: {first['msg'][:200]}" if where else first["msg"][:200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from plumbline.core.invocation import command
 from plumbline.results.files import NothingToResume, ReportDirUnusable, ResultsError, point_symlink
 from plumbline.results.header_footer import Footer, Header
+from plumbline.results.records import Coordinates
 from plumbline.results.run import LATEST, RESULTS, ChecksumError, Line, Run, line_of, read_run, record_of
 
 
@@ -58,7 +60,11 @@ class RunWriter:
                     f"`{command('plumbline', 'report', str(file.parent))}`."
                 )
             content = file.read_bytes()
-            end = _end_of_whole_cells(content, run)
+            whole, end = run.whole, 0
+            for number, line in enumerate(content.splitlines(keepends=True)):
+                if number and line.strip() and not _is_of(line, whole):
+                    break
+                end += len(line)
             writer._file.seek(writer._file.truncate(end))
             if not content[:end].endswith(b"\n"):
                 writer._file.write(b"\n")  # only the newline was missing
@@ -120,16 +126,9 @@ def _claim(file: FileIO) -> None:
         pass
 
 
-def _end_of_whole_cells(content: bytes, run: Run) -> int:
-    """Return the offset of the first record of an unfinished cell, in bytes."""
-    whole, end = run.whole, 0
-    for number, line in enumerate(content.splitlines(keepends=True)):
-        if number and line.strip():
-            try:
-                record = record_of(line)
-            except (ValidationError, ChecksumError):
-                return end
-            if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
-                return end
-        end += len(line)
-    return end
+def _is_of(line: bytes, whole: Collection[Coordinates]) -> bool:
+    try:
+        record = record_of(line)
+    except (ValidationError, ChecksumError):
+        return False
+    return isinstance(record, Header) or (not isinstance(record, Footer) and record.coordinates in whole)

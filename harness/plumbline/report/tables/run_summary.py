@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import pandas as pd
-from pydantic import JsonValue
 
 from plumbline.core.backend import BACKENDS
 from plumbline.core.outcome import Outcome
@@ -45,10 +44,15 @@ class RunVerdict:
 def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
     counts = outcome_counts(cells["outcome"])
     tried = len(cells) - sum(counts.get(name, 0) for name in DECLINED)
-    measured, unmeasured = _measuring(run)
+    timed = measured_only(run)
+    unmeasured = len({one.coordinates for one in run.results if one.coordinates in timed and is_wrong(one)})
+    measured = len(timed - {one.coordinates for one in run.results if one.outcome is Outcome.UNSUPPORTED})
     bad = {words: counts[name] for name, words in _BAD.items() if name in counts}
     if bad or unmeasured:
-        sentences = [_what_went_wrong(bad, tried)] if bad else []
+        each = ", ".join(f"{count} {words}" for words, count in bad.items())
+        sentences = [f"{sum(bad.values())} of {counted(tried, 'cell')} went wrong: {each}."] if bad else []
+        if len(bad) == 1:
+            sentences = [f"{count} of {counted(tried, 'cell')} {words}." for words, count in bad.items()]
         sentences += [f"{unmeasured} of {counted(measured, 'measurement')} failed."] if unmeasured else []
         return RunVerdict("bad", " ".join(sentences), _commonest(failures(run), sum(bad.values()) + unmeasured))
     if not tried:
@@ -159,24 +163,11 @@ def other_facts(run: Run) -> dict[str, str]:
     for name, code in run.header.code.items():
         found |= {f"source of subject {name}": (code.sha256 or "")[:12], f"commit of subject {name}": code.commit or ""}
     found |= {f"workload {name}": f"{one.locator} {one.sha256[:12]}" for name, one in run.header.workloads.items()}
-    options = {name: value for name, value in run.header.options.items() if value not in (None, False)}
-    found |= {f"--{name.replace('_', '-')}": _option(value) for name, value in options.items()}
+    for name, value in run.header.options.items():
+        if value not in (None, False):
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else "yes" if value is True else str(value)
+            found[f"--{name.replace('_', '-')}"] = shown
     return {name: value for name, value in found.items() if value}
-
-
-def _measuring(run: Run) -> tuple[int, int]:
-    cells = measured_only(run)
-    wrong = {result.coordinates for result in run.results if result.coordinates in cells and is_wrong(result)}
-    declined = {one.coordinates for one in run.results if one.outcome is Outcome.UNSUPPORTED}
-    return len(cells - declined), len(wrong)
-
-
-def _what_went_wrong(bad: Mapping[str, int], tried: int) -> str:
-    if len(bad) == 1:
-        (words, count), *_ = bad.items()
-        return f"{count} of {counted(tried, 'cell')} {words}."
-    each = ", ".join(f"{count} {words}" for words, count in bad.items())
-    return f"{sum(bad.values())} of {counted(tried, 'cell')} went wrong: {each}."
 
 
 def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
@@ -196,9 +187,3 @@ def _how_cells_ended(counts: Mapping[str, int]) -> str:
     }
     found = [f"{counts[name]} {words}" for name, words in ways.items() if name in counts]
     return f"{', '.join(found)}." if found else ""
-
-
-def _option(value: JsonValue) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "yes" if value is True else str(value)

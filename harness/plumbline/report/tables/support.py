@@ -94,7 +94,21 @@ class Configuration:
         return described
 
     def command(self, gpus: set[int], nodes: set[int]) -> str:
-        return self._trainer_call() if self.subject == REFERENCE else self._in_words(gpus, nodes)
+        if self.subject != REFERENCE:
+            words = [] if self.backend == "none" else [self.backend]
+            words.append(_how_many(gpus, "k", "gpu"))
+            words += [_how_many(nodes, "n", "node")] if self.several_nodes else []
+            return f"{self.subject}: {', '.join([*words, self.precision])}"
+        arguments = ["gpus=k" if self.several_devices else "gpus=1"]
+        arguments += ["num_nodes=n"] if self.several_nodes else []
+        backend = BACKENDS.get(self.backend)
+        if backend is None or (backend.dimensions and not backend.chosen_by_trainer):
+            arguments.append(f"distributed_backend={self.backend!r}")
+        if self.precision == "16":
+            arguments.append("use_amp=True")
+        elif self.precision != "32":
+            arguments.append(f"precision={self.precision if self.precision.isdecimal() else repr(self.precision)}")
+        return f"Trainer({', '.join(arguments)})"
 
     @property
     def reading_order(self) -> tuple[int, str, bool, bool, int, str, str]:
@@ -108,28 +122,6 @@ class Configuration:
             self.precision,
             self.accelerator,
         )
-
-    def _trainer_call(self) -> str:
-        arguments = ["gpus=k" if self.several_devices else "gpus=1"]
-        if self.several_nodes:
-            arguments.append("num_nodes=n")
-        backend = BACKENDS.get(self.backend)
-        if backend is None or (backend.dimensions and not backend.chosen_by_trainer):
-            arguments.append(f"distributed_backend={self.backend!r}")
-        if self.precision == "16":
-            arguments.append("use_amp=True")
-        elif self.precision != "32":
-            shown = self.precision if self.precision.isdecimal() else repr(self.precision)
-            arguments.append(f"precision={shown}")
-        return f"Trainer({', '.join(arguments)})"
-
-    def _in_words(self, gpus: set[int], nodes: set[int]) -> str:
-        words = [_how_many(gpus, "k", "gpu")]
-        if self.backend != "none":
-            words.insert(0, self.backend)
-        if self.several_nodes:
-            words.append(_how_many(nodes, "n", "node"))
-        return f"{self.subject}: {', '.join([*words, self.precision])}"
 
 
 def _how_many(numbers: set[int], letter: str, noun: str) -> str:
@@ -173,8 +165,9 @@ def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
     if cells["subject"].nunique() < 2:
         return None
     entries = [
-        (backend_in_words(one.backend), _place(one), one.precision, one.subject, mark_and_share(own))
+        (backend_in_words(one.backend), place, one.precision, one.subject, mark_and_share(own))
         for one, own in _configurations(cells).items()
+        for place in ["n×k" if one.several_nodes else "1×k" if one.several_devices else "1×1"]
     ]
     long = pd.DataFrame(entries, columns=[*ROW_COLUMNS, "subject", "entry"])
     # A subject with cells on two accelerators has two entries for a row, and the last one is shown.
@@ -202,10 +195,6 @@ def _is_undeclared(wide: pd.DataFrame) -> pd.Series[bool]:
     return undeclared
 
 
-def _place(one: Configuration) -> str:
-    return "n×k" if one.several_nodes else "1×k" if one.several_devices else "1×1"
-
-
 def _configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
     several_nodes = cells["num_nodes"] > 1
     cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
@@ -223,10 +212,13 @@ def _described(configurations: Iterable[Configuration]) -> set[str]:
 def _row(
     run: Run, one: Configuration, cells: pd.DataFrame, marked: set[str], command: str
 ) -> dict[str, str | int | float]:
+    passed, tried = passed_of_tried(cells)
+    counts = cells["outcome"].value_counts()
+    others = ", ".join(f"{counts[name]} {name}" for name in (KNOWN, *NOT_TRIED) if name in counts)
     return {
         **{column: mark_of(cells) if column in marked else "" for column in mark_columns()},
         "Command": command,
-        "Cells passed": _share(cells),
+        "Cells passed": f"{passed}/{tried}" + (f" ({others})" if others else ""),
         "Deviates": int((cells["outcome"] == Outcome.DEVIATES.value).sum()),
         "Worst × noise": float(cells["error_x_noise"].max()),
         "Devices": devices(run, one.accelerator),
@@ -243,10 +235,3 @@ def _undeclared(
         kinds = undeclared_kinds(unsupported(run, cells))
         command = f"{first.subject}: not declared" + (f": {kinds}" if kinds else "")
         yield _row(run, first, cells, _described(own) - _described(declared), command)
-
-
-def _share(cells: pd.DataFrame) -> str:
-    passed, tried = passed_of_tried(cells)
-    counts = cells["outcome"].value_counts()
-    others = ", ".join(f"{counts[name]} {name}" for name in (KNOWN, *NOT_TRIED) if name in counts)
-    return f"{passed}/{tried}" + (f" ({others})" if others else "")
