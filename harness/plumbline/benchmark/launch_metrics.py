@@ -38,7 +38,6 @@ class SampleWork:
 
 
 def work_of(cell: Cell, device: str | None) -> SampleWork:
-    """Return the work of a sample of the cell's workload; ``device`` is the name of what it is computed on."""
     tokens, flops = _work_of_workload(cell.workload, cell.accelerator)
     return SampleWork(tokens, flops, peak_of(device, cell.precision) if cell.accelerator == "cuda" else OF_A_CPU)
 
@@ -249,7 +248,6 @@ def _figures(
 def _work(
     timed: LaunchTimings, rate: float, seconds: float, devices: int, work: SampleWork
 ) -> Iterable[tuple[str, float]]:
-    """Yield what follows from the work of a sample, of which a device computes ``rate`` a second."""
     if work.tokens:
         yield "tokens_per_gpu", rate * work.tokens
     yield "model_flops_per_gpu", rate * work.flops
@@ -263,10 +261,7 @@ def _work(
 
 
 def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
-    """Return the share of the time in which ranks wait for a batch, of a group the rank that waits least.
-
-    The later stages of a pipeline wait for the stages before them, and not for data.
-    """
+    # The later stages of a pipeline wait for the stages before them, and not for data: of a group the least counts.
     waits = {
         rank.rank: sum(one.waited for one in rank.rounds) / sum(one.seconds for one in rank.rounds)
         for rank in timed.ranks
@@ -285,10 +280,7 @@ def _wall(rounds: Sequence[Round]) -> float:
 
 
 def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
-    """Return how many samples all ranks together consumed in a round: those of a group as one of its ranks saw them.
-
-    Of a pipeline some stages may never call the job's model.
-    """
+    # Of a pipeline some stages may never call the job's model.
     samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
         raise SamplesError("no samples passed through job.model() in a round: train the model that it returns")
@@ -301,7 +293,6 @@ def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
 
 
 def _steps(timed: LaunchTimings) -> list[float]:
-    """Return the seconds of each step, from when the last rank had finished the step before."""
     steps: list[float] = []
     for rounds in _rounds(timed):
         ends = [max(moment) for moment in zip(*(one.ended for one in rounds), strict=True)]

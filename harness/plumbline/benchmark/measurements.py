@@ -72,10 +72,7 @@ def _measurement(cell: Cell, key: Key, samples: Sequence[float], further: Mappin
 
 
 def workload_key(cell: Cell) -> str:
-    """Return a digest of what the cell trains and how long: it depends on code, sizes and steps.
-
-    Comments, docstrings and the seed do not count.
-    """
+    """Return a digest of code, sizes and steps; comments, docstrings and the seed do not count."""
     workload = PERFORMANCE[cell.workload].on(cell.accelerator)
     devices = cell.topology.devices
     code = [_code(kind) for kind in (*type(workload).__mro__, Columns) if issubclass(kind, (Workload, Columns))]

@@ -95,7 +95,6 @@ class RoundControl:
                 raise MissingRanksError(waiting & self._gone, late=False)
 
     def _lines(self, connection: socket.socket) -> Iterator[tuple[int, bytes]]:
-        """Yield whole lines of a connection; the first is the rank's number. A closed one is unregistered."""
         try:
             chunk = connection.recv(1 << 16)
         except ConnectionError:

@@ -165,7 +165,6 @@ class TimedLaunch:
         return LaunchTimings(ranks, trace.seconds or 0.0, self._energy.of(ranks))
 
     def close(self) -> None:
-        """End the launch early. After its end nothing is done."""
         if self._is_over:
             return
         self._control.close()  # ranks that wait take it as the end
@@ -197,7 +196,6 @@ class TimedLaunch:
         return self._error(wrong)
 
     def _finish(self, seconds: float) -> Trace:
-        """Wait at most so many seconds for the ranks' end, then end them; return their trace."""
         self._is_over = True
         running = replace(self._launched.running, deadline=time.monotonic() + seconds)
         try:
@@ -219,10 +217,7 @@ class TrainsRounds(Protocol):
 
 
 def interleaved(launches: Sequence[TrainsRounds], rounds: int) -> None:
-    """Let ``launches``, which have begun, train ``rounds`` rounds in turns.
-
-    Every second time in reverse order (A B, B A, …), so that a machine which grows slower slows both equally.
-    """
+    """Let ``launches`` train ``rounds`` rounds in turns: A B, B A, …, as a machine that grows slower slows both."""
     for number in range(rounds):
         for launch in launches if number % 2 == 0 else reversed(launches):
             launch.round()

@@ -149,7 +149,13 @@ class Search:
             shutil.rmtree(trace, ignore_errors=True)
             WORKLOADS.pop(cell.workload, None)
         self.counts["trained"] += 1
-        telling = [one for one in findings if not _is_vacuous(one)]
+        # A trainer that never steps makes checks vacuous too, and is wrong.
+        vacuous = [
+            one
+            for one in findings
+            if one.outcome is Outcome.ERRORED and one.message.startswith(VACUOUS) and one.cause != NEVER_STEPPED
+        ]
+        telling = [one for one in findings if one not in vacuous]
         bad = [one for one in telling if one.outcome.is_bad]
         if bad:
             failure = Failure(drawn, bad[0])
@@ -157,12 +163,6 @@ class Search:
             return failure
         self.counts["vacuous"] += len(telling) < len(findings)
         return None
-
-
-def _is_vacuous(finding: Finding) -> bool:
-    # A trainer that never steps makes checks vacuous too, and is wrong.
-    is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
-    return is_vacuous and finding.cause != NEVER_STEPPED
 
 
 TEXTS = ("lm-tokens",)

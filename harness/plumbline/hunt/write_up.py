@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
     declaration = declared_for(cell.subject, cell.backend, declared)
     name = name_of(recipe)
+    again = ["plumbline", "hunt", "--subject", subject, "--folder", str(folder), "--again"]
+    given = ["--subject", subject, "--workload", str(folder / f"{name}.py"), "--gpus", str(cell.topology.devices)]
+    given += ["--nodes", str(cell.topology.num_nodes)] if cell.topology.num_nodes > 1 else []
+    of_the_cell = ["--backends", cell.backend, "--precisions", cell.precision]
     values: dict[str, object] = {
         "title": f"{_library(declaration)}: {failure.cause} ({cell.backend}, {counted(cell.processes, 'rank')})",
         "versions": declaration.software,
@@ -70,7 +75,7 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "message": finding.message,
         "cause": finding.cause or "unexplained",
         "far": "" if finding.error_x_noise is None else f", {finding.error_x_noise:.3g} times rounding noise",
-        "again": "\n".join(_commands(failure, subject, folder)),
+        "again": "\n".join(map(shlex.join, (again, [*suite_command(*given), *of_the_cell]))),
         "refusal": None,
     }
     problem = Problem(recipe, cell, finding).visible(declaration.precisions[cell.accelerator])
@@ -91,7 +96,9 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         file.unlink(missing_ok=True)
         values |= {"refusal": str(error), "advice": None, "program": None}
         if isinstance(error, NoTemplateError):
-            values |= {"advice": error.advice, "program": _by_hand(problem)}
+            values |= {"advice": error.advice}
+            with suppress(NotExpressedError):
+                values |= {"program": render_by_hand(problem, "The weights that one device ends with.")}
             if _folder(declaration) == SHIPPED and not declaration.software.library:
                 values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
     page = folder / f"{name}.md"
@@ -122,13 +129,6 @@ def processes_of(declaration: Declaration, cell: Cell) -> int:
     return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 
-def _by_hand(problem: Problem) -> str | None:
-    try:
-        return render_by_hand(problem, "The weights that one device ends with.")
-    except NotExpressedError:
-        return None
-
-
 def _verdict(run: ProgramRun, shown: Shown, differences: str) -> str:
     ended = "It did not end in time" if run.exit_code is None else f"It ends with exit code {run.exit_code}"
     says = {
@@ -138,16 +138,6 @@ def _verdict(run: ProgramRun, shown: Shown, differences: str) -> str:
     }
     otherwise = f" (it {differences})" if differences else ""
     return f"{ended}, {says[shown]}{otherwise}:"
-
-
-def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:
-    cell, name = failure.drawn.cell, name_of(failure.drawn.recipe)
-    file = str(folder / f"{name}.py")
-    given = ["--subject", subject, "--workload", file, "--gpus", str(cell.topology.devices)]
-    if cell.topology.num_nodes > 1:
-        given += ["--nodes", str(cell.topology.num_nodes)]
-    yield shlex.join(["plumbline", "hunt", "--subject", subject, "--folder", str(folder), "--again"])
-    yield shlex.join([*suite_command(*given), "--backends", cell.backend, "--precisions", cell.precision])
 
 
 def _library(declaration: Declaration) -> str:

@@ -68,7 +68,6 @@ def shared_lease(
 
 
 def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False) -> Lease | None:
-    """Return a :func:`shared_lease` if that needs no waiting, else None."""
     try:
         return _share(devices, fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX, fcntl.LOCK_NB)
     except BlockingIOError:

@@ -55,8 +55,6 @@ class Place:
 
 
 def gradient_off(trace: Trace, place: Place, size: float) -> Trace:
-    """Return the trace with a gradient that is wrong by ``size`` times its norm."""
-
     def changed(step: Step) -> Step:
         return replace(step, gradients=_off(step.gradients, step.gradients, place, size))
 
@@ -158,7 +156,6 @@ KINDS: Mapping[str, Limits] = {
 
 
 def smallest(caught: Callable[[float], bool]) -> float:
-    """Return the smallest relative error that is caught, by bisection; infinity if none is."""
     if not caught(LARGEST):
         return math.inf
     low, high = SMALLEST, LARGEST
@@ -174,7 +171,6 @@ def caught_in_most(found: Sequence[float], share: float = CAUGHT) -> float | Non
 
 
 def number_of(share: float, runs: int) -> int:
-    """Return this share of the runs, rounded up: 99 % of 20 runs are 20."""
     return math.ceil(share * runs)
 
 

@@ -169,8 +169,14 @@ class BenchmarkCase(ConformanceCase):
         locator = session.pools.locator_of(cell.subject)
         session.cells_in_flight.discard()
         with exclusive_lease():
-            own, by_hand = session.pools.for_measuring.several(locator, self._yardstick(locator), count=launches)
-            paired = PairedRounds(self._begin(own, cell), self._begin_yardstick(by_hand), rounds)
+            # In the subject's interpreter, so that both use the same torch.
+            _, python = parse_subject(locator)
+            loops = str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
+            own, by_hand = session.pools.for_measuring.several(locator, loops, count=launches)
+            (loop,) = by_hand[0].subjects
+            is_there = cell.backend in loop["backends"] and cell.precision in loop["precisions"][cell.accelerator]
+            yardstick = self._begin(by_hand, replace(cell, subject=loop["name"])) if is_there else None
+            paired = PairedRounds(self._begin(own, cell), yardstick, rounds)
             with closing(paired):
                 if benchmark.enabled:
                     benchmark.pedantic(paired.round, setup=paired.prepare, rounds=launches * rounds)
@@ -185,18 +191,6 @@ class BenchmarkCase(ConformanceCase):
             if profile.files:
                 self._profile = str(folder)
             return paired, profile
-
-    def _yardstick(self, locator: str) -> str:
-        # In the subject's interpreter, so that both use the same torch.
-        _, python = parse_subject(locator)
-        return str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
-
-    def _begin_yardstick(self, pools: Sequence[Pool]) -> Begin | None:
-        cell = self._planned.cell
-        (yardstick,) = pools[0].subjects
-        if cell.backend not in yardstick["backends"] or cell.precision not in yardstick["precisions"][cell.accelerator]:
-            return None
-        return self._begin(pools, replace(cell, subject=yardstick["name"]))
 
     def _begin(self, pools: Sequence[Pool], cell: Cell) -> Begin:
         new_folder, settings = self._session.recording.new_folder, self._session.options.settings

@@ -41,7 +41,6 @@ def annotate(
     lines: Iterable[str] = (),
     **details: Any,
 ) -> Annotation:
-    """Return the annotation of a finding: its message, where and how large it is, and then ``lines``."""
     known = {name: getattr(finding, name) for name in ("family", "check", "step", "rank", "parameter")}
     text = "\n".join(filter(None, [message, place_and_size(finding), *lines]))
     return Annotation(rule, title, text, key, source, known | details)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import pandas as pd
-
 from plumbline.report.formats import ReportFormat
+from plumbline.report.tables import measured
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from plumbline.report.tables.failures import (
     FailureGroup,
@@ -22,14 +21,6 @@ from plumbline.report.tables.failures import (
     wrong_cells,
 )
 from plumbline.report.tables.grid import Grid, GridRow, grids
-from plumbline.report.tables.measured import (
-    NOT_EXAMINED,
-    MeasuredCell,
-    has_several_subjects,
-    measured_cells,
-    not_applicable,
-    profile_files,
-)
 from plumbline.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -86,7 +77,10 @@ def support_page(run: Run) -> str:
     blocks = [
         "# Plumbline: support table",
         run_facts(run),
-        _devices(run, table),
+        f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
+        if not (run.header.simulated or SIMULATED in set(table["Devices"]))
+        else "**Simulated devices.** Processes and replicas on the CPU take the place of GPUs. "
+        "The table shows correctness; no figure of this run is about speed.",
         *([f"> **{markdown(missing)}**"] if (missing := what_is_missing(run, cells)) else []),
         *(f"> {markdown(note)}" for note in notes(run)),
         *_side_by_side(run),
@@ -114,7 +108,6 @@ def _side_by_side(run: Run) -> Iterable[str]:
 
 
 def run_facts(run: Run) -> str:
-    """Return what ran, when, with which software, and where."""
     header, machine = run.header, run.header.fingerprint
     facts = {
         "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
@@ -125,15 +118,6 @@ def run_facts(run: Run) -> str:
         "machine": markdown(machine_in_words(machine)),
     }
     return "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
-
-
-def _devices(run: Run, table: pd.DataFrame) -> str:
-    if run.header.simulated or SIMULATED in set(table["Devices"]):
-        return (
-            "**Simulated devices.** Processes and replicas on the CPU take the place of GPUs. "
-            "The table shows correctness; no figure of this run is about speed."
-        )
-    return f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
 
 
 def _legend(run: Run) -> str:
@@ -160,7 +144,6 @@ def findings_section(run: Run) -> str:
 
 
 def known_section(run: Run) -> Iterable[str]:
-    """Yield the expected failures by reason, each with its cells and their checks."""
     if reasons := known_failures(run):
         yield "## Expected failures"
         yield "\n".join(_reason(expected, cells) for expected, cells in reasons.items())
@@ -218,7 +201,7 @@ def one_screen(run: Run) -> str:
     if undeclared := unsupported(run, cells):
         lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(found['run'])}: {markdown_code(shortened(found.get('command', ''), 200))}")
-    below = [*_support(grids(run)), *_speed(measured_cells(run), simulated=SIMULATED in by)]
+    below = [*_support(grids(run)), *_speed(measured.measured_cells(run), simulated=SIMULATED in by)]
     lines += _wrong(groups, subject_causes(run), room=MOST_LINES - len(lines) - len(below))
     return "\n".join([*lines, *below]) + "\n"
 
@@ -233,7 +216,10 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
         return
     shown = sorted(rows.items(), key=lambda row: all(one.mark not in _WRONG for one in row[1].values()))[:_MOST_ROWS]
     lines = [
-        [*map(markdown, (subject, backend_in_words(backend))), *(_share(found.get(name)) for name in precisions)]
+        [
+            *map(markdown, (subject, backend_in_words(backend))),
+            *(found[one].share if one in found else "" for one in precisions),
+        ]
         for (subject, backend, _), found in shown
     ]
     yield ""
@@ -242,10 +228,6 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
     used = dict.fromkeys(row.mark for found in rows.values() for row in found.values())
     yield left + ", ".join(f"{mark} {words}" for mark, words in IN_A_WORD.items() if mark in used)
-
-
-def _share(row: GridRow | None) -> str:
-    return "" if row is None else row.share
 
 
 def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
@@ -272,16 +254,20 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
         yield f"- … and {len(groups) - shown} more causes, in report.html"
 
 
-def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
+def _speed(cells: Sequence[measured.MeasuredCell], *, simulated: bool) -> Iterator[str]:
     timed = [cell for cell in cells if cell.value("throughput") is not None]
     if not timed:
         return
     yield ""
     yield "## Speed" + (" (simulated devices: not the speed of GPUs)" if simulated else "")
     yield ""
-    several = has_several_subjects(timed)
+    several = measured.has_several_subjects(timed)
     timed.sort(
-        key=lambda cell: (cell.conformance.mark == NOT_EXAMINED, -cell.at.devices, -(cell.value("throughput") or 0.0))
+        key=lambda cell: (
+            cell.conformance.mark == measured.NOT_EXAMINED,
+            -cell.at.devices,
+            -(cell.value("throughput") or 0.0),
+        )
     )
     for cell in timed[:_MOST_FIGURES]:
         figure = cell.figures["throughput"]
@@ -298,12 +284,12 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         yield f"- {beside}"
 
 
-def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
-    for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
+def _beside_figures(cells: Sequence[measured.MeasuredCell]) -> Iterator[str]:
+    for reason, names in list(measured.not_applicable(cells).items())[:_MOST_REASONS]:
         yield f"not applicable: {markdown(', '.join(names))}, because {markdown(shortened(reason, _LONGEST_REASON))}"
     profiles = [cell.profile for cell in cells if cell.profile is not None]
     if profiles:
-        files = counted(sum(len(profile_files(one)) for one in profiles), "file")
+        files = counted(sum(len(measured.profile_files(one)) for one in profiles), "file")
         yield f"profiles of {counted(len(profiles), 'cell')}: {files} in `{PROFILES}/`"
     if problems := sum(len(one.problems) for one in profiles):
         yield f"{counted(problems, 'problem')} with these, see report.html"

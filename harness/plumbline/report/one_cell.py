@@ -92,10 +92,7 @@ def _rank(outcome: str) -> int:
 
 
 def one_cell(run: Run, cell: str, *, width: int = 100, colour: bool = False) -> str:
-    """Return everything that ``run`` has on the cell with this id, in lines of at most ``width``.
-
-    Only its command may be longer, because a wrapped line cannot be copied.
-    """
+    """Return everything that ``run`` has on a cell, in lines of at most ``width``; only a command may be longer."""
     planned = [record for record in run.header.planned if record.cell == cell]
     results = [record for record in run.results if record.cell == cell]
     measurements = [record for record in run.measurements if record.cell == cell]

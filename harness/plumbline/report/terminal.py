@@ -12,17 +12,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from plumbline.report.tables import run_summary
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from plumbline.report.tables.failures import subject_causes
 from plumbline.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
-from plumbline.report.tables.run_summary import (
-    NOT_ABOUT_GPUS,
-    SIMULATED,
-    computed_by,
-    micro_batches_in_words,
-    notes,
-    what_is_missing,
-)
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
 from plumbline.report.text import compact, in_words, printable
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Measurement
@@ -30,12 +23,10 @@ from plumbline.results.run import Run
 
 
 def plain_table(*, expand: bool = False, gap: int = 1) -> Table:
-    """Return an empty table with a line below its headings, and ``gap`` blanks between columns."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False, expand=expand)
 
 
 def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
-    """Return what rich makes of the parts, without blanks at the ends of lines."""
     console = Console(
         file=StringIO(),
         width=width,
@@ -77,7 +68,6 @@ def support_for_terminal(
 
 
 def _columns(together: pd.DataFrame) -> Table:
-    """Return the table of ``side_by_side`` with one column for a row's name: nine trainers fit into 100 characters."""
     table = plain_table()
     table.add_column("", no_wrap=True)
     for name in together.columns[len(ROW_COLUMNS) :]:
@@ -89,11 +79,6 @@ def _columns(together: pd.DataFrame) -> Table:
 
 
 def _support(run: Run, *, every: bool) -> Table:
-    """Return one subject's table.
-
-    100 characters hold all commands of the reference trainer; below that, commands are cut at the end. A call is
-    shortened to its arguments; cells that were not trained are only counted below the table and in support.md.
-    """
     support = support_table(run, every=True)
     marks = [name for name in mark_columns() if name in support]
     table = plain_table(expand=True, gap=0)
@@ -120,17 +105,17 @@ def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:
     cells = cell_table(run)
     lines = [
         Text(_LEGEND if several else f"{_LEGEND}  … distributed_backend"),
-        Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(computed_by(run)) or 'none'}."),
+        Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(run_summary.computed_by(run)) or 'none'}."),
     ]
     if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
         lines.insert(1, Text(_LEGEND_OF_EXPECTED))
-    lines += [Text(f"{sentence}.") for sentence in micro_batches_in_words(run)]
-    lines += [Text(note, style="yellow") for note in notes(run)]
+    lines += [Text(f"{sentence}.") for sentence in run_summary.micro_batches_in_words(run)]
+    lines += [Text(note, style="yellow") for note in run_summary.notes(run)]
     for summary in subject_causes(run):
         lines += [Text(printable(sentence)) for sentence in summary.sentences]
     if counted and (undeclared := unsupported(run, cells)):
         lines.append(Text(printable(f"{undeclared_in_words(undeclared)}.")))
-    if missing := what_is_missing(run, cells):
+    if missing := run_summary.what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines
 
@@ -158,8 +143,8 @@ def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> s
     lines = [Text(_SPEED_LEGEND)] if any(cell.conformance.wrong for cell in cells) else []
     if len(cells) > MOST_ROWS:
         lines.append(Text(f"… and {len(cells) - MOST_ROWS} more, in report.html"))
-    if SIMULATED in computed_by(run):
-        lines.append(Text(NOT_ABOUT_GPUS))
+    if run_summary.SIMULATED in run_summary.computed_by(run):
+        lines.append(Text(run_summary.NOT_ABOUT_GPUS))
     return rendered(table, *lines, width=width, colour=colour)
 
 

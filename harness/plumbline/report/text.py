@@ -106,7 +106,6 @@ def compact(number: float) -> str:
 
 
 def x_noise(error: float) -> str:
-    """Return an error in multiples of rounding noise: ``57 × noise``."""
     return f"{compact(error)} × noise"
 
 

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from plumbline.core.cell import Cell
 from plumbline.core.outcome import Outcome
@@ -71,20 +71,14 @@ class Header(Record):
         *,
         measured: Iterable[Cell] = (),
         command: Sequence[str],
-        options: Mapping[str, JsonValue],
-        fingerprint: Fingerprint,
-        simulated: bool,
-        subjects: Mapping[str, Software] | None = None,
-        sources: Mapping[str, SourceLine] | None = None,
-        code: Mapping[str, SubjectCode] | None = None,
         behaviors: Mapping[Cell, TrainingBehavior] | None = None,
-        workloads: Mapping[str, WorkloadSource] | None = None,
         started: datetime | None = None,
+        **fields: Any,
     ) -> Header:
         """Return the header of a run of ``cells``, and of others that are ``measured``, from now or from ``started``.
 
-        ``started`` is an aware datetime. ``behaviors`` has the subjects' declarations of their way of training; cells
-        without one are ordinary. ``command[0]`` loses its folder, which could name the user's home in a public report.
+        ``behaviors`` has the subjects' declarations of their way of training; cells without one are ordinary.
+        ``command[0]`` loses its folder, which could name the user's home in a public report.
         """
         started = started or datetime.now(timezone.utc)
         return cls(
@@ -92,17 +86,11 @@ class Header(Record):
             started=started,
             plumbline=plumbline_version(),
             command=(Path(command[0]).name, *command[1:]) if command else (),
-            options=dict(options),
-            fingerprint=fingerprint,
-            simulated=simulated,
-            subjects=dict(subjects or {}),
-            sources=dict(sources or {}),
-            code=dict(code or {}),
-            workloads=dict(workloads or {}),
             planned=(
                 *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),
                 *(PlannedCell.of(cell, measured=True) for cell in measured),
             ),
+            **fields,
         )
 
 

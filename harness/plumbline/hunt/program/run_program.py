@@ -178,7 +178,6 @@ def _text(file: IO[str]) -> str:
 
 
 def _error_of(text: str) -> str:
-    """Return the lines that say why the first rank ended."""
     # torchrun's own exception is the last one, and says nothing of a rank's.
     lines = [_RANK.sub("", line) for line in text.partition("torch.distributed.elastic")[0].splitlines()]
     places = [place for place, line in enumerate(lines) if _ERROR.match(line)]

@@ -146,12 +146,13 @@ def devices() -> Iterator[ProbeResult]:
             yield ProbeResult("no CUDA device: runs use simulated devices (CPU processes over gloo)")
         elif torch.version.cuda:
             yield ProbeResult(
-                f"this machine has {_gpus(len(rows))}, but torch sees none",
+                f"this machine has {_counted(len(rows), 'GPU')}, but torch sees none",
                 "check CUDA_VISIBLE_DEVICES, the driver, and the container's access to GPUs",
             )
         else:
             yield ProbeResult(
-                f"this machine has {_gpus(len(rows))}, but torch was built without CUDA", "install a CUDA build"
+                f"this machine has {_counted(len(rows), 'GPU')}, but torch was built without CUDA",
+                "install a CUDA build",
             )
         return
     if not rows:
@@ -173,12 +174,13 @@ def links() -> Iterator[ProbeResult]:
         return
     kinds = link_kinds(command_output("nvidia-smi", "topo", "-m") or "")
     if kinds:
-        yield ProbeResult(", ".join(f"{kind} between {_pairs(count)}" for kind, count in kinds.items()))
+        yield ProbeResult(", ".join(f"{kind} between {_counted(count, 'pair')}" for kind, count in kinds.items()))
     apart = [pair for pair in combinations(range(seen), 2) if not torch.cuda.can_device_access_peer(*pair)]
     if apart:
         shown = ", ".join(f"{first} and {second}" for first, second in apart[:4])
+        shown += ", …" if len(apart) > 4 else ""
         yield ProbeResult(
-            f"no peer access between {_pairs(len(apart))} of devices ({shown}{', …' if len(apart) > 4 else ''})",
+            f"no peer access between {_counted(len(apart), 'pair')} of devices ({shown})",
             "NCCL copies through the host between them: check NCCL_P2P_DISABLE, and ACS in the BIOS",
         )
     else:
@@ -195,9 +197,5 @@ def link_kinds(matrix: str) -> dict[str, int]:
     return dict(Counter(kind for row in links_to_later for kind in row))
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _pairs(count: int) -> str:
-    return "1 pair" if count == 1 else f"{count} pairs"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -77,8 +77,6 @@ def run_probes(
 
 
 class _Activity:
-    """Follows the CPU time of the probes, from their start on; times are in seconds."""
-
     def __init__(self) -> None:
         self._begun = self._since = time.monotonic()
         self._used = cpu_seconds_of_others()
@@ -87,7 +85,6 @@ class _Activity:
         return time.monotonic() - self._begun
 
     def idle(self) -> float:
-        """Return for how long the probes have used no CPU time."""
         used = cpu_seconds_of_others()
         if abs(used - self._used) > _LEAST_WORK_S:  # it is less where a process has ended
             self._used, self._since = used, time.monotonic()
@@ -95,7 +92,6 @@ class _Activity:
 
 
 def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
-    """Run a probe in a daemon thread; return the queue of its results, which None ends."""
     results: queue.SimpleQueue[ProbeResult | None] = queue.SimpleQueue()
 
     def run() -> None:

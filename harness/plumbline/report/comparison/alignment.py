@@ -107,7 +107,6 @@ def align_within(run: Run, by: str) -> Alignment:
 
 
 def cell_records(run: Run) -> pd.DataFrame:
-    """Return one row a cell, planned ones first and in their order, with its ``CellRecords``."""
     results, measurements = by_cell(run.results), by_cell(run.measurements)
     records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
     cells = {key: found[0] for key, found in by_cell(records).items()}
@@ -137,10 +136,7 @@ class Difference:
 
 
 def machines_differ(a: Header, b: Header) -> tuple[Difference, ...]:
-    """Return what makes figures of two runs incomparable: the machine, or how its devices were used.
-
-    Outcomes are always comparable: the result of a training does not depend on the machine.
-    """
+    """Return what makes figures of two runs incomparable: the machine, or how its devices were used."""
     before, after = a.fingerprint.key.model_dump(), b.fingerprint.key.model_dump()
     for side, found in ((a, before), (b, after)):
         found["devices"] = "simulated" if side.simulated else "real"
@@ -180,10 +176,7 @@ def _joined(values: Iterable[str]) -> str | None:
 
 
 def definitions_differ(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[Difference, ...]:
-    """Return what makes two figures incomparable: the definition of the metric or of the workload.
-
-    Within one run a workload has one definition; its key differs only with the number of devices.
-    """
+    """Return what makes figures incomparable: another definition of the metric, or, of two runs, of the workload."""
     names = ("unit", "better") if one_run else ("workload_key", "unit", "better")
     return _unequal({name: getattr(a, name) for name in names}, {name: getattr(b, name) for name in names})
 

@@ -9,16 +9,7 @@ from enum import Enum, IntEnum
 from typing import Final
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.comparison.alignment import (
-    Alignment,
-    CellPair,
-    CellRecords,
-    Difference,
-    align_runs,
-    align_within,
-    machines_differ,
-    software_differs,
-)
+from plumbline.report.comparison import alignment
 from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT, FigureChange, FigureVerdict, figure_changes
 from plumbline.report.tables.cells import MISSING
 from plumbline.report.tables.run_summary import NOT_ABOUT_GPUS
@@ -78,7 +69,7 @@ class OutcomeChange:
     now: str
 
 
-def cell_end(cell: CellRecords | None) -> CellEnd:
+def cell_end(cell: alignment.CellRecords | None) -> CellEnd:
     """Return how a cell ended. A cell that was being written when its run broke off is missing, unless it is bad.
 
     A cell with figures is measured, even if it was skipped because they are unstable: the figures show that.
@@ -100,13 +91,13 @@ def cell_end(cell: CellRecords | None) -> CellEnd:
     return CellEnd(word, level, wrong)
 
 
-def outcome_changes(pairs: Iterable[CellPair]) -> tuple[OutcomeChange, ...]:
+def outcome_changes(pairs: Iterable[alignment.CellPair]) -> tuple[OutcomeChange, ...]:
     """Return every cell with another outcome in B than in A, or with fewer metrics, the worst first."""
     found = [change for pair in pairs for change in (_ends(pair), _measured_less(pair)) if change]
     return tuple(sorted(found, key=lambda change: (list(OutcomeKind).index(change.kind), not change.worse)))
 
 
-def _ends(pair: CellPair) -> OutcomeChange | None:
+def _ends(pair: alignment.CellPair) -> OutcomeChange | None:
     was, now = cell_end(pair.a), cell_end(pair.b)
     if now.level is None:
         kind = None if was.level is None else OutcomeKind.LOST
@@ -127,8 +118,7 @@ def _ends(pair: CellPair) -> OutcomeChange | None:
     return OutcomeChange(kind, worse, pair.cell, pair.versus, was.text, now.text)
 
 
-def _measured_less(pair: CellPair) -> OutcomeChange | None:
-    """Return the metrics that a cell has lost; None within a run, where backends have different metrics."""
+def _measured_less(pair: alignment.CellPair) -> OutcomeChange | None:
     if pair.a is None or pair.b is None or pair.versus or cell_end(pair.b).level in (None, Level.BAD):
         return None
     left = {figure.metric for figure in pair.b.measurements}
@@ -158,8 +148,8 @@ class Comparison:
     as_before: int
     outcomes: tuple[OutcomeChange, ...]
     figures: tuple[FigureChange, ...]
-    machine: tuple[Difference, ...] = ()
-    software: tuple[Difference, ...] = ()
+    machine: tuple[alignment.Difference, ...] = ()
+    software: tuple[alignment.Difference, ...] = ()
     incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -174,30 +164,30 @@ def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
     """Compare run B with run A; raise ``UsageError`` where no cell of one corresponds to a cell of the other."""
     token = a.header.options.get(IN_TURNS)
     return _comparison(
-        align_runs(a, b),
+        alignment.align_runs(a, b),
         (a, b),
         turns=token is not None and token == b.header.options.get(IN_TURNS),
         effect=effect,
-        machine=machines_differ(a.header, b.header),
-        software=software_differs(a.header, b.header),
+        machine=alignment.machines_differ(a.header, b.header),
+        software=alignment.software_differs(a.header, b.header),
     )
 
 
 def compare_within(run: Run, by: str, effect: float = MINIMUM_EFFECT) -> Comparison:
     """Compare cells that differ only in ``by`` with the first of them; raise ``UsageError`` where there are none."""
     turns = run.header.options.get(IN_TURNS) is not None
-    return _comparison(align_within(run, by), (run,), by=by, turns=turns, effect=effect)
+    return _comparison(alignment.align_within(run, by), (run,), by=by, turns=turns, effect=effect)
 
 
 def _comparison(
-    aligned: Alignment,
+    aligned: alignment.Alignment,
     runs: tuple[Run, ...],
     *,
     turns: bool,
     effect: float,
     by: str | None = None,
-    machine: tuple[Difference, ...] = (),
-    software: tuple[Difference, ...] = (),
+    machine: tuple[alignment.Difference, ...] = (),
+    software: tuple[alignment.Difference, ...] = (),
 ) -> Comparison:
     pairs = aligned.pairs
     outcomes = outcome_changes(pairs)

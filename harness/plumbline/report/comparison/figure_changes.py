@@ -105,7 +105,6 @@ class FigureDifference:
 
     @property
     def is_within(self) -> bool:
-        """Whether the interval lies within the minimum effect in both directions."""
         low, high = self.estimate.interval
         return -self.least < low and high < self.least
 
@@ -121,7 +120,6 @@ class FigureDifference:
 
 
 def decide(cases: Sequence[FigureDifference]) -> list[Decision]:
-    """Decide about each difference; all of them are one family of tests."""
     if not cases:
         return []
     chances = [case.chance for case in cases]
@@ -226,7 +224,6 @@ def figure_changes(
 
 
 def _without_numbers(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[FigureVerdict, str] | None:
-    """Return the verdict on two figures that cannot be estimated, and the reason; None if they can."""
     if differences := definitions_differ(a, b, one_run=one_run):
         return FigureVerdict.NOT_COMPARABLE, "; ".join(map(str, differences))
     for side, figure in (("A", a), ("B", b)):

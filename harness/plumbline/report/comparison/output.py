@@ -39,22 +39,28 @@ class FigureLine:
 
 def figure_lines(figures: Iterable[FigureChange]) -> list[FigureLine]:
     every = list(figures)
-    moved = grouped((change for change in every if change.verdict is not FigureVerdict.SAME), _line)
+    moved = grouped(
+        (change for change in every if change.verdict is not FigureVerdict.SAME),
+        lambda one: (one.cell, one.versus, one.metric, one.rank is None, one.verdict, one.reason),
+    )
     same = grouped((change for change in every if change.verdict is FigureVerdict.SAME), lambda change: change.metric)
     return [*map(_moved, moved.values()), *map(_same, same.values())]
-
-
-def _line(change: FigureChange) -> tuple[object, ...]:
-    return change.cell, change.versus, change.metric, change.rank is None, change.verdict, change.reason
 
 
 def _moved(changes: Sequence[FigureChange]) -> FigureLine:
     worst = changes[0]
     ranks = sorted(change.rank for change in changes if change.rank is not None)
+    shown = ", ".join(map(str, ranks))
+    if len(ranks) > 1 and len(ranks) == ranks[-1] - ranks[0] + 1:
+        shown = f"{ranks[0]}–{ranks[-1]}"
+    whose = f"rank{'s' if len(ranks) > 1 else ''} {shown}" if ranks else ""
+    before, after = ("–" if one is None else printable(in_words(one, worst.unit)) for one in (worst.a, worst.b))
+    number, _, size = after.partition(" ")
+    before = before.removesuffix(f" {size}") if number and size else before
     return FigureLine(
         cell=cell_text(worst.cell, worst.versus),
-        figure=" ".join(filter(None, (_metric(worst), _ranks(ranks)))),
-        amounts=_amounts(worst.a, worst.b, worst.unit),
+        figure=" ".join(filter(None, (_metric(worst), whose))),
+        amounts=f"{before} → {after}",
         change=_shift(worst.change, worst.change_unit),
         interval=_interval([worst]),
         verdict=worst.verdict,
@@ -81,19 +87,6 @@ def cell_text(cell: str, versus: str) -> str:
 
 def _metric(change: FigureChange) -> str:
     return printable(change.metric) + _ARROWS.get(change.better, "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) < 2:
-        return "".join(f"rank {rank}" for rank in ranks)
-    whole = len(ranks) == ranks[-1] - ranks[0] + 1
-    return f"ranks {ranks[0]}–{ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _amounts(a: float | None, b: float | None, unit: str) -> str:
-    before, after = ("–" if value is None else printable(in_words(value, unit)) for value in (a, b))
-    number, _, size = after.partition(" ")
-    return f"{before.removesuffix(f' {size}')} → {after}" if number and size else f"{before} → {after}"
 
 
 def _shift(change: float | None, unit: str) -> str:
@@ -158,19 +151,15 @@ def remarks(comparison: Comparison) -> list[str]:
 def reasons(comparison: Comparison, most: int) -> list[str]:
     explained = (change for change in comparison.figures if change.reason)
     found = grouped(explained, lambda change: (change.verdict, change.reason))
-    lines = [
-        printable(f"{verdict.value}, {counted(len(changes), 'figure')}: {reason}{_enough(changes)}")
-        for (verdict, reason), changes in sorted(found.items(), key=lambda group: -len(group[1]))
-    ]
+    lines = []
+    for (verdict, reason), changes in sorted(found.items(), key=lambda group: -len(group[1])):
+        needed = sorted(change.enough for change in changes if change.enough)
+        more = ""
+        if needed:
+            numbers = str(needed[0]) if needed[0] == needed[-1] else f"{needed[0]:,} to {needed[-1]:,}"
+            more = f" (at this noise, about {numbers} launches a side would decide)"
+        lines.append(printable(f"{verdict.value}, {counted(len(changes), 'figure')}: {reason}{more}"))
     return lines if len(lines) <= most else [*lines[: most - 1], f"… and {len(lines) - most + 1} more reasons"]
-
-
-def _enough(changes: Sequence[FigureChange]) -> str:
-    needed = sorted(change.enough for change in changes if change.enough)
-    if not needed:
-        return ""
-    numbers = str(needed[0]) if needed[0] == needed[-1] else f"{needed[0]:,} to {needed[-1]:,}"
-    return f" (at this noise, about {numbers} launches a side would decide)"
 
 
 SCHEMA_VERSION: Final = 1
@@ -189,7 +178,6 @@ def as_text(comparison: Comparison, width: int = NARROWEST, *, colour: bool = Fa
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Return the comparison as GitHub Markdown: for a comment on a pull request, or the summary of a CI job."""
     blocks = [f"**{markdown(headline(comparison))}**"]
     blocks += [f"> **INCOMPLETE: {markdown(sentence)}**" for sentence in comparison.incomplete]
     if comparison.machine:

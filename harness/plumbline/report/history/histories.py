@@ -65,10 +65,7 @@ class CellHistory:
 
 
 def cell_histories(runs: Sequence[Run]) -> list[CellHistory]:
-    """Return the history of each cell that was examined, in the order of the runs, which are oldest first.
-
-    A cell whose findings are not all there has no part in that run.
-    """
+    """Return the history of each cell with all of its findings, in the order of ``runs``, which are oldest first."""
     cells: dict[Coordinates, list[Span]] = {}
     names: dict[Coordinates, str] = {}
     for run in runs:
@@ -239,7 +236,6 @@ def own_code(run: Run, subject: str) -> str:
 
 
 def _short(version: str | None) -> str | None:
-    """Return the first digits of a hash or a commit, with a word that follows it: ``0123456789-dirty``."""
     digits, _, word = (version or "").partition("-")
     return "-".join(filter(None, (digits[:10], word))) or None
 
@@ -333,7 +329,6 @@ def anchor(*words: object) -> str:
 
 
 def in_words(change: FigureChange) -> str:
-    """Return by how much a figure changed, with the interval: ``−12 % (−14 to −10)``."""
     factor = 1.0 if not change.unit else 100.0
     low, high = sorted((change.low, change.high))
     return f"{_signed(change.change * factor)} {change.unit}".rstrip() + (

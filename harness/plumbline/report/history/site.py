@@ -54,7 +54,6 @@ class Curve:
 
 
 def curve(history: FigureHistory) -> Curve:
-    """Return the picture of a figure; its vertical axis begins at the smallest bound, not at 0."""
     figures = [one for _, one in history.points]
     lows = [one.value if one.low is None else one.low for one in figures]
     highs = [one.value if one.high is None else one.high for one in figures]
@@ -104,7 +103,6 @@ def badge_of(cells: Sequence[CellHistory]) -> str:
 
 
 def badge(label: str, value: str, colour: str) -> str:
-    """Return an SVG with two fields; its title has both texts, for screen readers."""
     widths = [round(len(text) * _WIDTH) + 12 for text in (label, value)]
     title = f"{printable(label)}: {printable(value)}"
     texts = "".join(

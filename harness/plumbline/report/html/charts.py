@@ -38,7 +38,6 @@ class Axis:
 
     @classmethod
     def over(cls, values: Iterable[float], unit: str) -> Axis:
-        """Return an axis that holds all of ``values``, which are finite; all of them may be 0."""
         return cls(max([0.0, *values]) or 1.0, unit)
 
     def at(self, value: float) -> float:
@@ -48,19 +47,15 @@ class Axis:
         """Return three to six round values, 0 among them; they show a unit only if it depends on their size."""
         size, name = unit_size(self.top, self.unit)
         name = name if names_itself(self.unit) else ""
-        return [Tick(self.at(value * size), with_unit(f"{value:,.10g}", name)) for value in _round(self.top / size)]
-
-
-def _round(top: float) -> list[float]:
-    if not _SMALLEST < top < LARGEST:
-        return [0.0]
-    decade = 10.0 ** math.floor(math.log10(top))
-    step = next(decade * part for part in (0.2, 0.5, 1.0, 2.0) if top / (decade * part) <= 5.5)
-    return [number * step for number in range(int(top / step) + 1)]
+        top, values = self.top / size, [0.0]
+        if _SMALLEST < top < LARGEST:
+            decade = 10.0 ** math.floor(math.log10(top))
+            step = next(decade * part for part in (0.2, 0.5, 1.0, 2.0) if top / (decade * part) <= 5.5)
+            values = [number * step for number in range(int(top / step) + 1)]
+        return [Tick(self.at(value * size), with_unit(f"{value:,.10g}", name)) for value in values]
 
 
 def positions(numbers: Sequence[int]) -> dict[int, float]:
-    """Return the positions of numbers of devices, in per cent, on a logarithmic axis."""
     places = {number: math.log2(number) for number in sorted(set(numbers))}
     length = max(places.values(), default=0.0) - min(places.values(), default=0.0)
     first = min(places.values(), default=0.0)
@@ -174,7 +169,6 @@ def curve_charts(
 
 
 def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
-    """Return what fills the memory of the rank that uses most, a row a configuration, and the allocator's peak."""
     cells = [cell for cell in cells if any(cell.value(metric) is not None for metric in (*MEMORY_PARTS, MEMORY_PEAK))]
     axis = Axis.over([size for cell in cells for size in (_tensors(cell), cell.value(MEMORY_PEAK) or 0.0)], "bytes")
     return _bar_chart("Memory of the rank that uses most", axis, cells, _memory_bar)
@@ -256,13 +250,8 @@ def _tensors(cell: MeasuredCell) -> float:
 
 def _memory_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
     peak = cell.value(MEMORY_PEAK)
-    return Bar(
-        label,
-        cell.why_wrong,
-        tuple(_stacked(cell, MEMORY_PARTS, axis)),
-        None if peak is None else axis.at(peak),
-        in_words(_tensors(cell) if peak is None else peak, axis.unit),
-    )
+    mark, text = None if peak is None else axis.at(peak), in_words(_tensors(cell) if peak is None else peak, axis.unit)
+    return Bar(label, cell.why_wrong, tuple(_stacked(cell, MEMORY_PARTS, axis)), mark, text)
 
 
 def _share_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:

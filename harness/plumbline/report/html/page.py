@@ -63,6 +63,14 @@ def report_page(run: Run) -> str:
     by = run_summary.computed_by(run)
     workloads = list(_workloads(timed))
     wrong = diagnoses(run)
+    contents = {
+        ("wrong", "What went wrong"): subjects or wrong,
+        ("support", "Support"): subjects,
+        ("figures", "Speed and memory"): workloads,
+        ("claims", "Claims"): workloads,
+        ("environment", "Environment"): True,
+        ("method", "Method and limits"): True,
+    }
     values: dict[str, Any] = {
         "run": run,
         "verdict": run_summary.verdict_of(run, cells),
@@ -71,7 +79,7 @@ def report_page(run: Run) -> str:
         "missing": run_summary.what_is_missing(run, cells),
         "notes": run_summary.notes(run),
         "facts": run_summary.facts(run).items(),
-        "contents": _contents(bool(subjects), bool(subjects or wrong), bool(workloads)),
+        "contents": [(name, title) for (name, title), is_there in contents.items() if is_there],
         "grids": subjects,
         "side_by_side": support.side_by_side(run),
         "kind": _KIND,
@@ -109,20 +117,7 @@ def report_page(run: Run) -> str:
     return _environment().get_template("report.html.jinja").render(values)
 
 
-def _contents(has_grid: bool, has_wrong: bool, has_figures: bool) -> Iterator[tuple[str, str]]:
-    if has_wrong:
-        yield "wrong", "What went wrong"
-    if has_grid:
-        yield "support", "Support"
-    if has_figures:
-        yield "figures", "Speed and memory"
-        yield "claims", "Claims"
-    yield "environment", "Environment"
-    yield "method", "Method and limits"
-
-
 def _drawn(one: Diagnosis) -> dict[str, Any] | None:
-    """Return the pictures of a cause: errors of a wrong and of a right cell, and the path of a gradient."""
     wrong, paths = pictures.heat_map(one.finding, wrong=True), pictures.rank_paths(one.finding.rank_shares)
     right = pictures.heat_map(one.right, wrong=False) if one.right else None
     return {"wrong": wrong, "right": right, "paths": paths} if wrong or paths else None
@@ -137,13 +132,11 @@ def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
 
 @cache
 def _script_hash() -> str:
-    """Return the hash of the page's script, the only one that a browser may run in it."""
     script = _environment().get_template("find.js").render()
     return b64encode(sha256(script.encode()).digest()).decode()
 
 
 def _workloads(timed: Sequence[measured.MeasuredCell]) -> Iterator[dict[str, Any]]:
-    """Yield one workload's charts and table: units of metrics, and the cells for each reason of a refused figure."""
     for name, group in groupby(timed, key=lambda cell: cell.at.workload):
         cells = tuple(group)
         units = {metric: figure.unit for cell in cells for metric, figure in cell.figures.items()}
@@ -177,16 +170,12 @@ def _workloads(timed: Sequence[measured.MeasuredCell]) -> Iterator[dict[str, Any
 
 
 def _in_full(cells: int) -> Callable[[GridCell], bool]:
-    """Return which cells a page shows with all that is known of them: all of a small run, else the first wrong ones.
-
-    The others have one line each: a page of thousands of cells should open in a moment.
-    """
+    """Return which cells a page shows in full: all of a small run, else the first wrong ones, so that it opens fast."""
     shown = count(1)
     return lambda cell: cells <= MOST_IN_FULL or (bool(cell.bad) and next(shown) <= MOST_IN_FULL)
 
 
 def _logs_of(run: Run) -> Callable[[GridCell], list[tuple[str, str]]]:
-    """Return what finds the last lines of ranks' logs, at most ``MOST_LOG_TEXT`` characters on a page."""
     room = MOST_LOG_TEXT
 
     def of(cell: GridCell) -> list[tuple[str, str]]:

@@ -160,7 +160,6 @@ def _alike(row: tuple[float, ...], right: tuple[float, ...]) -> bool:
 
 
 def _sum(weights: tuple[float, ...]) -> str:
-    """Return for example ``0.5 × rank 0 + 0.5 × rank 1``, or ``0.125 × each of 8 ranks``."""
     if len(weights) > 2 and _alike(weights, weights[:1] * len(weights)):
         return f"{weights[0]:.3g} × each of {len(weights)} ranks"
     parts = [f"{weight:.3g} × rank {rank}" for rank, weight in enumerate(weights) if abs(weight) > 1e-3]

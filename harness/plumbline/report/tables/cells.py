@@ -118,7 +118,6 @@ def mark_of(cells: pd.DataFrame) -> str:
 
 
 def passed_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
-    """Return how many of these rows of a cell table passed, and how many were trained."""
     outcomes = cells["outcome"]
     return int((outcomes == Outcome.PASSED.value).sum()), int((~outcomes.isin(NOT_TRIED)).sum())
 
@@ -139,7 +138,6 @@ def measured_only(run: Run) -> set[Coordinates]:
 
 
 def outcome_counts(outcomes: Iterable[str]) -> dict[str, int]:
-    """Return how many cells have which outcome, good ones first; an outcome that no cell has is left out."""
     found = Counter(outcomes)
     good = (Outcome.PASSED.value, Outcome.DEVIATES.value)
     bad = [outcome.value for outcome in Outcome if outcome.is_bad]

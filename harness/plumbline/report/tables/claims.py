@@ -163,7 +163,6 @@ def _pairs(question: _Question, cells: Sequence[MeasuredCell]) -> Iterator[Claim
 
 
 def _figures(metric: str, cells: Sequence[MeasuredCell]) -> pd.DataFrame:
-    """Return the positive figures of a metric: a ratio of 0 or of negative figures means nothing."""
     rows = [
         {**cell.at._asdict(), **dict(zip(_FIGURE, (*bounds(cell.figures[metric]), cell.why_wrong or ""), strict=True))}
         for cell in cells

@@ -202,7 +202,6 @@ def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCaus
 
 
 def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[str]:
-    """Return the table of ``parameter_rows`` as lines of text, with a header; nothing where there are no parameters."""
     rows = parameter_rows(parameters, limit)
     if not rows:
         return []
@@ -245,5 +244,4 @@ def _cause(result: Result) -> Cause:
 
 
 def _problem(result: Result) -> tuple[str, ...]:
-    """Return what two cells share in which one mistake shows in the same way: all but the number of devices."""
     return result.check, result.workload, result.backend, result.precision, result.accelerator

@@ -54,7 +54,6 @@ class GridCell:
 
     @property
     def error(self) -> float | None:
-        """The largest error × noise of what went wrong, or of what passed if nothing did."""
         wrong = [one.error_x_noise for one in (*self.bad, *self.known) if one.error_x_noise is not None]
         return max(wrong) if wrong else self.worst.error_x_noise if self.worst and not self.bad else None
 
@@ -107,7 +106,6 @@ class Grid:
 
 @cached_per_run
 def anchors(run: Run) -> dict[Coordinates, str]:
-    """Return a unique anchor for each cell, of characters that are valid in a URL."""
     seen: dict[str, int] = {}
     found = {}
     for row in cell_table(run).to_dict("records"):

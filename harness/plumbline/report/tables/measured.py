@@ -107,7 +107,6 @@ def measured_cells(run: Run) -> list[MeasuredCell]:
 
 
 def _represents(one: Measurement) -> tuple[bool, bool, float]:
-    """Order the records of a metric: a figure of all ranks first, then the worst figure, missing ones last."""
     value = one.value or 0.0
     return one.rank is not None, one.value is None, value if one.better == "higher" else -value
 

@@ -125,7 +125,6 @@ class Configuration:
 
 
 def _how_many(numbers: set[int], letter: str, noun: str) -> str:
-    """Return ``4 gpus`` where all cells have 4, else ``k gpus``."""
     shown = str(*numbers) if len(numbers) == 1 else letter
     return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
 
@@ -228,7 +227,6 @@ def _row(
 def _undeclared(
     run: Run, groups: dict[Configuration, pd.DataFrame], declared: Iterable[Configuration]
 ) -> Iterator[dict[str, str | int | float]]:
-    """Yield a row for each accelerator, marked in columns that no declared configuration has."""
     for accelerator in dict.fromkeys(one.accelerator for one in groups):
         own = {one: cells for one, cells in groups.items() if one.accelerator == accelerator}
         first, cells = next(iter(own)), pd.concat(own.values())

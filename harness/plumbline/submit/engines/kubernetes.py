@@ -77,7 +77,17 @@ class KubernetesEngine(Engine):
         for what, name in (("--volume", claim), ("--namespace", options.namespace)):
             if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
                 raise PlanError(f"{what} {name}: names in Kubernetes have lower-case letters, digits and hyphens")
-        patch = _patch(options.pod) if options.pod else {}
+        patch = {}
+        if options.pod:
+            yaml = _yaml()
+            try:
+                patch = yaml.safe_load(options.pod.read_text())
+            except yaml.YAMLError as error:
+                raise PlanError(f"--pod {options.pod} is not valid YAML: {error}") from error
+            if not isinstance(patch, dict):
+                raise PlanError(
+                    f"--pod {options.pod}: a pod's spec must be a mapping, such as nodeSelector: {{pool: gpu}}"
+                )
         path = str(Path(mount).resolve()) if mount else None
         return cls(options.image, claim, path, options.namespace, options.kind, patch, variables(options.env))
 
@@ -195,17 +205,6 @@ def _secret_file(submission: Tasks) -> Path:
 
 def _secret(submission: Tasks) -> str:
     return f"plumbline-{submission.run.name.lower()}"
-
-
-def _patch(file: Path) -> dict[str, Any]:
-    yaml = _yaml()
-    try:
-        patch = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise PlanError(f"--pod {file} is not valid YAML: {error}") from error
-    if not isinstance(patch, dict):
-        raise PlanError(f"--pod {file}: a pod's spec must be a mapping, such as nodeSelector: {{pool: gpu}}")
-    return patch
 
 
 def _dumped(objects: Sequence[Mapping[str, Any]]) -> str:

@@ -85,15 +85,13 @@ class SlurmEngine(Engine):
     def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
         found = states({int(job) for job in jobs.values()})
         known = {task: found[place] for task, job in jobs.items() if (place := (int(job), task)) in found}
-        return {task: TaskState(name, _phase(name), reason) for task, (name, reason) in known.items()}
+        phases = {**dict.fromkeys(LIVE, Phase.LIVE), **dict.fromkeys(INTERRUPTED, Phase.INTERRUPTED)}
+        return {
+            task: TaskState(
+                name, phases.get(name, Phase.CANCELLED if name.startswith("CANCELLED") else Phase.ENDED), reason
+            )
+            for task, (name, reason) in known.items()
+        }
 
     def log(self, submission: Tasks, job: str, task: int) -> str:
         return str(submission.folder / LOG.replace("%A", job).replace("%a", str(task)))
-
-
-def _phase(name: str) -> Phase:
-    if name in LIVE:
-        return Phase.LIVE
-    if name in INTERRUPTED:
-        return Phase.INTERRUPTED
-    return Phase.CANCELLED if name.startswith("CANCELLED") else Phase.ENDED
