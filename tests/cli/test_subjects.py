@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from plumbline.cli.main import main
-from plumbline.cli.subjects import show
+from plumbline.cli.trainers import show
 from plumbline.subjects.load import Shipped, load, shipped
 from plumbline.subjects.short_names import SHORT_NAMES
 from plumbline.subjects.virtual_environments import (

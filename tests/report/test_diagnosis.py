@@ -15,8 +15,7 @@ from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.html.page import report_page
 from plumbline.report.html.pictures import heat_map, rank_paths
-from plumbline.report.tables.diagnosis import diagnoses
-from plumbline.report.tables.failures import failures
+from plumbline.report.tables.failures import diagnoses, failures
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Result
 from plumbline.results.run import Run, read_run

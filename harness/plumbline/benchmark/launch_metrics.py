@@ -58,12 +58,8 @@ def _work_of_workload(name: str, accelerator: str) -> tuple[int, float]:
     return workload.size.model.get("length", 0), counter.get_total_flops() / 2
 
 
-Step = Mapping[int, Sequence[Chunk]]
-"""The chunks of one step by rank, in the order in which they ran."""
-
-MOST_CHUNKS: Final = 1000
-"""A timeline of more chunks is neither kept nor drawn: nobody could read it."""
-
+Step = Mapping[int, Sequence[Chunk]]  # the chunks of one step by rank, in the order in which they ran
+MOST_CHUNKS: Final = 1000  # a timeline of more chunks is neither kept nor drawn: nobody could read it
 _NS = 1e9
 
 
@@ -123,8 +119,7 @@ def _followed_steps(timed: LaunchTimings) -> list[Step]:
     return [{rank.rank: own for rank, own in zip(timed.ranks, step, strict=True)} for step in steps if all(step)]
 
 
-QUANTILES: Final = 41
-"""Number of evenly spaced quantiles of single steps, from the minimum to the maximum."""
+QUANTILES: Final = 41  # number of evenly spaced quantiles of single steps, from the minimum to the maximum
 
 
 @dataclass(frozen=True)
@@ -169,11 +164,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "tensors_activations": Metric("bytes"),
 }
 
-Key = tuple[str, "int | None"]
-"""A metric, and the rank it is about, None if it is about all of them."""
-
-Groups = Sequence[Sequence[int]]
-"""Ranks that see the same samples, by their numbers."""
+Key = tuple[str, "int | None"]  # a metric, and the rank it is about, None if it is about all of them
+Groups = Sequence[Sequence[int]]  # ranks that see the same samples, by their numbers
 
 
 class SamplesError(ValueError):

@@ -243,9 +243,7 @@ def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: S
     return Profile(files=tuple(f"{PROFILES}/{cell.id}/{name}" for name in written), problems=tuple(problems)), folder
 
 
-Begin = Callable[[int], TimedLaunch]
-"""Begins the launch of a number, counted from 0."""
-
+Begin = Callable[[int], TimedLaunch]  # begins the launch of a number, counted from 0
 T = TypeVar("T")
 
 

@@ -15,11 +15,8 @@ from plumbline.launch.pool import Pool
 from plumbline.machine.hardware import memory_left
 
 GIB = 1 << 30
-SERVER = 0.4 * GIB
-"""Memory of a server with torch and a large library in it, in bytes: 220 to 350 MB were measured."""
-
-SPARE = GIB
-"""Memory to leave for ranks and other processes, in bytes."""
+SERVER = 0.4 * GIB  # memory of a server with torch and a large library in it, in bytes: 220 to 350 MB were measured
+SPARE = GIB  # memory to leave for ranks and other processes, in bytes
 
 
 class WarmPools:

@@ -9,8 +9,7 @@ from typing import Any
 
 from plumbline.cli.arguments import declare
 
-UNFIT = 1
-"""Exit code if this machine has a problem."""
+UNFIT = 1  # exit code if this machine has a problem
 
 
 def add_to(commands: Any) -> None:

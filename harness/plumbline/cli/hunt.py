@@ -15,8 +15,8 @@ from plumbline.report.text import counted
 from plumbline.subjects.load import parse_subject
 
 if TYPE_CHECKING:
-    from plumbline.hunt.corpus import Corpus
     from plumbline.hunt.search import Failure, Search
+    from plumbline.hunt.write_up import Corpus
 
 
 def add_to(commands: Any) -> None:
@@ -45,8 +45,8 @@ def hunt(options: argparse.Namespace) -> int:
     """
     try:
         from plumbline.engine.subject_pools import open_subject
-        from plumbline.hunt.corpus import Corpus
         from plumbline.hunt.search import searches
+        from plumbline.hunt.write_up import Corpus
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise

@@ -31,7 +31,7 @@ COMMANDS: Final = {
 }
 
 MODULES: Final = {
-    **dict.fromkeys(("new-subject", "new-workload"), "new_file"),
+    **dict.fromkeys(("smoke", "subjects", "new-subject", "new-workload"), "trainers"),
     **dict.fromkeys(("report", "show", "history", "judge"), "recorded_runs"),
 }
 """Modules of ``plumbline.cli`` that are not named as their commands; ``add_to`` declares all commands of a module."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from plumbline.engine.rejudge import Rejudged
     from plumbline.results.records import Result
 
-CHANGED = 1
-"""Exit code of ``judge`` if findings differ from the recorded ones, as for diff."""
+CHANGED = 1  # exit code of ``judge`` if findings differ from the recorded ones, as for diff
 
 
 def add_to(commands: Any) -> None:

@@ -33,15 +33,9 @@ from plumbline.planning.expectations import known_of_subject
 from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from plumbline.workloads import WORKLOADS
 
-DRAWN_TOGETHER = 200
-"""Problems that one round of the search draws."""
-
-TIME_LIMIT = 60.0
-"""Default limit of one training in seconds."""
-
-SHRINKING = 120.0
-"""Seconds for which the last failure is still shrunk after the search's time is over."""
-
+DRAWN_TOGETHER = 200  # problems that one round of the search draws
+TIME_LIMIT = 60.0  # default limit of one training in seconds
+SHRINKING = 120.0  # seconds for which the last failure is still shrunk after the search's time is over
 VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
 
 
@@ -165,8 +159,7 @@ class Search:
         return None
 
 
-TEXTS = ("lm-tokens",)
-"""The workload that is planned for subjects with a loss of their own."""
+TEXTS = ("lm-tokens",)  # the workload that is planned for subjects with a loss of their own
 
 
 def searches(

@@ -1,11 +1,13 @@
-"""Writes the page of a failure: the problem, what is expected, what was seen, and a program that was run."""
+"""The failures that searches of one subject found, on disk: what the next search continues from, and their pages."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,7 +17,7 @@ from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.outcome import Outcome
-from plumbline.hunt.problems import in_words, name_of
+from plumbline.hunt.problems import Drawn, in_words, name_of, write_problem
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.hunt.program.run_program import (
@@ -30,6 +32,58 @@ from plumbline.hunt.program.run_program import (
 from plumbline.hunt.search import Failure
 from plumbline.planning.declaration import Declaration
 from plumbline.report.text import counted
+from plumbline.results.files import write_text
+from plumbline.workloads.generated import Recipe
+
+
+@dataclass(frozen=True)
+class Found:
+    """A failure as it was found, with the finding's message."""
+
+    cause: str
+    drawn: Drawn
+    message: str
+
+
+class Corpus:
+    """The folder of one subject's failures."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found = folder / "found.jsonl"
+        self._progress = folder / "progress.json"
+
+    def add(self, failure: Failure) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recipe, cell = failure.drawn.recipe, failure.drawn.cell
+        locator = write_problem(recipe, self.folder, found=f": {failure.cause} on {cell.backend} {cell.topology}")
+        told = {"message": failure.finding.message, "error_x_noise": failure.finding.error_x_noise}
+        line = {"cause": failure.cause, "cell": asdict(cell), "recipe": asdict(recipe), **told}
+        with self._found.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return Path(locator.partition("::")[0])
+
+    def __iter__(self) -> Iterator[Found]:
+        """Yield the failures in the order in which they were found."""
+        if self._found.exists():
+            for line in self._found.read_text("utf-8").splitlines():
+                values = json.loads(line)
+                recipe = Recipe(**{**values["recipe"], "layers": tuple(values["recipe"]["layers"])})
+                yield Found(values["cause"], Drawn(recipe, Cell.from_json(values["cell"])), values["message"])
+
+    @property
+    def causes(self) -> set[str]:
+        return {found.cause for found in self}
+
+    @property
+    def progress(self) -> Counter[str]:
+        """Counts over all searches; ``rounds`` is the next seed."""
+        return Counter(json.loads(self._progress.read_text("utf-8"))) if self._progress.exists() else Counter()
+
+    def went_on(self, counts: Mapping[str, int]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._progress, json.dumps(self.progress + Counter(counts), indent=1) + "\n")
+
 
 EXPECTED = {
     "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
@@ -41,8 +95,7 @@ EXPECTED = {
 }
 OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
 
-SHIPPED = Path(plumbline.subjects.__file__).parent
-"""The folder of the adapters and trainers that come with Plumbline."""
+SHIPPED = Path(plumbline.subjects.__file__).parent  # the folder of the adapters and trainers that come with Plumbline
 
 
 @dataclass(frozen=True)

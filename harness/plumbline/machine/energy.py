@@ -19,8 +19,7 @@ COUNTER_PERIOD_S: Final = 0.1
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
-Counters = dict[str, float]
-"""Joules by the UUID of the GPU."""
+Counters = dict[str, float]  # joules by the UUID of the GPU
 
 
 class NoEnergyError(Exception):

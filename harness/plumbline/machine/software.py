@@ -50,8 +50,7 @@ def head(folder: Path) -> str | None:
     return commit if commit is not None and re.fullmatch(r"[0-9a-f]{40,64}", commit) else None
 
 
-DISTRIBUTION = "torch-plumbline"
-"""The name under which pip knows the project: ``plumbline`` is another one."""
+DISTRIBUTION = "torch-plumbline"  # the name under which pip knows the project: ``plumbline`` is another one
 
 # Nothing that could be a path or an address is published.
 _PUBLIC_NAME = re.compile(r"[\w.+!-]{1,100}", re.ASCII)

@@ -109,9 +109,7 @@ def _added(value: Tensor, error: Tensor) -> Tensor:
 SMALLEST, LARGEST = 1e-18, 1.0
 """Errors between which the limit is searched: below any rounding, and as large as the tensor."""
 
-PRECISION = 1.1
-"""The factor to which a limit is known. Limits of different steps and tensors differ far more."""
-
+PRECISION = 1.1  # The factor to which a limit is known. Limits of different steps and tensors differ far more.
 CAUGHT = 0.99
 
 Limits = Callable[[TraceAnalysis, Trace, int, int], Iterator[float]]

@@ -23,8 +23,8 @@ from plumbline.machine.fingerprint import device_name
 from plumbline.machine.lease import exclusive_lease
 from plumbline.planning.expectation_files import expected
 from plumbline.planning.plan import Planned
+from plumbline.pytest_plugin.run_recording import attach_outcome, attach_payload, attach_properties
 from plumbline.pytest_plugin.session import Session
-from plumbline.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties
 from plumbline.report.tables.failures import describe, is_wrong
 from plumbline.report.text import printable_lines
 from plumbline.results.records import KNOWN, Measurement, Profile, Result, ending
@@ -128,8 +128,7 @@ def _cause(results: Sequence[Result]) -> str:
     return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
 
 
-YARDSTICKS = "yardsticks.py"
-"""The file of the hand-written loops, in the suite's folder."""
+YARDSTICKS = "yardsticks.py"  # the file of the hand-written loops, in the suite's folder
 
 
 class BenchmarkCase(ConformanceCase):

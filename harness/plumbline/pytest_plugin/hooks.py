@@ -18,8 +18,8 @@ import pytest
 from plumbline.core.outcome import Outcome
 from plumbline.engine.cells_in_flight import AHEAD
 from plumbline.pytest_plugin.cases import ConformanceCase
+from plumbline.pytest_plugin.run_recording import outcome_of
 from plumbline.pytest_plugin.session import Session
-from plumbline.pytest_plugin.xdist_transport import outcome_of
 from plumbline.report.tables.cells import undeclared_in_words
 from plumbline.report.terminal import speed_for_terminal, support_for_terminal
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Result

@@ -31,10 +31,8 @@ SESSION: pytest.StashKey[Session] = pytest.StashKey()
 CELL_FIXTURES = ("plumbline_cell", "plumbline_benchmark")
 REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
-PLANNING: pytest.StashKey[bool] = pytest.StashKey()
-"""Set once there is a cell to plan."""
-COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
-"""The user's command, if it was not pytest."""
+PLANNING: pytest.StashKey[bool] = pytest.StashKey()  # set once there is a cell to plan
+COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()  # the user's command, if it was not pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

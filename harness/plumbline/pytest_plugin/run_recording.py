@@ -1,11 +1,13 @@
-"""The run on disk during a session, and the one that ``--resume`` continues."""
+"""The run on disk during a session, the one that ``--resume`` continues, and how xdist's workers send it records."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,69 @@ from plumbline.core.invocation import command as command_line
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.planning.options import Options
-from plumbline.pytest_plugin.xdist_transport import payload_of
 from plumbline.report.formats import write_report
+from plumbline.report.text import printable
 from plumbline.results.files import NothingToResume, ResultsError
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result
-from plumbline.results.run import LATEST, PROFILES, Run, read_run
+from plumbline.results.run import LATEST, PROFILES, Run, read_run, record_of
 from plumbline.results.run_writer import RunWriter
 from plumbline.worker.scratch import RUN, Scratch
+
+_RECORDS = "plumbline"
+_OUTCOME = "plumbline-outcome"
+
+
+@dataclass(frozen=True)
+class ReportPayload:
+    """The records of a cell, and the folders of its trace and profile."""
+
+    results: tuple[Result, ...]
+    measurements: tuple[Measurement, ...]
+    evidence: Path | None
+    profile: Path | None = None
+
+
+def attach_outcome(item: pytest.Item, outcome: str) -> None:
+    item.user_properties.append((_OUTCOME, outcome))
+
+
+def attach_properties(item: pytest.Item, results: Sequence[Result]) -> None:
+    """Attach the properties of a test in JUnit's XML: the cell and its first finding."""
+    first = results[0]
+    place = {"step": first.step, "rank": first.rank, "parameter": first.parameter}
+    told = {"cell": first.cell, "check": first.check, "cause": first.cause, "family": first.family, **place}
+    item.user_properties += [
+        (name, printable(str(value)))
+        for name, value in (*told.items(), ("command", first.reproduce))
+        if value not in (None, "")
+    ]
+
+
+def outcome_of(report: pytest.TestReport) -> str | None:
+    """Return the outcome in the report of a test's call, None for setup and teardown."""
+    return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
+
+
+def attach_payload(
+    item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None, profile: str | None
+) -> None:
+    lines = [record.model_dump_json() for record in records]
+    payload = {"records": lines, "evidence": evidence, "profile": profile}
+    item.user_properties.append((_RECORDS, json.dumps(payload)))
+
+
+def payload_of(report: pytest.TestReport) -> ReportPayload | None:
+    found = dict(report.user_properties).get(_RECORDS)
+    if report.when != "call" or found is None:
+        return None
+    values = json.loads(str(found))
+    records = [record_of(line.encode()) for line in values["records"]]
+    return ReportPayload(
+        tuple(record for record in records if isinstance(record, Result)),
+        tuple(record for record in records if isinstance(record, Measurement)),
+        *(None if values[name] is None else Path(values[name]) for name in ("evidence", "profile")),
+    )
 
 
 def find_resumed_run(options: Options) -> Run | None:

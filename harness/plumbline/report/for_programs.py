@@ -26,13 +26,10 @@ from plumbline.results.fields import Count, Text, XNoise, document_schema
 from plumbline.results.records import CellRecord
 from plumbline.results.run import Run
 
-VERSION: Final = 1
-"""Of the schema; a field may be added without a new one."""
-
+VERSION: Final = 1  # of the schema; a field may be added without a new one
 FILE: Final = Path(__file__).with_name("report.schema.json")
 
-Number = XNoise
-"""A number that may be infinite, which is the string ``inf``."""
+Number = XNoise  # a number that may be infinite, which is the string ``inf``
 
 
 class ReportedCell(CellRecord):

@@ -36,8 +36,7 @@ _SIZES: Final = {
 }
 """Units that are shown with a prefix or a sign: size and name, the largest first."""
 
-LARGEST: Final = 1e15
-"""A number beyond this is written with an exponent."""
+LARGEST: Final = 1e15  # a number beyond this is written with an exponent
 
 
 def printable(text: str) -> str:

@@ -28,8 +28,7 @@ def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 Text = Annotated[str, BeforeValidator(_encodable)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-"""Up to the largest integer that every JSON reader represents exactly."""
+Count = Annotated[int, Field(ge=0, le=2**53)]  # up to the largest integer that every JSON reader represents exactly
 AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
 UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
 XNoise = Annotated[

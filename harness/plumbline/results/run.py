@@ -19,9 +19,7 @@ from plumbline.results.files import CorruptRecord, MissingHeader, NewerSchema, R
 from plumbline.results.header_footer import SCHEMA_VERSION, Footer, Header
 from plumbline.results.records import Coordinates, Measurement, PlannedCell, Result, by_cell
 
-Line = Header | Result | Measurement | Footer
-"""The record of a line."""
-
+Line = Header | Result | Measurement | Footer  # the record of a line
 _CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
 
 
@@ -63,8 +61,7 @@ def results_schema() -> dict[str, Any]:
 
 RESULTS = "results.jsonl"
 LATEST = "latest"
-PROFILES = "profiles"
-"""The folder in a run's for what profiled launches leave, a folder a cell."""
+PROFILES = "profiles"  # the folder in a run's for what profiled launches leave, a folder a cell
 
 # In bytes: far above what a run writes, and low enough that a hostile file cannot exhaust the memory.
 LARGEST_FILE = 1 << 29

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from plumbline.core.errors import PlanError, PlumblineError
 from plumbline.submit.select_cells import SelectedCell
 
-FOLDER = "submission"
-"""The folder of the tasks' files, in the run's folder."""
+FOLDER = "submission"  # the folder of the tasks' files, in the run's folder
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,7 @@ class TaskState:
         return self.phase is Phase.LIVE
 
 
-FORGOTTEN = TaskState("", Phase.ENDED)
-"""The state of a task that the engine does not know (any more)."""
+FORGOTTEN = TaskState("", Phase.ENDED)  # the state of a task that the engine does not know (any more)
 
 
 @dataclass(frozen=True)

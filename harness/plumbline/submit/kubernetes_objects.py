@@ -19,18 +19,12 @@ KINDS = ("job", "jobset", "pytorchjob")
 JOB_LABEL, TASK_LABEL = "plumbline-job", "plumbline-task"
 """Labels of objects and their pods: the name of the job and, if each task is an object, the number of the task."""
 
-TASKS = "plumbline-tasks"
-"""The annotation with the tasks of an object, in the order of its indices."""
-
+TASKS = "plumbline-tasks"  # the annotation with the tasks of an object, in the order of its indices
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 """The label and annotation of a pod with its index in an indexed Job."""
 
-PORT = 23456
-"""The port of torchrun's store on the first pod of a task. Plumbline uses the next two."""
-
-TTL_S = 86_400
-"""Seconds for which finished objects are kept, so that their states and logs can be read."""
-
+PORT = 23456  # The port of torchrun's store on the first pod of a task. Plumbline uses the next two.
+TTL_S = 86_400  # seconds for which finished objects are kept, so that their states and logs can be read
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 """The condition of a pod that was preempted, evicted or drained."""
 

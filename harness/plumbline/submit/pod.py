@@ -32,11 +32,8 @@ from plumbline.submit.submission import NoSubmissionError, Submission
 MEETING_TIMEOUT = timedelta(minutes=30)
 """Time that a node waits for the others of its task, whose images may still be pulled."""
 
-RESTARTS = 3
-"""The number of times that torchrun may restart a node's lost fork server."""
-
-_LEAVE_GRACE_S = 30.0
-"""Time for torchrun to end after the run, before it is terminated."""
+RESTARTS = 3  # the number of times that torchrun may restart a node's lost fork server
+_LEAVE_GRACE_S = 30.0  # time for torchrun to end after the run, before it is terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

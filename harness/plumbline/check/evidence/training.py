@@ -17,8 +17,7 @@ from plumbline.evidence.projection import project
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.recording.observer import Facts as Facts
 
-SEGMENT = 64
-"""Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
+SEGMENT = 64  # Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length.
 
 
 def segment(tensor: Tensor, *, split: bool = True) -> Tensor:

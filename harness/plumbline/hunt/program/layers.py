@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from plumbline.workloads.experts import EXPERTS
 from plumbline.workloads.generated import FEATURES, LABELS, OUTPUTS, TEXT, VOCABULARY, Recipe
 
-WIDTH = 4
-"""Outputs of the first layer."""
-
+WIDTH = 4  # outputs of the first layer
 _LINEAR = "torch.nn.Linear({width}, {width})"
 _APPLY = "x = self.{name}(x)"
 _CHUNKS = "query, key, value = self.{name}(x).chunk(3, -1)"

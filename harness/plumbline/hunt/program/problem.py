@@ -78,8 +78,7 @@ OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-
 SLIGHT = ("slightly-scaled", "scaled-before-clipping")
 """Causes whose effect is hardly larger than rounding in float32."""
 
-ORDERS = 3
-"""Seeds that are tried where samples are shuffled: the wrong order of a few samples may be right by chance."""
+ORDERS = 3  # seeds that are tried where samples are shuffled: the wrong order of a few samples may be right by chance
 
 
 @dataclass(frozen=True)

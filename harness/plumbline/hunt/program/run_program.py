@@ -21,8 +21,7 @@ from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.launch.process_tags import TAG, end_tagged
 
-MOST_LINES = 80
-"""Lines of a program that are not empty."""
+MOST_LINES = 80  # lines of a program that are not empty
 
 
 class NoTemplateError(NotExpressedError):
@@ -80,8 +79,7 @@ TIME_LIMIT_S = 180.0
 _LINES_OF_AN_ERROR = 6
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-_ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")
-"""How the line begins that says why a program ended."""
+_ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")  # how the line begins that says why a program ended
 _OTHER = re.compile(rf"Traceback|[WE]\d{{4}} |{_ERROR.pattern}")
 """How a line after it begins that is another rank's, or torchrun's."""
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -18,19 +19,26 @@ from typing import TYPE_CHECKING
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import command
 from plumbline.core.topology import Topology
-from plumbline.machine.doctor import ProbeResult
 from plumbline.machine.hardware import gpu_rows
 from plumbline.machine.software import command_output
 
 if TYPE_CHECKING:
     from plumbline.launch.pool import Pool
 
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe ``found``, and ``advice`` if something is wrong. ``is_note``: runs are possible all the same."""
+
+    found: str
+    advice: str | None = None
+    is_note: bool = False
+
+
 TRAINING_LIMIT_S = 10.0
 """Time limit of two ranks that train together, on a machine that starts the fork server at once."""
 
-START_TIMES = 4
-"""The limit grows by this many times the start-up time of the fork server, for slow or busy machines."""
-
+START_TIMES = 4  # the limit grows by this many times the start-up time of the fork server, for slow or busy machines
 FEWEST_PORTS = 1000
 
 

@@ -86,8 +86,7 @@ GOOD, BAD, UNCLEAR = "#00664b", "#a83f00", "#5b6370"
 """Each has a contrast of at least 4.5 with white."""
 
 _LABEL: Final = "#30363d"
-_WIDTH: Final = 6.6
-"""Pixels of a character at 11 pixels; ``textLength`` fits the text to what was reckoned."""
+_WIDTH: Final = 6.6  # pixels of a character at 11 pixels; ``textLength`` fits the text to what was reckoned
 
 
 def badge_of(cells: Sequence[CellHistory]) -> str:

@@ -62,9 +62,7 @@ def positions(numbers: Sequence[int]) -> dict[int, float]:
     return {number: round(100 * (place - first) / length, 2) if length else 50.0 for number, place in places.items()}
 
 
-STYLES: Final = 8
-"""The number of curves that colour and sign distinguish; a chart shows no more."""
-
+STYLES: Final = 8  # the number of curves that colour and sign distinguish; a chart shows no more
 MOST_BARS: Final = 40
 
 MEMORY_PARTS: Final = {

@@ -17,7 +17,7 @@ from plumbline.report.html.environment import page_environment
 from plumbline.report.tables import failures, measured, run_summary, support
 from plumbline.report.tables.cells import cell_table
 from plumbline.report.tables.claims import claims
-from plumbline.report.tables.diagnosis import Diagnosis, diagnoses
+from plumbline.report.tables.failures import Diagnosis, diagnoses
 from plumbline.report.tables.grid import GridCell, anchors, grids
 from plumbline.report.text import between, location, names_itself
 from plumbline.results.files import log_tails
@@ -33,9 +33,7 @@ MOST_PICTURED = 20
 MOST_IN_FULL = 600
 MOST_FACETS = 12
 MOST_PAIRS = 60
-MOST_LOG_TEXT = 400_000
-"""Characters of logs on one page; logs beyond that are only in ``traces/``."""
-
+MOST_LOG_TEXT = 400_000  # characters of logs on one page; logs beyond that are only in ``traces/``
 _METRICS: Final = [
     "throughput",
     "throughput_per_gpu",

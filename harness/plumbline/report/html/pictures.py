@@ -23,9 +23,7 @@ SQUARE_HEIGHT: Final = 20
 HEAD: Final = 18
 LETTER: Final = 6.6
 LONGEST_NAME: Final = 30
-DEGREES: Final = 4
-"""Shades of wrong: each is a thousand times worse than the one before."""
-
+DEGREES: Final = 4  # shades of wrong: each is a thousand times worse than the one before
 NODE_DISTANCE: Final = 44
 RECEIVED_AT: Final = 146
 BOLD_LETTER: Final = 7.4

@@ -24,9 +24,7 @@ from plumbline.report.tables.run_summary import backend_in_words, devices
 from plumbline.results.records import KNOWN
 from plumbline.results.run import Run
 
-REFERENCE: Final = "reference"
-"""The subject whose configurations are written as the old documentation wrote them."""
-
+REFERENCE: Final = "reference"  # the subject whose configurations are written as the old documentation wrote them
 ROW_COLUMNS: Final = ("Backend", "Nodes × gpus", "Precision")
 FACT_COLUMNS: Final = ("Command", "Cells passed", "Deviates", "Worst × noise", "Devices")
 

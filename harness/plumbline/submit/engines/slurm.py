@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from plumbline.slurm.scheduler import INTERRUPTED, LIVE, BatchScript, sbatch, states
 from plumbline.submit.engine import Engine, Phase, Tasks, TaskState, pairs, variables
 
-LOG = "log-%A_%a.txt"
-"""The file with a task's output, in SLURM's notation for job and index."""
+LOG = "log-%A_%a.txt"  # the file with a task's output, in SLURM's notation for job and index
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""``plumbline subjects``: the trainers that ship, and environments for their libraries."""
+"""The commands about trainers and problems: ``plumbline smoke``, ``subjects``, ``new-subject``, ``new-workload``."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,20 +13,47 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plumbline.cli.arguments import declare
+from plumbline import own_workloads, subjects
+from plumbline.cli.arguments import ACCELERATOR, declare
 from plumbline.core.invocation import command, suite_command
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
 from plumbline.subjects.load import Shipped, shipped
 from plumbline.subjects.virtual_environments import environments, install, parse_requirement, pip_command
+from plumbline.user_code.new_file import write_new_file
 
 
 def add_to(commands: Any) -> None:
+    add = declare(commands, "smoke", smoke)
+    what = "the trainer, as for --subject: file.py, file.py::name, package.module or a short name"
+    add("subject", metavar="WHAT", help=what)
+    add("--accelerator", **ACCELERATOR, help="cpu simulates devices (default: auto)")
+
     further = commands.add_parser("subjects", description=listed.__doc__)
     further.set_defaults(do=listed)
     does = "create an environment with one version of a trainer's library"
     add = declare(further.add_subparsers(metavar="COMMAND"), "install", installed, help=does)
     add("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
+
+    for name, do, file in (
+        ("new-subject", new_subject, "my_trainer.py"),
+        ("new-workload", new_workload, "my_problem.py"),
+    ):
+        add = declare(commands, name, do)
+        add("file", type=Path, metavar="FILE.py", help=f"file to write, for example {file}")
+
+
+def smoke(options: argparse.Namespace) -> int:
+    """Train a tiny model on two devices, then with the other declared backends and precisions, and print the cause.
+
+    Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 unknown subject.
+    """
+    from plumbline.engine.smoke import smoke as run_smoke
+
+    worst = run_smoke(options.subject, options.accelerator)
+    if not worst:
+        print(f"Next, the whole matrix:  {shlex.join(suite_command('--subject', options.subject))}")
+    return worst
 
 
 def listed(options: argparse.Namespace) -> int:
@@ -80,4 +108,19 @@ def installed(options: argparse.Namespace) -> int:
         python = install(environment, show_progress)
     print(f"{environment.requirement} is installed, with {environment.torch}. To use it:")
     print(shlex.join(suite_command("--subject", f"{environment.subject};python={python}")))
+    return 0
+
+
+def new_subject(options: argparse.Namespace) -> int:
+    """Write a commented trainer to a new file. An existing file is not overwritten."""
+    write_new_file(options.file, Path(subjects.__file__).with_name("skeleton.py"), "my-trainer")
+    print(f"{options.file} was written. Try it:  {command('plumbline', 'smoke', str(options.file))}")
+    return 0
+
+
+def new_workload(options: argparse.Namespace) -> int:
+    """Write a commented training problem to a new file. An existing file is not overwritten."""
+    write_new_file(options.file, Path(own_workloads.__file__).with_name("skeleton.py"), "my-problem")
+    training = shlex.join(suite_command("--workload", str(options.file), "--gpus", "2"))
+    print(f"{options.file} was written. Train it on up to two devices:  {training}")
     return 0
