@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import plumbline.cli
-import plumbline.cli.run as run_command
+import plumbline.cli.suites as suite_commands
 from plumbline.pytest_plugin.plugin import add_options
 from plumbline.workloads import PERFORMANCE, WORKLOADS
 
@@ -80,7 +80,7 @@ def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
         title = f"{name} {word}"
         nested = any(isinstance(action, argparse._SubParsersAction) for action in command._actions)
         if word == "run":
-            yield f"### {title}\n\n`plumbline run [SUITE ...] [OPTIONS]`: {_plain(run_command.run.__doc__)}\n"
+            yield f"### {title}\n\n`plumbline run [SUITE ...] [OPTIONS]`: {_plain(suite_commands.run.__doc__)}\n"
             continue
         parts = [f"### {title}\n", _described(command.description or ""), arguments(command)]
         if command.epilog:

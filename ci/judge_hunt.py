@@ -43,7 +43,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
 from plumbline.evidence.trace import Trace
-from plumbline.hunt.problems import trained_on, write_problem
+from plumbline.hunt.search import trained_on, write_problem
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
-from plumbline.hunt.problems import recipes
+from plumbline.hunt.search import recipes
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads.generated import Recipe
 

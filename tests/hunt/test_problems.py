@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plumbline.core.cell import Cell
 from plumbline.core.errors import WorkloadError
 from plumbline.core.topology import Topology
-from plumbline.hunt.problems import in_words, name_of, problems, recipes, write_problem
+from plumbline.hunt.search import in_words, name_of, problems, recipes, write_problem
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import load_workload
 from plumbline.planning.declaration import Declaration

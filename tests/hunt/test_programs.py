@@ -19,7 +19,6 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
-from plumbline.hunt.problems import recipes
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.hunt.program.run_program import (
@@ -31,6 +30,7 @@ from plumbline.hunt.program.run_program import (
     render_by_hand,
     run_program,
 )
+from plumbline.hunt.search import recipes
 from plumbline.hunt.write_up import processes_of
 from plumbline.planning.declaration import Declaration
 from plumbline.subjects.declare import CAPABILITIES

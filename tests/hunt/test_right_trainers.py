@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plumbline.hunt.problems import Drawn
-from plumbline.hunt.search import Search, cells_of
+from plumbline.hunt.search import Drawn, Search, cells_of
 from plumbline.planning.declaration import Declaration
 from plumbline.workloads.generated import Recipe
 

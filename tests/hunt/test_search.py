@@ -20,9 +20,8 @@ from plumbline.core.software import Software
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.engine.subject_pools import open_subject
-from plumbline.hunt.problems import Drawn, name_of
 from plumbline.hunt.program.run_program import ProgramRun
-from plumbline.hunt.search import Failure, Search, cells_of, searches
+from plumbline.hunt.search import Drawn, Failure, Search, cells_of, name_of, searches
 from plumbline.hunt.write_up import Corpus, write_up
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.trace_analysis import TraceAnalysis

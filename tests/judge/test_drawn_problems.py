@@ -8,7 +8,7 @@ import pytest
 
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
-from plumbline.hunt.problems import trained_on, write_problem
+from plumbline.hunt.search import trained_on, write_problem
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.load import workload_of
 from plumbline.workloads import WORKLOADS

@@ -17,10 +17,9 @@ from plumbline.cli.main import main
 from plumbline.core.errors import PlanError
 from plumbline.results.run import read_run
 from plumbline.submit import pod
-from plumbline.submit.engine import EngineError, Phase, TaskCommand
+from plumbline.submit.engine import EngineError, Phase, SelectedCell, TaskCommand
 from plumbline.submit.engines.kubernetes import KubernetesEngine
 from plumbline.submit.kubernetes_objects import PORT, merged, states_of
-from plumbline.submit.select_cells import SelectedCell
 from plumbline.submit.submission import Submission
 
 ROOT = Path(__file__).parents[2]

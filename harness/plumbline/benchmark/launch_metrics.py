@@ -24,7 +24,7 @@ from plumbline.core.cell import Cell
 from plumbline.evidence.timing import FORWARD, Chunk, Round
 from plumbline.machine.peak_flops import OF_A_CPU, Peak, peak_of
 from plumbline.results.records import TimelineChunk
-from plumbline.worker.timing.collectives import union
+from plumbline.worker.timing.profiler import union
 from plumbline.workloads import PERFORMANCE
 
 
@@ -79,11 +79,7 @@ def bubble(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> float | Non
 
 
 def timeline(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> tuple[TimelineChunk, ...]:
-    """Return the chunks of the last step that was followed, nothing where there are none or too many to be read.
-
-    Times are seconds from the beginning of the step. Stages are counted in the order of the model: in that order the
-    first micro-batch reaches them.
-    """
+    """Return the chunks of the last step that was followed, from its beginning; stages count in the model's order."""
     steps = _followed_steps(timed)
     if not steps or sum(map(len, steps[-1].values())) > MOST_CHUNKS:
         return ()

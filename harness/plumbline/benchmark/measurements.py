@@ -21,10 +21,9 @@ from plumbline.workloads import PERFORMANCE, Columns, Workload
 def measurements(
     cell: Cell, launches: Sequence[LaunchSample], reproduce: str, device: str | None = None
 ) -> list[Measurement]:
-    """Return every figure of ``cell``; one that is too uncertain has a refusal instead of a value.
+    """Return every figure of ``cell`` on a ``device`` of that name, or raise ``SamplesError``.
 
-    ``device`` is the name of what computed it: without one whose peak is known there is no utilisation.
-    It raises ``SamplesError`` where throughput is undefined.
+    A figure that is too uncertain has a refusal instead of a value.
     """
     replicas = cell.contract.replicas(cell.topology)
     work = work_of(cell, device)

@@ -32,10 +32,7 @@ LEAST_ROUND_S: Final = 10 * COUNTER_PERIOD_S
 
 
 class EnergyUse:
-    """Adds up what the devices consume between ``begin_round`` and ``end_round``; ``read`` returns their counters.
-
-    The counters are those of the whole device, also while it waits for another one. Reading them takes no rank's time.
-    """
+    """Adds up what whole devices consume between ``begin_round`` and ``end_round``; ``read`` returns their counters."""
 
     def __init__(self, read: Callable[[], Counters]) -> None:
         self._read = read
@@ -87,10 +84,7 @@ class TimedLaunchError(Exception):
 
 @dataclass(frozen=True)
 class LaunchTimings:
-    """What one launch measured, by rank; ``seconds`` is its wall time, from the start of its ranks to their end.
-
-    ``energy`` is what its devices consumed in the timed rounds, in joules, or why that is not known.
-    """
+    """What one launch measured, by rank; ``energy`` is in joules, or says why that is not known."""
 
     ranks: tuple[RankTiming, ...]
     seconds: float
@@ -126,10 +120,7 @@ class TimedLaunch:
     def begin(
         cls, pool: Pool, cell: Cell, folder: Path, settings: Settings, profile: Path | None = None
     ) -> TimedLaunch:
-        """Start the ranks and let them train their warm-up; ``folder`` exists, and is removed at the end.
-
-        With ``profile`` the first steps of the first round are profiled, and leave their files in that folder.
-        """
+        """Start the ranks and let them train their warm-up; ``profile`` is a folder for profiles of the first steps."""
         control = RoundControl(folder / "barrier", cell.processes)
         try:
             launched = start(pool, cell, folder, settings, barrier_socket=folder / "barrier", profile=profile)

@@ -78,7 +78,7 @@ class _Teller:
     subject: str
 
     def __call__(self, failure: Failure) -> None:
-        from plumbline.hunt.problems import in_words
+        from plumbline.hunt.search import in_words
 
         self.corpus.add(failure)
         print(f"\n{failure.cause}\n  {failure.drawn.cell.id}\n  {in_words(failure.drawn.recipe)}")

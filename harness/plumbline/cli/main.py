@@ -31,6 +31,7 @@ COMMANDS: Final = {
 }
 
 MODULES: Final = {
+    **dict.fromkeys(("run", "submit"), "suites"),
     **dict.fromkeys(("smoke", "subjects", "new-subject", "new-workload"), "trainers"),
     **dict.fromkeys(("report", "show", "history", "judge"), "recorded_runs"),
 }

@@ -17,7 +17,6 @@ from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.outcome import Outcome
-from plumbline.hunt.problems import Drawn, in_words, name_of, write_problem
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.hunt.program.run_program import (
@@ -29,7 +28,7 @@ from plumbline.hunt.program.run_program import (
     render_by_hand,
     run_program,
 )
-from plumbline.hunt.search import Failure
+from plumbline.hunt.search import Drawn, Failure, in_words, name_of, write_problem
 from plumbline.planning.declaration import Declaration
 from plumbline.report.text import counted
 from plumbline.results.files import write_text
@@ -107,10 +106,7 @@ class WrittenUp:
 
 
 def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
-    """Write the page of a failure and its program beside the problem's file in ``folder``, and run the program.
-
-    ``subject`` is what the user gave as ``--subject``, ``python`` its interpreter, ``declared`` what it can do.
-    """
+    """Write the page of a failure and its program beside its file in ``folder``; run that with ``python``."""
     recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
     declaration = declared_for(cell.subject, cell.backend, declared)
     name = name_of(recipe)

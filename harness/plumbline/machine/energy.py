@@ -1,8 +1,4 @@
-"""The energy that this machine's GPUs have used, from their driver's counters (NVML).
-
-Volta and newer GPUs count millijoules since the driver was loaded (NVML API reference,
-``nvmlDeviceGetTotalEnergyConsumption``).
-"""
+"""The energy that this machine's GPUs have used, from their driver's counters (NVML): Volta and newer have them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The fingerprint of a run: its machine and software.
-
-Reports get published, so it holds no host name, user name or path, and only a short list of environment variables.
-"""
+"""The fingerprint of a run: its machine and software, without names of hosts and users, and without paths."""
 
 from __future__ import annotations
 
@@ -82,10 +79,7 @@ class Fingerprint(BaseModel):
 
 
 def take_fingerprint(accelerator: str) -> Fingerprint:
-    """Return the fingerprint of this machine. What is unknown is None.
-
-    Does not initialise CUDA, which would not survive the fork of ranks from this process.
-    """
+    """Return the fingerprint of this machine. CUDA is not initialised: it would not survive the fork of ranks."""
     cpu = cpu_model()
     software = torch_versions()
     key = ComparabilityKey(

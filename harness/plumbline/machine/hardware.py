@@ -1,7 +1,4 @@
-"""The CPU, memory and GPUs of this machine, with their clocks and load.
-
-What the system does not report is None or left out. CUDA is never initialised.
-"""
+"""The CPU, memory and GPUs of this machine, with clocks and load; CUDA is never initialised."""
 
 from __future__ import annotations
 

@@ -61,10 +61,7 @@ def plumbline_version() -> str:
 
 
 def project_commit(root: Path | None = None) -> str | None:
-    """Return the commit of Plumbline's checkout, with ``-dirty`` if its code has changes.
-
-    None if Plumbline is installed: it may then lie in another project's repository.
-    """
+    """Return the commit of Plumbline's checkout, ``-dirty`` if its code has changes; None if it is installed."""
     root = root or Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

@@ -28,10 +28,10 @@ from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
 from plumbline.evidence.trace import Step, Tensors, Trace
+from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
 from plumbline.judge.oracle.noise import norm
-from plumbline.judge.oracle_truth import compare_gradients
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import behavior_of
 from plumbline.launch.pool import Pool
@@ -207,10 +207,7 @@ class NotRightError(Exception):
 
 @dataclass(frozen=True)
 class Power:
-    """The smallest relative errors of a ``kind`` that are caught in 99 % (``limit``) and in half of the runs.
-
-    They are None if nothing could be judged.
-    """
+    """The smallest relative errors that are caught in 99 % (``limit``) and in half of the runs, None: in none."""
 
     cell: Cell
     kind: str

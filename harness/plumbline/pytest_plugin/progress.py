@@ -1,7 +1,4 @@
-"""A progress line below pytest's output on a terminal: cells done, cells failing, time left.
-
-The line is erased before pytest writes and drawn again afterwards, with escape sequences of the VT100.
-"""
+"""A progress line below pytest's output on a terminal, erased and drawn with escape sequences of the VT100."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ _MAKE_ROOM = "\x1bD\x1bM"
 
 
 def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
-    """Show the progress of ``cells``, which maps ids to numbers of ranks, if pytest writes to a terminal.
-
-    ``-s`` and ``--pdb`` use the terminal themselves, so they turn it off.
-    """
+    """Show the progress of ``cells`` (ids and numbers of ranks) on a terminal that ``-s`` or ``--pdb`` do not use."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if (
         cells

@@ -85,10 +85,7 @@ def payload_of(report: pytest.TestReport) -> ReportPayload | None:
 
 
 def find_resumed_run(options: Options) -> Run | None:
-    """Return the run to resume. None: no run is to be resumed, or ``--resume`` means the latest and there is none.
-
-    It raises ``ResultsError`` where the run cannot be read, or was begun with other options or on another machine.
-    """
+    """Return the run to resume, None if there is none to resume; raise ``ResultsError`` where it does not fit."""
     if options.resume is None:
         return None
     latest = options.report_dir / LATEST
@@ -112,10 +109,7 @@ def find_resumed_run(options: Options) -> Run | None:
 
 
 def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBehavior]) -> None:
-    """Raise ``PlanError`` or ``NothingToResume`` if the session with the header ``now`` cannot continue ``run``.
-
-    ``behaviors`` has what the subjects declare for each of their cells.
-    """
+    """Raise ``PlanError`` or ``NothingToResume`` if the session with the header ``now`` cannot continue ``run``."""
     unknown = {planned.cell for planned in now.planned} - {planned.cell for planned in run.header.planned}
     if unknown:
         raise PlanError(
@@ -140,11 +134,7 @@ def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBeha
 
 
 class RunRecording:
-    """Writes a session's run, as a pytest plugin.
-
-    Under xdist, only the controller writes. A worker keeps its traces in a folder of its own until the controller has
-    moved them. Constructing it may raise what ``find_resumed_run`` raises.
-    """
+    """Writes a session's run, as a pytest plugin. Under xdist only the controller does; workers keep traces for it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -1,7 +1,4 @@
-"""The options, plan, pools and records of one pytest process.
-
-Under xdist, each worker has a session that trains and judges, and the controller has one that writes the run.
-"""
+"""The options, plan, pools and records of one pytest process: under xdist the controller's, or a worker's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""What people read: tables made from a run's records, for the terminal, as Markdown, HTML and JSON.
-
-Reads ``plumbline.results`` only. Nothing here launches, judges or measures.
-"""
+"""What people read of a run's records, in every format. Nothing here launches, judges or measures."""

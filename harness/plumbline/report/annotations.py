@@ -16,10 +16,9 @@ from plumbline.report.text import place_and_size, printable_lines
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is wrong, and where it is to be looked for; ``source`` is a file and a line, None where none is known.
+    """What is wrong, by its cause's name ``rule``; ``source`` is a file and a line, if known.
 
-    ``rule`` is the cause's name. ``key`` is the same in every run that has the same problem. ``details`` are further
-    facts for programs, as JSON values.
+    ``key`` is the same in every run that has the same problem. ``details`` are further facts, as JSON values.
     """
 
     rule: str

@@ -1,7 +1,4 @@
-"""A run's report for programs: JSON with everything that the pages show, CSV, and annotations for CI systems.
-
-``report.schema.json`` is the schema of the JSON object.
-"""
+"""A run's report for programs: JSON (``report.schema.json``), CSV, and annotations for CI systems."""
 
 from __future__ import annotations
 

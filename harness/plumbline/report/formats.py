@@ -34,11 +34,7 @@ FORMATS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ReportFormat:
-    """One way to write a report.
-
-    ``render`` returns the report of a run, as ``plumbline report --format`` shows it. ``files`` are written into the
-    run's folder at its end: for each file name what renders it.
-    """
+    """One way to write a report: ``render`` returns it; ``files`` are written into the run's folder at its end."""
 
     description: str
     render: Render

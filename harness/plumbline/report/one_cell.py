@@ -35,10 +35,9 @@ _STYLES = {Outcome.PASSED: "green", Outcome.DEVIATES: "cyan", Outcome.UNSUPPORTE
 
 
 def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
-    """Return the id that is ``name``, or the only one that has all of its words, or of several the only wrong one.
+    """Return the cell with the id ``name``, or the only one, or the only wrong one, that has all of its words.
 
-    ``outcomes`` has the outcome of each cell of the run. Where no cell matches, or several do, it raises
-    ``PlumblineError``, whose message lists them, those that went wrong first.
+    Else it raises ``PlumblineError``, whose message lists the cells that match, those that went wrong first.
     """
     if name in outcomes:
         return name

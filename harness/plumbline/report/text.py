@@ -54,10 +54,7 @@ def printable_lines(text: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return at most ``length`` characters of the text, with an ellipsis where something is left out.
-
-    It ends with a whole word, unless that word is most of it.
-    """
+    """Return at most ``length`` characters of the text, up to a whole word if possible, with an ellipsis."""
     if len(text) <= length:
         return text
     kept = text[: length - 1]
@@ -121,10 +118,7 @@ def listed(names: Iterable[object], most: int = 4) -> str:
 
 
 def in_words(value: float, unit: str) -> str:
-    """Return a figure with its unit, in three digits: ``12.3 ms``, ``1.50 GiB``, ``87.0 %``, ``12,300 samples/s``.
-
-    Durations from a minute on are in whole seconds: ``3 min 20 s``.
-    """
+    """Return a figure with its unit, in three digits: ``12.3 ms``, ``87.0 %``, ``12,300 samples/s``, ``3 min 20 s``."""
     if unit == "s" and 60 <= value < LARGEST:
         minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)

@@ -74,10 +74,7 @@ _MOST_BYTES = 1 << 16
 
 
 def trace_folder(run_path: Path, cell: str) -> Path | None:
-    """Return the folder of a cell's trace, None if the run has none.
-
-    A run may come from anywhere: a name that leads out of the run's folder has no trace.
-    """
+    """Return the folder of a cell's trace, None if there is none, or if its name leads out of the run's folder."""
     if cell in ("", ".", "..") or "/" in cell or "\0" in cell:
         return None
     folder = run_path / "traces" / cell
@@ -89,10 +86,7 @@ def trace_folder(run_path: Path, cell: str) -> Path | None:
 
 
 def log_tails(run_path: Path, cell: str) -> list[tuple[str, str]]:
-    """Return the ends of the logs of a cell, each with the names of the ranks that wrote it; empty logs are left out.
-
-    At most ``MOST_LOGS`` of at most ``MOST_LINES`` lines with at most ``LONGEST_LINE`` characters each.
-    """
+    """Return the last lines of a cell's logs that are not empty, each with the ranks that wrote it."""
     folder = trace_folder(run_path, cell)
     ranks: dict[str, list[str]] = {}
     for rank, tail in _tails(folder) if folder else ():

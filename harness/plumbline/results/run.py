@@ -1,7 +1,4 @@
-"""A run as one frozen value, read from the lines of its ``results.jsonl``: strict JSON, each with its checksum.
-
-``results.schema.json`` beside this file is the schema of a line.
-"""
+"""A run as one frozen value, read from the lines of its ``results.jsonl`` (``results.schema.json``)."""
 
 from __future__ import annotations
 
@@ -105,16 +102,9 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run from its folder, from ``latest``, or from its ``results.jsonl``.
+    """Read a run from its folder, from ``latest``, or from its ``results.jsonl``, or raise a ``ResultsError``.
 
     A last line that was cut off is left out, and the run is then ``incomplete``.
-
-    Raises:
-        RunNotFound: there is no ``results.jsonl``.
-        MissingHeader: it does not begin with a header.
-        NewerSchema: it was written by a newer plumbline.
-        CorruptRecord: a line in it is not a record, or not where it may stand.
-        ResultsError: it cannot be read, or it is larger than ``LARGEST_FILE`` bytes.
     """
     # os.path returns False for a name that is too long; Path would raise.
     file = path / RESULTS if os.path.isdir(path) else path

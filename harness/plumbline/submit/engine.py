@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from plumbline.core.errors import PlanError, PlumblineError
-from plumbline.submit.select_cells import SelectedCell
 
 FOLDER = "submission"  # the folder of the tasks' files, in the run's folder
+
+
+@dataclass(frozen=True)
+class SelectedCell:
+    """A selected cell: its id, its pytest node id (with an absolute path), and its :class:`PlannedCell` as JSON."""
+
+    cell: str
+    nodeid: str
+    planned: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,7 @@ class TaskCommand:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that share the cells of a run.
-
-    ``run`` is the folder of the run that collects them, ``command`` the user's command. ``tasks`` has the ids of each
-    task's cells.
-    """
+    """Tasks, with the ids of each one's cells, and the folder of the ``run`` that collects them."""
 
     run: Path
     command: tuple[str, ...]

@@ -21,10 +21,7 @@ from plumbline.submit.submission import Submission
 
 @dataclass(frozen=True)
 class Collected:
-    """The records of all tasks; ``cells`` are the complete ones by id. ``header`` is None until a task has begun.
-
-    ``unlike``: tasks ran on machines whose figures cannot be compared.
-    """
+    """The records of all tasks by cells; ``header`` is None until one has begun; ``unlike``: their machines differ."""
 
     header: Header | None
     cells: Mapping[str, tuple[Result | Measurement, ...]]
@@ -57,10 +54,7 @@ def collect(submission: Submission) -> Collected:
 
 
 def write(submission: Submission, collected: Collected) -> Run | None:
-    """Write the merged run, over an earlier one, and return it; None if no task has begun.
-
-    The run has a footer if no cell is missing. Traces that the tasks kept are moved to it.
-    """
+    """Write the merged run, with traces, over an earlier one, and return it; None if no task has begun."""
     if collected.header is None:
         return None
     # Every cell has the accelerator of its task: the machine that submits may have no devices.

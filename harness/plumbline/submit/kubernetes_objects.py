@@ -31,11 +31,7 @@ _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 @dataclass(frozen=True)
 class PodSettings:
-    """The settings of every pod of a run.
-
-    ``claim`` is mounted at ``mount``. ``gpus`` is the number of devices to request. The keys of the Secret ``secret``
-    are environment variables. ``patch`` is merged into the spec, as a JSON merge patch (RFC 7386).
-    """
+    """The settings of every pod of a run; ``patch`` is merged into its spec, as a JSON merge patch (RFC 7386)."""
 
     image: str
     claim: str

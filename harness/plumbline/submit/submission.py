@@ -1,9 +1,15 @@
-"""A submission: planned from what the user asked for, and stored on disk as JSON, no pickle."""
+"""A submission, planned from what the user asked for and stored as JSON; as a program, it collects the cells of pytest.
+
+``python -m plumbline.submit.submission FILE suites/ --gpus 8`` writes the cells that this pytest command selects.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,9 +20,8 @@ from plumbline.core.invocation import SUITES, pytest_arguments, suites
 from plumbline.results.files import point_symlink
 from plumbline.results.header_footer import new_run_id
 from plumbline.results.run import LATEST
-from plumbline.submit.engine import FOLDER, Engine, TaskCommand, Tasks, split_cells
+from plumbline.submit.engine import FOLDER, Engine, SelectedCell, TaskCommand, Tasks, split_cells
 from plumbline.submit.engines import ENGINES
-from plumbline.submit.select_cells import SelectedCell, select_cells
 
 
 class NoSubmissionError(PlumblineError):
@@ -84,21 +89,70 @@ def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:
     words = request.pytest
     if not words or words[0] in SUITES or words[0].startswith("-"):
         words = tuple(pytest_arguments(words))
-    selection = select_cells([*words, "--nodes", str(request.nodes), "--gpus", str(request.gpus)])
-    reports = (request.report_dir or selection.reports).resolve()
-    run = reports / new_run_id(datetime.now(timezone.utc))
+    reports, given, cells = select_cells([*words, "--nodes", str(request.nodes), "--gpus", str(request.gpus)])
+    run = (request.report_dir or reports).resolve() / new_run_id(datetime.now(timezone.utc))
     work = TaskCommand(
         nodes=request.nodes,
         gpus=request.gpus,
         accelerator=request.accelerator,
-        flags=selection.flags,
-        subjects=selection.subjects,
-        workloads=selection.workloads,
+        **given,
         python=sys.executable,
         folder=str(Path.cwd()),
         suites=str(suites()),
     )
-    tasks = split_cells([cell.cell for cell in selection.cells], request.tasks)
-    submission = Submission(run, command, work, selection.cells, tasks, request.engine)
+    tasks = split_cells([cell.cell for cell in cells], request.tasks)
+    submission = Submission(run, command, work, cells, tasks, request.engine)
     request.engine.check(submission)
     return submission
+
+
+def select_cells(arguments: Sequence[str]) -> tuple[Path, dict[str, tuple[str, ...]], tuple[SelectedCell, ...]]:
+    """Return the report directory, flags and locators, and cells of ``pytest ARGUMENTS``, or raise ``PlanError``."""
+    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        file = Path(folder) / "cells.json"
+        collect = [*arguments, "--accelerator", "cpu", "--collect-only", "-q"]
+        command = [sys.executable, "-m", "plumbline.submit.submission", str(file), *collect]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode or not file.exists():
+            error = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
+            output = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            raise PlanError(f"pytest {' '.join(arguments)}: {error or next(iter(output), 'no output')}")
+        values = json.loads(file.read_text())
+    if not values["cells"]:
+        raise PlanError(f"pytest {' '.join(arguments)}: these arguments select no cell")
+    flags = tuple(word for word in arguments if word not in values["paths"])
+    given = {"flags": flags, "subjects": tuple(values["subjects"]), "workloads": tuple(values["workloads"])}
+    return Path(values["reports"]), given, tuple(SelectedCell(**cell) for cell in values["cells"])
+
+
+class _Collector:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        from plumbline.results.records import PlannedCell
+
+        cells = []
+        for item in session.items:
+            planned = getattr(item, "callspec", None) and item.callspec.params.get("plumbline_cell")
+            if planned:
+                nodeid = f"{item.path}::{item.nodeid.partition('::')[2]}"
+                described = PlannedCell.of(planned.cell, behavior=planned.behavior).model_dump(mode="json")
+                cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
+        config = session.config
+        reports = Path(config.option.report_dir or config.rootpath / "reports").resolve()
+        option = config.option
+        locators = {"subjects": option.subject or ["reference"], "workloads": option.workload or []}
+        found = {"reports": str(reports), "paths": option.file_or_dir, "cells": cells, **locators}
+        self._file.write_text(json.dumps(found))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the cells that pytest selects to the file that is the first argument; return pytest's exit code."""
+    import pytest
+
+    return int(pytest.main([*arguments[1:]], plugins=[_Collector(Path(arguments[0]))]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

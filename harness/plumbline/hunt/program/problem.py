@@ -10,8 +10,8 @@ from math import ceil
 
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
-from plumbline.hunt.problems import OVER_SAMPLES
 from plumbline.hunt.program.layers import Layer, NotExpressedError, layers_of
+from plumbline.hunt.search import OVER_SAMPLES
 from plumbline.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 LOSSES = {

@@ -33,11 +33,7 @@ class NoTemplateError(NotExpressedError):
 
 
 def render(problem: Problem, folder: Path, title: str) -> str:
-    """Return a program that trains a problem with the subject whose adapter is in ``folder``.
-
-    It raises ``NoTemplateError`` without a template, ``NotExpressedError`` where the program would be wrong or too
-    long.
-    """
+    """Return a program that trains with the subject whose adapter is in ``folder``, or raise ``NotExpressedError``."""
     name = f"{problem.cell.subject}.py.jinja"
     try:
         template = _environment(folder / "programs").get_template(name)
@@ -94,20 +90,14 @@ class Shown(Enum):
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """``printed`` has each line once, whichever rank printed it; ``error`` says what ended it, if anything did.
-
-    ``exit_code`` is None where the time limit ended it.
-    """
+    """What ended: ``printed`` has each line once, whichever rank printed it; ``exit_code`` is None after the limit."""
 
     exit_code: int | None
     printed: str
     error: str
 
     def shows(self, expected_error: str | None) -> Shown:
-        """Return whether it shows the deviation.
-
-        ``expected_error`` is the message of a finding about an exception, whose kind the program must raise.
-        """
+        """Return whether it shows the deviation, or raises the kind of exception that ``expected_error`` names."""
         if self.error.startswith("Deviates:"):
             return Shown.YES
         if self.exit_code == 0:

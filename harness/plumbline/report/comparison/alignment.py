@@ -26,10 +26,7 @@ class CellRecords:
 
 @dataclass(frozen=True)
 class CellPair:
-    """Two cells that are compared; None where a side has no such cell.
-
-    ``cell`` names what they share, ``versus`` in what they differ within a run (``dp → ddp``), else it is empty.
-    """
+    """Two cells that share ``cell``, and in a run differ in ``versus`` (``dp → ddp``); None: there is no such cell."""
 
     cell: str
     versus: str

@@ -70,10 +70,7 @@ class OutcomeChange:
 
 
 def cell_end(cell: alignment.CellRecords | None) -> CellEnd:
-    """Return how a cell ended. A cell that was being written when its run broke off is missing, unless it is bad.
-
-    A cell with figures is measured, even if it was skipped because they are unstable: the figures show that.
-    """
+    """Return how a cell ended: missing if its run broke off while it was written, measured if it has figures."""
     if cell is None:
         return CellEnd(ABSENT, None)
     end = ending(cell.results) if cell.results else None

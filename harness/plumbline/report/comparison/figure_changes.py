@@ -109,10 +109,7 @@ class FigureDifference:
         return -self.least < low and high < self.least
 
     def enough(self, launches: int) -> int | None:
-        """Return how many launches a side would show, with a power of 80 %, that nothing changed, if so.
-
-        It extrapolates from the noise of ``launches``; None where that is more than ``MOST_LAUNCHES``.
-        """
+        """Return how many launches a side would show with a power of 80 % that nothing changed; None: too many."""
         errors = float(ndtri((1 + CONFIDENCE) / 2) + ndtri(0.9))  # half an interval, and its centre
         times = errors * self.estimate.error / self.least
         needed = launches * times * times  # multiplied, because a power raises OverflowError

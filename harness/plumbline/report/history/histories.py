@@ -102,10 +102,7 @@ Key = tuple[Coordinates, str, "int | None", str, ComparabilityKey]
 
 @dataclass(frozen=True)
 class FigureChange:
-    """The level of a figure from point ``place`` on; ``change`` is a part of the level before, or a difference.
-
-    ``worse`` is None for a figure of which neither direction is better.
-    """
+    """The level of a figure from point ``place`` on; ``worse`` is None where neither direction is better."""
 
     place: int
     change: float

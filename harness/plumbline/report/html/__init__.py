@@ -1,4 +1,1 @@
-"""``report.html``: one file that works offline.
-
-Templates, charts and escaping only; what is shown comes from ``plumbline.report.tables``.
-"""
+"""``report.html``: templates, charts and escaping; what is shown comes from ``plumbline.report.tables``."""

@@ -178,11 +178,7 @@ def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
 
 
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
-    """Return how long single steps took, a row a configuration.
-
-    The thin line spans the 5th to the 95th percentile, the thick one the middle half, the mark is the median. The axis
-    ends at the largest 95th percentile; a row names its slowest step if that lies beyond.
-    """
+    """Return how long single steps took: lines span 5 to 95 % and the middle half of them, the mark is the median."""
     cells = [cell for cell in cells if cell.figures.get("step_p50") and len(cell.figures["step_p50"].quantiles) > 2]
     axis = Axis.over([_quantile(cell.figures["step_p50"], _WHISKERS[1]) for cell in cells], "s")
     return _bar_chart("Time of a step", axis, cells, _step_bar)

@@ -1,4 +1,1 @@
-"""Tables and summaries computed from records, without markup: what each format then writes down.
-
-A number that two formats show is computed here, once.
-"""
+"""Tables and summaries without markup: a number that two formats show is computed here, once."""

@@ -64,10 +64,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Question:
-    """How a claim is measured: ``metric`` in a cell whose ``by`` is one of ``first``, over that in a ``second`` cell.
-
-    The cells are equal in all but ``by``. The ratio should be ``at_most`` this, or else above 1.
-    """
+    """The ratio of ``metric`` of cells that differ in ``by``; it should be ``at_most`` this, or else above 1."""
 
     statement: str
     measure: str

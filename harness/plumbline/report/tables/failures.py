@@ -212,10 +212,7 @@ def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None
 
 
 def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
-    """Return a row for each parameter, or for each module where there are many: name, error × noise, is it wrong.
-
-    Names of modules are as long as ``MOST_ROWS`` allow. NaN is infinite. What is above ``limit`` is wrong.
-    """
+    """Return a row a parameter, or a module where there are many: name, error × noise, is it above ``limit``."""
     rows: dict[str, float] = {}
     for depth in range(max((name.count(".") for name, _ in parameters), default=0) + 1, 0, -1):
         rows = {}
@@ -258,10 +255,7 @@ _ADVICE: Final = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A group of failures as a page shows it. ``finding`` is its example, whose command repeats it.
-
-    ``right`` is the same check in a cell of the same problem in which nothing is wrong, None where there is none.
-    """
+    """A group of failures as a page shows it; ``right`` is the same check in a right cell of the same problem."""
 
     group: FailureGroup
     title: str

@@ -30,12 +30,9 @@ from plumbline.results.run import Run
 
 @dataclass(frozen=True)
 class GridCell:
-    """One cell with its findings by kind.
+    """One cell with its findings by kind; ``passed`` are names of checks, ``anchor`` is its address within a page.
 
-    ``bad`` findings need action, the one that explains the others first; ``known`` ones do not; ``deviating`` ones
-    match what the backend specifies; ``passed`` are names of checks.
-    ``worst`` is the finding with the largest error × noise of those that passed or deviate. ``anchor`` is the cell's
-    address within a page.
+    ``worst`` is the finding with the largest error × noise of those that passed or deviate.
     """
 
     cell: str
@@ -74,10 +71,7 @@ class GridSquare:
 
 @dataclass(frozen=True)
 class GridRow:
-    """One backend in one precision. ``squares`` follow the grid's topologies, None where there is no cell.
-
-    ``share`` is the mark with the numbers of cells that passed and that were trained.
-    """
+    """One backend in one precision; ``squares`` follow the grid's topologies, ``share`` is the mark with numbers."""
 
     backend: str
     precision: str
@@ -88,11 +82,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """All cells of one subject on one accelerator. ``topologies`` are nodes and gpus of each.
-
-    ``undeclared`` are the backends and precisions of which the subject declares no cell, with their numbers of cells;
-    ``undeclared_in_words`` counts all cells that are not declared.
-    """
+    """All cells of one subject on one accelerator; ``undeclared`` are backends and precisions with no declared cell."""
 
     subject: str
     accelerator: str

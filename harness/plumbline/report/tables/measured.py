@@ -35,10 +35,7 @@ _BAD = tuple(outcome.value for outcome in Outcome if outcome.is_bad)
 
 @dataclass(frozen=True)
 class Conformance:
-    """What the same run found about the correctness of a configuration.
-
-    ``mark`` is one of ``MARKS``, or ``not examined``. ``wrong``: one of its cells is bad, so its speed does not count.
-    """
+    """What the run found about a configuration: one of ``MARKS``; ``wrong``: its speed does not count."""
 
     mark: str
     wrong: bool
@@ -47,11 +44,7 @@ class Conformance:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """One cell that was measured, with its figures by the name of the metric.
-
-    Of a metric that is measured on each rank, the figure is that of the worst rank. ``not_applicable`` has reasons by
-    the names of metrics.
-    """
+    """One cell with its figures by metric, of several ranks the worst, and reasons why others do not apply."""
 
     cell: str
     at: Coordinates

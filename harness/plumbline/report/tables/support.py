@@ -68,10 +68,7 @@ def rare_columns() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a user would type, with the numbers of gpus and nodes left open: a row of the table.
-
-    Every cell has exactly one configuration, also with an unknown backend or precision.
-    """
+    """What a user would type, without the numbers of gpus and nodes: a row of the table. Every cell has one."""
 
     subject: str
     backend: str
