@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,22 @@ def plan_of(workload, epochs=(0, 1), seed=5):
 def interrupted(workload, cell, *, lose=lambda simulated: None, go_on=None, origin=None, factor=1.0):
     """The evidence of three launches; ``lose`` spoils what was saved, ``go_on`` the plan of what is left."""
     plan, after = plan_of(workload), workload.interrupt_after
-    whole = Simulated(workload, cell, factor).run(plan)
+    whole = uninterrupted(workload, cell, factor, type(workload).optimizer, type(workload).scheduler)
     before = Simulated(workload, origin or cell, factor)
     saved = before.run(plan[:after])
-    resumed = Simulated(workload, cell, factor)
     if origin is None:
-        resumed.run(plan[:after])
+        resumed = before
     else:
+        resumed = Simulated(workload, cell, factor)
         resumed.optimizer.load_state_dict(loaded(before, resumed))
     lose(resumed)
     return replace(whole, saved=saved, resumed=resumed.run(go_on(plan) if go_on else plan[after:]))
+
+
+@cache
+def uninterrupted(workload, cell, factor, *_made_by):
+    """The evidence of the whole training, once for each way in which a test lets the workload make its optimizer."""
+    return Simulated(workload, cell, factor).run(plan_of(workload))
 
 
 def loaded(before, resumed):

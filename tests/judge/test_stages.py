@@ -10,6 +10,7 @@ import torch
 from plumbline.core.finding import diagnosis
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.causes.counterfactuals import Counterfactuals
 from plumbline.judge.causes.stage_pattern import HeldParameters, stage_pattern
 from plumbline.judge.replicas import as_replicas, with_empty_steps
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -117,8 +118,10 @@ def test_a_mistake_of_a_stage_is_named(verdict, subject, cell, cause, check, wor
     assert words in first.message
 
 
-def test_ranks_that_share_sequences_are_no_stages(verdict):
+def test_ranks_that_share_sequences_are_no_stages(verdict, monkeypatch):
     """Each of them holds the whole model: none is accused alone, and nothing is said to fit that was not predicted."""
+    # The gradient of any loss of a transformer's many outputs takes ten times as long as everything else.
+    monkeypatch.setattr(Counterfactuals, "nearest_loss_gradient", lambda *_: None)
     findings, outcome = verdict("keys-without-the-others-gradients", "transformer", "sp", "1x2", locator=DETECTION)
     first = diagnosis(findings.values())
     assert outcome is Outcome.FAILED

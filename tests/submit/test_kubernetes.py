@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from plumbline.cli.main import main
 from plumbline.core.errors import PlanError
@@ -54,6 +53,8 @@ def pod_of(one):
 
 @pytest.mark.parametrize(("nodes", "kind"), [(1, None), (1, "jobset"), (1, "pytorchjob"), (2, None), (3, "pytorchjob")])
 def test_manifests_are_objects_of_the_api(submission, nodes, kind):
+    from kubeflow_trainer_api import models  # 400 classes, which every process that collects tests would wait for
+
     secret, *objects = objects_of(submission(nodes, kind, pod={"nodeSelector": {"pool": "gpu"}}))
     known = {
         "Secret": models.IoK8sApiCoreV1Secret,
