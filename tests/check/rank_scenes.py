@@ -1,8 +1,7 @@
-"""Trainings of two ranks on gloo, right ones and wrong ones. Run as ``rank_scenes.py FOLDER``."""
+"""Trainings of two ranks on gloo, right ones and wrong ones."""
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing import start_processes
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from observed import Observed
 
+from plumbline.check.evidence.training import RecordedRank
 from plumbline.check.rank.observers.registry import training_observers
 
 WORLD = 2
@@ -259,9 +258,8 @@ def _scenes() -> Iterator[Callable[[Observed, int], None]]:
             yield scene
 
 
-def train(rank: int, folder: str) -> None:
-    """Train every scene on a rank, and leave what was recorded in ``FOLDER/rank-RANK``."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def train(rank: int) -> dict[str, RecordedRank]:
+    """Train every scene on a rank of the present process group, and return what was recorded of each."""
     kept = {}
     for scene in _scenes():
         observers = training_observers()
@@ -271,10 +269,4 @@ def train(rank: int, folder: str) -> None:
         torch.manual_seed(100 + rank)
         scene(recorder, rank)
         kept[scene.__name__] = recorder.finish()
-    Path(folder, f"rank-{rank}").write_bytes(pickle.dumps(kept))
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    start_processes(train, (sys.argv[1],), nprocs=WORLD, start_method="fork")
+    return kept

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
+import rank_scenes
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
@@ -18,12 +15,11 @@ from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.core.finding import Finding
 from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
+from plumbline.ranks.run import run_on_ranks
 
 CHECKS = (
     judge_initial_weights, judge_rows_used, judge_generator_states, judge_objective, judge_ranks_agree, judge_buffers,
 )  # fmt: skip
-
-SCENES = Path(__file__).with_name("rank_scenes.py")
 
 RIGHT = (
     "right", "right_accumulation", "right_by_hand", "right_alone", "right_benchmark", "right_few_tokens",
@@ -48,11 +44,10 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, RecordedTraining]:
-    folder = tmp_path_factory.mktemp("scenes")
-    done = subprocess.run([sys.executable, str(SCENES), str(folder)], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    left, right = (pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(2))
+def trainings() -> Mapping[str, RecordedTraining]:
+    ends = run_on_ranks(lambda terminal: rank_scenes.train(terminal.rank), rank_scenes.WORLD, timeout=600)
+    assert not any(end.has_failed for end in ends), ends
+    left, right = (end.value for end in ends)
     return {name: RecordedTraining((left[name], right[name])) for name in left}
 
 

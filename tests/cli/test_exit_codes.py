@@ -37,7 +37,6 @@ CODES = [
     ("history", 4),
     ("hunt", 4),
     ("hunt --subject torch --minutes 0", 4),
-    ("hunt --subject nowhere.py", 4),
     ("judge nowhere", 2),
     ("judge run", 2),  # it has no traces
     ("judge run --workload nowhere.py", 4),
@@ -47,8 +46,6 @@ CODES = [
     ("new-workload mine.py", 0),
     ("power", 4),
     ("power --subject torch --runs 0", 4),
-    ("power --subject torch --workload nope", 4),
-    ("power --subject nowhere.py", 4),
     ("report nowhere", 2),
     ("report broken", 2),
     ("report run --format md", 0),
@@ -66,6 +63,12 @@ CODES = [
     ("submit --nodes 1 --gpus 2 --workloads mlp", 4),
     ("submit --attach nowhere", 2),
 ]
+AFTER_A_START = [
+    ("hunt --subject nowhere.py", 4),
+    ("power --subject torch --workload nope", 4),
+    ("power --subject nowhere.py", 4),
+]
+"""The same codes of the same commands, after a fork server was started, which takes seconds."""
 
 
 @pytest.fixture
@@ -84,7 +87,11 @@ def code_of(words: str) -> int:
         return int(ended.code or 0)
 
 
-@pytest.mark.parametrize(("words", "code"), CODES, ids=lambda value: str(value) or "nothing")
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [*CODES, *(pytest.param(*row, marks=pytest.mark.nightly) for row in AFTER_A_START)],
+    ids=lambda value: str(value) or "nothing",
+)
 def test_the_code_is_the_documented_one(words, code, folder, capsys):
     assert code_of(words) == code
     if code in (2, 4):
