@@ -84,8 +84,7 @@ class CellsInFlight:
     def launch(self, planned: Planned) -> CellInFlight:
         """Return the cell of a test, which may be in flight already. If not, this may wait for a lease.
 
-        Raises:
-            LaunchError: the pool's server has died.
+        It raises ``LaunchError`` if the pool's server has died.
         """
         found = self._find(planned)
         while self._cells and self._cells[0] is not found:  # of tests that were skipped
@@ -99,8 +98,7 @@ class CellsInFlight:
     def wait_for_verdict(self, cell: CellInFlight, upcoming: Iterable[Planned]) -> Examined:
         """Wait for the verdict on a cell. Train and judge the ``upcoming`` ones meanwhile.
 
-        Raises:
-            LaunchError: the harness could not launch the cell's ranks, or lost them.
+        It raises ``LaunchError`` if the harness could not launch the cell's ranks, or lost them.
         """
         waiting = [one for one in upcoming if self._find(one) is None]
         self._launch_next(waiting)

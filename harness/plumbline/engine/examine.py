@@ -92,8 +92,7 @@ class Training:
     def trace(self) -> Trace:
         """Wait for the trace, and give it away.
 
-        Raises:
-            LaunchError, TraceError: as for ``trace_of``.
+        It raises what ``trace_of`` raises.
         """
         self._thread.join()
         self.ended.close()

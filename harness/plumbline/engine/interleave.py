@@ -53,8 +53,7 @@ class Side:
     def of(cls, text: str) -> Side:
         """Load what a trainer declares.
 
-        Raises:
-            PlumblineError: there is no trainer, or more than one, or it cannot be loaded.
+        It raises ``PlumblineError`` if there is no trainer, more than one, or one that cannot be loaded.
         """
         locator, python = parse_subject(text)
         with closing(Pool(locator, python)) as pool:
@@ -91,8 +90,7 @@ def matrix_of(options: Any) -> Matrix:
 def cells_of_both(matrix: Matrix, sides: Sequence[Side]) -> list[tuple[Cell, Cell]]:
     """Return the measured cells that both trainers support, in pairs.
 
-    Raises:
-        PlanError: there is none.
+    It raises ``PlanError`` if there is none.
     """
     a, b = ({_place(one.cell): one for one in plan(matrix, side.declared, PERFORMANCE)} for side in sides)
     both = [
@@ -113,8 +111,7 @@ def _place(cell: Cell) -> tuple[object, ...]:
 def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
     """Measure both trainers of ``options`` and return their runs, which have a common id.
 
-    Raises:
-        PlumblineError: the cells cannot be planned, a trainer cannot be loaded, or the runs cannot be written.
+    It raises ``PlumblineError`` if cells cannot be planned, a trainer cannot be loaded, or runs cannot be written.
     """
     matrix = matrix_of(options)
     plan(matrix, [])  # reports a misspelt name before anything is loaded

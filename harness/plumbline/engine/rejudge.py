@@ -99,9 +99,7 @@ def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequen
 
     Returns:
         Why a workload cannot be used, by its name: it was not given, is missing, or has changed.
-
-    Raises:
-        WorkloadError: one of ``given`` cannot be loaded.
+    It raises ``WorkloadError`` if one of ``given`` cannot be loaded.
     """
     found = {one.name: one for one in use_workloads(given)}
     differences = {name: _difference(name, source, found) for name, source in recorded.items()}

@@ -65,8 +65,7 @@ class SubjectPools:
     def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
         """Check that there are enough nodes and CUDA devices for a plan.
 
-        Raises:
-            PlanError: there are not.
+        It raises ``PlanError`` if there are not.
         """
         cells: list[Cell] = [one.cell for one in planned if not one.refusal]
         check_nodes(max((cell.topology.num_nodes for cell in cells), default=1), self._launcher)
@@ -97,8 +96,7 @@ class SubjectPools:
 def open_subject(subject: str) -> Iterator[tuple[Pool, list[Declaration]]]:
     """Yield the pool of a subject and its declarations. The pool is closed afterwards.
 
-    Raises:
-        SubjectError: there is no such subject.
+    It raises ``SubjectError`` if there is no such subject.
     """
     torch.set_num_threads(1)  # as in the pytest plugin
     locator, python = parse_subject(subject)

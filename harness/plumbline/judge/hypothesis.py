@@ -114,8 +114,7 @@ HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {}
 def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
     """Add hypotheses about a kind of case, which may be new.
 
-    Raises:
-        TypeError: the kind of case is left out, or there is no hypothesis.
+    It raises ``TypeError`` if the kind of case is left out, or there is no hypothesis.
     """
     if not isinstance(kind, type) or not hypotheses or not all(isinstance(one, Hypothesis) for one in hypotheses):
         raise TypeError("register takes a kind of case, then hypotheses: register(GradientCase, Hypothesis(…))")

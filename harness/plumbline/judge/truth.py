@@ -47,8 +47,7 @@ class Truth(ABC, Generic[Case]):
     def compare(self) -> Finding:
         """Return how all gradients compare with the right ones, without the cause of a failure if that takes a search.
 
-        Raises:
-            Vacuous: wrong gradients would have passed too.
+        It raises ``Vacuous`` if wrong gradients would have passed too.
         """
 
     def place(self, finding: Finding, wrong: Sequence[Case]) -> Finding:

@@ -24,8 +24,7 @@ _WITH_VALUE = "WXcm"
 def command_in(words: Sequence[str]) -> list[str]:
     """Return the command after the separator.
 
-    Raises:
-        PlanError: there is none, there is no separator, or the command cannot be started or followed.
+    It raises ``PlanError`` if there is none, no separator, or a command that cannot be started or followed.
     """
     if not words or words[0] != SEPARATOR:
         example = " ".join(words) or "torchrun --nproc-per-node 2 train.py"

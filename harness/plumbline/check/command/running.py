@@ -81,9 +81,7 @@ def run_command(
 
     Where it does not end by itself, or ``leaves_nothing``, all its processes end with it: they have the environment's
     variable ``tag``.
-
-    Raises:
-        CommandError: it cannot be started.
+    It raises ``CommandError`` if the command cannot be started.
     """
     begun, killed = time.monotonic(), kills_for_memory()
     try:
@@ -157,8 +155,7 @@ class ProcessWatch:
     def wait(self, process: subprocess.Popen[bytes], seconds: float | None) -> None:
         """Wait for a process that this one has started.
 
-        Raises:
-            subprocess.TimeoutExpired: it has not ended after so many seconds.
+        It raises ``subprocess.TimeoutExpired`` if it has not ended after so many seconds.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._follow(process.pid) and process.poll() is None:

@@ -63,8 +63,7 @@ class CheckedTraining:
 def judged_trainings(folder: Path) -> list[CheckedTraining]:
     """Return the trainings that were recorded below a folder, each with its findings.
 
-    Raises:
-        TraceError: evidence cannot be read.
+    It raises ``TraceError`` if evidence cannot be read.
     """
     return [_judged(one, folder) for one in read_trainings(folder)]
 

@@ -13,8 +13,7 @@ from plumbline.core.errors import PlanError
 def refuse_unwritable(*files: Path | None) -> None:
     """Refuse files that cannot be written, before a training is started for them.
 
-    Raises:
-        PlanError: the file is a folder, or its folder is missing or not writable.
+    It raises ``PlanError`` if a file is a folder, or its folder is missing or not writable.
     """
     for file in filter(None, files):
         if file.is_dir():
@@ -46,8 +45,7 @@ def write_files(
 def write_whole(file: Path, text: str) -> None:
     """Write a file, or leave it as it was.
 
-    Raises:
-        OSError: the file cannot be written.
+    It raises ``OSError`` if the file cannot be written.
     """
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -335,8 +335,7 @@ def _cast(outputs: Any, dtype: torch.dtype | None) -> Any:
 def gather(outputs: Sequence[Any]) -> Any:
     """Join the outputs of several devices along dim 0; a single one is returned unchanged.
 
-    Raises:
-        TypeError: the outputs hold something other than tensors in dicts, lists or tuples.
+    It raises ``TypeError`` if outputs hold something other than tensors in dicts, lists or tuples.
     """
     first = outputs[0]
     if len(outputs) == 1:
