@@ -234,6 +234,23 @@ def test_frozen_parameters_and_other_models_are_no_obstacle(plumbline):
     plumbline.check(two_models, ranks=2, steps=STEPS).assert_right(require_full=True)
 
 
+def test_models_on_some_of_the_ranks_are_not_judged(plumbline):
+    def halves():
+        group = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+        model = FullyShardedDataParallel(nn.Linear(6, 3), process_group=group, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+
+    checked = plumbline.check(halves, ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="FSDP1 shards DTensors, or shards a model over some of the ranks only"):
+        checked.assert_right()
+    assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
+
+
 def test_an_optimizer_of_original_parameters_may_be_made_before_they_are_wrapped(plumbline):
     def before():
         model = Model()

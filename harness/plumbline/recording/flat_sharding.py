@@ -7,10 +7,11 @@ Whole tensors are gathered by all ranks of the group together, so that every ran
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -74,9 +75,17 @@ class FlatUnit:
         return [self._handle._reduce_dtype, *(dtype for name, dtype in formats.items() if name in hook)]
 
     @property
-    def has_extensions(self) -> bool:
-        """Whether the original parameters are not plain tensors, as those of tensor parallelism."""
-        return any(one is not None for one in self._flat._param_extensions)
+    def is_of_all_ranks(self) -> bool:
+        """Whether all ranks hold the same original parameters, and average their gradients.
+
+        Not where these are DTensors, nor where only some of the ranks belong to the module's process groups.
+        """
+        sizes = [torch.distributed.get_world_size(self.group)]
+        if self.is_replicated:
+            module: Any = self.module
+            sizes.append(torch.distributed.get_world_size(module._inter_node_pg))
+        has_dtensors = any(one is not None for one in self._flat._param_extensions)
+        return not has_dtensors and math.prod(sizes) == torch.distributed.get_world_size()
 
     @property
     def state(self) -> tuple[int, int]:
@@ -109,11 +118,12 @@ class FlatUnit:
     def original(self, number: int, flat: Tensor) -> Tensor:
         """Return one original parameter as a view of a whole flat tensor."""
         shape = self._flat._shapes[number]
-        start = self._starts()[number]
+        start = self._starts[number]
         own = flat[start : start + shape.numel()]
         contiguous = self._flat._contiguities[number]
         return own.view(shape) if contiguous else own.as_strided(shape, self._flat._strides[number])
 
+    @cached_property
     def _starts(self) -> list[int]:
         numels = getattr(self._flat, "_numels_with_padding", self._flat._numels)
         padding = getattr(self._flat, "_is_padding_mask", [False] * len(numels))
@@ -257,14 +267,18 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return parameter.shape if part is None else part.shape
 
 
-def arrivals(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor, Take]]:
-    """Yield each trained parameter with the flat one at which its gradients arrive, and its part of what arrives."""
+def arrivals(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor, Take | None]]:
+    """Yield each trained parameter with the flat one at which its gradients arrive, and its part of what arrives.
+
+    None where ranks do not hold the same parameters: see ``FlatUnit.is_of_all_ranks``.
+    """
     for root in roots:
         for unit in flat_units(root):
+            is_of_all_ranks = unit.is_of_all_ranks
             for number, parameter in enumerate(unit.parameters):
                 part = FlatPart(unit, None if parameter is unit.flat else number)
                 if parameter.requires_grad:
-                    yield parameter, unit.flat, part.take
+                    yield parameter, unit.flat, part.take if is_of_all_ranks else None
 
 
 def plain_forward(module: nn.Module, cast: Callable[[Any, torch.dtype | None], Any]) -> Callable[..., Any]:

@@ -309,8 +309,8 @@ def _obstacle(call: TrackedCall, parameters: Iterable[Tensor]) -> str:
     units = flat_units(call.module)
     if any(one.is_stale for one in units):
         return STALE
-    if any(one.has_extensions for one in units):
-        return "FSDP1 shards DTensors (`fully_shard` can be followed there)"
+    if not all(one.is_of_all_ranks for one in units):
+        return "FSDP1 shards DTensors, or shards it over some of the ranks only (`fully_shard` can be followed there)"
     if call.is_distributed:
         return "its parameters are DTensors that `fully_shard` did not make"
     if any(not one.is_leaf for one in parameters):

@@ -154,6 +154,8 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
 
 def _shard_by_shard(training: RecordedTraining) -> Finding | None:
     for ranks, factors in _factors_of_shards(training):
+        if any(each.facts.get("in_flat_parts") for one in ranks.values() for each in one.step.passes):
+            continue  # ranks that belong together are not known
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))

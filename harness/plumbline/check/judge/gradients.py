@@ -12,6 +12,7 @@ from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     DISTRIBUTED,
+    FLAT_PARTS,
     IN_PARTS,
     NOT_FINITE,
     NOT_FOLLOWED,
@@ -222,7 +223,7 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not unjudged:
         return _why_no_case(training)
-    reasons = (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+    reasons = (REDUCED_IN_STEP, DISTRIBUTED, FLAT_PARTS, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
     return next(why for why in reasons if why in unjudged)
 
 

@@ -20,6 +20,7 @@ NOT_FOLLOWED = (
 )
 NOT_TOGETHER = "the ranks' forwards could not be computed again together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
+FLAT_PARTS = "FSDP1 shards DTensors, or shards a model over some of the ranks only"
 IN_PARTS = f"each rank holds a part of the model, and {NOT_TOGETHER}"
 ALIKE_PARTS = f"the forward communicates, all ranks compute the same gradients, and {NOT_TOGETHER}"
 ZERO = "every gradient was zero in the recorded steps, so no difference could show"
@@ -149,6 +150,8 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
         return ZERO
     if any(one.facts.get("distributed") for step in case.ranks.values() for one in step.passes):
         return DISTRIBUTED
+    if any(one.facts.get("in_flat_parts") for step in case.ranks.values() for one in step.passes):
+        return FLAT_PARTS
     return IN_PARTS if case.parts else NOT_FOLLOWED
 
 

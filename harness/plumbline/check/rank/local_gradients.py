@@ -22,8 +22,9 @@ Reduce = Callable[[Tensor, Tensor], "Tensor | None"]
 class ArrivedGradients:
     """One backward pass: the segments of what arrived at each parameter, by the parameter's id.
 
-    ``distributed``: a DTensor arrived at some parameter, and is not among them. ``whole``: gradients of parameters that
-    are in no optimizer, until it is known in which pieces optimizers hold copies of them.
+    ``distributed``: a DTensor arrived at some parameter, and is not among them; ``in_flat_parts`` says the same of a
+    flat parameter that not all ranks share. ``whole``: gradients of parameters that are in no optimizer, until it is
+    known in which pieces optimizers hold copies of them.
     """
 
     number: int
@@ -33,6 +34,7 @@ class ArrivedGradients:
     native: dict[int, Tensor] = field(default_factory=dict)
     facts: Facts = field(default_factory=dict)
     distributed: bool = False
+    in_flat_parts: bool = False
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def reduce(self, reduced: Reduce) -> None:
@@ -61,7 +63,7 @@ class LocalGradients:
         leaves: Iterable[tuple[Tensor, Tensor]],
         keeps: Callable[[Tensor], bool] = lambda parameter: True,
         reduced: Reduce | None = None,
-        take: Take = lambda gradient: gradient,
+        take: Take | None = lambda gradient: gradient,
     ) -> None:
         """Hook into leaves that are not followed yet and require a gradient.
 
@@ -69,7 +71,7 @@ class LocalGradients:
             leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
             keeps: says of a parameter whether its gradients are asked for; of others it is only known that they arrive.
             reduced: what is kept of gradients, where that is not one segment.
-            take: returns the parameter's part of what arrives.
+            take: returns the parameter's part of what arrives; None where other ranks hold another parameter.
         """
         arrived: Any = self._arrived if reduced is None else partial(self._arrived_whole, reduced)
         for parameter, leaf in leaves:
@@ -95,7 +97,7 @@ class LocalGradients:
             ended, self.current = self.current, None
             self._ends(ended)
 
-    def _arrived(self, leaf: int, kept: bool, take: Take, gradient: Tensor | None) -> None:
+    def _arrived(self, leaf: int, kept: bool, take: Take | None, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # the leaf is part of the graph, but nothing of this pass reaches it
         if self.current is None or self.passes.is_apart:
@@ -103,6 +105,9 @@ class LocalGradients:
         if hasattr(gradient, "full_tensor"):
             self.current.distributed = True
             return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
+        if take is None:
+            self.current.in_flat_parts = True
+            return
         try:
             # At once: the buffer may become .grad itself, or be used again.
             dense = gradient.to_dense() if gradient.is_sparse and kept else gradient

@@ -148,8 +148,8 @@ class TrainingPasses:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.scale = self._scales[one.number] = self._loss_scale.scale
-        if one.local or one.distributed or one.whole:
-            one.facts["distributed"] = one.distributed
+        if one.local or one.distributed or one.in_flat_parts or one.whole:
+            one.facts |= {"distributed": one.distributed, "in_flat_parts": one.in_flat_parts}
             self._windows.add(one)
 
     def _replay(self, passes: Sequence[ArrivedGradients]) -> None:

@@ -148,8 +148,11 @@ class ParallelismObserver(Observer):
         facts["sharded_as_data"] = any(
             base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
         ) or any(map(is_data_parallel_shard, module.parameters()))
+        units = flat_units(module)
+        if not all(one.is_of_all_ranks for one in units):
+            facts["sharded_as_data"] = False
         layouts = {layout for p in module.parameters() if (layout := _layout(p))}
-        replicated = any(one.is_replicated for one in flat_units(module))
+        replicated = any(one.is_replicated for one in units)
         facts["layouts"] = sorted(layouts | ({REPLICATED_SHARDS} if replicated else set()))
         return facts
 
