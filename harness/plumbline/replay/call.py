@@ -49,6 +49,14 @@ def _state(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter._version + version, address
 
 
+@dataclass(eq=False)
+class Activation:
+    """An argument with a gradient of its own, as a stage of a pipeline receives it, and what arrived at it, by pass."""
+
+    sample: Tensor
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
 @dataclass
 class TrackedCall:
     """One call of a module with gradients enabled.
@@ -60,7 +68,7 @@ class TrackedCall:
     ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
     ``compiled`` says whether the module or a part of it ran as compiled code. ``collectives`` counts, by the names of
     process groups, how often it communicated. ``is_distributed``: parameters are DTensors that no replay gathers.
-    ``receives_activations``: it was given a leaf with a gradient, as a stage of a pipeline is.
+    ``activations`` are arguments that are leaves with a gradient, as a stage of a pipeline is given them.
     """
 
     number: int
@@ -81,7 +89,7 @@ class TrackedCall:
     obstacle: str = ""
     collectives: dict[str, int] = field(default_factory=dict)
     is_distributed: bool = False
-    receives_activations: bool = False
+    activations: tuple[Activation, ...] = ()
     discarded: bool = False
     graph: weakref.ref[Any] | None = None
 
@@ -89,6 +97,11 @@ class TrackedCall:
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that required a gradient."""
         return [one.parameter for one in self.parameters if one.requires_grad]
+
+    @property
+    def receives_activations(self) -> bool:
+        """Whether it was given a leaf with a gradient, as a stage of a pipeline is."""
+        return bool(self.activations)
 
     @property
     def eps(self) -> float:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from plumbline.recording.sharding import arrival_leaves
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
 from plumbline.replay.autocast_state import AutocastState
-from plumbline.replay.call import TrackedCall, UsedParameter, sample
+from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
@@ -197,11 +198,22 @@ class TrackedCalls:
             buffers=self._copied_buffers(module),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
-            receives_activations=any(
-                one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)
-                for one in tensors_in((args, kwargs))
-            ),
+            activations=tuple(self._activations(args, kwargs)),
         )
+
+    def _activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Activation]:
+        for one in tensors_in((args, kwargs)):
+            if one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter):
+                activation = Activation(sample(one))
+                register: Any = one.register_hook
+                register(partial(self._arrived, activation))
+                yield activation
+
+    def _arrived(self, activation: Activation, gradient: Tensor) -> None:
+        number = self._current_pass()
+        if number is not None and gradient is not None:
+            before = activation.gradients.get(number)
+            activation.gradients[number] = gradient.detach().clone() if before is None else before + gradient.detach()
 
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the present buffers and their copies by identity; a copy is made again only after a change."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.joint_losses import with_losses
+from plumbline.check.judge.joint_losses import with_losses, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
@@ -75,7 +75,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         return
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
-        finding = joint.judge()
+        finding = with_stages(training, joint.judge())
         has_failed = finding.outcome is Outcome.FAILED
         is_open = finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas
         known = truth.judge() if is_open else finding

@@ -1,4 +1,4 @@
-"""Functions by which a loss communicates: whether their backward is the derivative of their forward."""
+"""What gradients begin with: functions by which a loss communicates, and what stages of a pipeline give each other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,26 @@ _WRONG = {
     "multiple": "gives the derivative of its forward once per rank",
 }
 """What is wrong about a backward. Other differences may be a derivative that the script defines on purpose."""
+
+
+def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
+    """Return the finding about gradients that passed, or that a stage received others than the next one computed."""
+    noted = [(step.number, step.facts.get(OBSERVER) or {}) for step in training.ranks[0].steps]
+    changed = [(number, one) for number, facts in noted for one in facts.get("changed", ())]
+    if finding.outcome is not Outcome.PASSED or not changed:
+        return finding
+    number, one = changed[0]
+    failed = failed_with_hint(
+        finding.check,
+        f"rank {one['receiver']} received other gradients for its outputs than rank {one['sender']} computed for the "
+        f"same values: they differ by the factor {one['factor']:.4g} along a random direction",
+        "check that each stage sends the gradient of what it received, once, to the stage from which it received it",
+        cause="exchanged-otherwise",
+        family="sync",
+        step=number,
+        rank=one["receiver"],
+    )
+    return replace(failed, error_x_noise=one["error"])
 
 
 def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from plumbline.check.rank.joint.classes import Beginnings, Group, grouped
 from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
+from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
 from plumbline.recording.observer import Facts
 from plumbline.replay.derivatives import InPlace
@@ -154,6 +155,7 @@ class _Comparison:
         self._of = self._losses
         self._unit = max(one["unit"] for one in theirs)
         self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
+        self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self._unit)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
         self._forward = JointForward(calls, self._weights)
         self._parts: set[int] = set()
@@ -197,6 +199,7 @@ class _Comparison:
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
         found: Facts = {"noise": [], "wrong": [], "unsearched": [], "limit": self._limit, "losses": self._losses}
+        found["changed"] = self.changed
         reading, difference = self._read(remaining)
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         for number in range(ROUNDS):
