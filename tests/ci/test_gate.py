@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.subjects.load import load
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES, load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "reports" / "example-simulated"

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from plumbline.cli.main import main
 from plumbline.cli.trainers import show
-from plumbline.subjects.load import Shipped, load, shipped
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES, Shipped, load, shipped
 from plumbline.subjects.virtual_environments import (
     LIBRARIES,
     InstallError,

@@ -17,7 +17,7 @@ import tomllib
 from plumbline.cli import main
 from plumbline.core.backend import BACKENDS
 from plumbline.core.precision import PRECISIONS
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES
 from plumbline.workloads import EVERY
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from plumbline.judge.checks import CHECKS
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.report.tables.support import MARKS
 from plumbline.subjects.declare import CAPABILITIES
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES
 from plumbline.worker.job import Job
 
 ROOT = Path(__file__).parents[2]

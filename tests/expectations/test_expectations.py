@@ -18,7 +18,7 @@ from plumbline.planning.expectation_files import (
     read_expectations,
 )
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES
 
 RELEASED = Path(__file__).parents[2] / "suites" / "expectations"
 

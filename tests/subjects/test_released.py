@@ -11,8 +11,7 @@ from plumbline.core.errors import SubjectError
 from plumbline.core.outcome import Outcome, worst
 from plumbline.engine.examine import examine
 from plumbline.launch.settings import Settings
-from plumbline.subjects.load import load
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES, load
 
 LIBRARIES = {
     "lightning": ("lightning", "pip install lightning"),

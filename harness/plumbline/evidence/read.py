@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from plumbline.core.errors import TraceError
-from plumbline.evidence.dtypes import dtype_name
 from plumbline.evidence.rank_file import CHECKSUM, DTYPES, NO_CHECKSUM, unflatten
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.tensor_store import load as load_stored
-from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index
+from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index, dtype_name
 
 LARGEST_FILE = 1 << 34
 """In bytes: far above what a rank leaves."""

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from plumbline.core.errors import TraceError
-from plumbline.evidence.dtypes import dtype_name
 from plumbline.evidence.projection import fingerprint
-from plumbline.evidence.trace import StoredTensor
+from plumbline.evidence.trace import StoredTensor, dtype_name
 
 FOLDER = "tensors"
 """The store's folder, beside the files of the launch's ranks."""

@@ -14,6 +14,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import SkippedStep, StepRecord
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Tensors = dict[str, "Tensor"]
@@ -296,3 +297,8 @@ class Trace:
     def is_whole(self) -> bool:
         """Whether every rank left a trace, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a dtype without the module's, as ``bfloat16``; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")

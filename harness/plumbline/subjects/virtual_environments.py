@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from plumbline.core.errors import PlumblineError
-from plumbline.subjects.short_names import SHORT_NAMES
+from plumbline.subjects.load import SHORT_NAMES
 
 LIBRARIES = {name: adapter.library for name, adapter in SHORT_NAMES.items() if adapter.library is not None}
 """pip's requirement for each subject's library, by short name. Other subjects come with Plumbline."""

@@ -17,8 +17,8 @@ from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.optimizer_gradients import exact_segment
-from plumbline.evidence.dtypes import dtype_name
 from plumbline.evidence.projection import fingerprint
+from plumbline.evidence.trace import dtype_name
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, pieces_of, shape_of
 from plumbline.recording.parameter_names import ParameterNames

@@ -7,7 +7,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Parameter, as_real
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.evidence.dtypes import dtype_name
+from plumbline.evidence.trace import dtype_name
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of

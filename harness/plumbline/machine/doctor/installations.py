@@ -125,7 +125,7 @@ def torch_build() -> Iterator[ProbeResult]:
 
 
 def subjects() -> Iterator[ProbeResult]:
-    from plumbline.subjects.short_names import SHORT_NAMES
+    from plumbline.subjects.load import SHORT_NAMES
     from plumbline.subjects.virtual_environments import LIBRARIES
 
     there, missing = [], []

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
-from plumbline.evidence.dtypes import dtype_name
+from plumbline.evidence.trace import dtype_name
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap
 
