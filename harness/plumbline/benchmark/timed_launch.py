@@ -134,13 +134,15 @@ class TimedLaunch:
     def round(self) -> None:
         """Let all ranks train the next round, and wait until the last of them is done."""
         self._energy.begin_round()
-        self._train()
+        self._control.release()
+        self._wait()
         self._energy.end_round()
 
     def profile(self) -> None:
         """After all rounds: let the ranks train once to count tensors, and once to time collectives."""
         for _ in range(2):
-            self._train()
+            self._control.release()
+            self._wait()
 
     def end(self) -> LaunchTimings:
         """Take the ranks' reports, and let them train to the end."""
@@ -162,10 +164,6 @@ class TimedLaunch:
         with suppress(TimedLaunchError, LaunchError):
             self._finish(EXIT_GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _train(self) -> None:
-        self._control.release()
-        self._wait()
 
     def _wait(self) -> None:
         try:

@@ -41,7 +41,6 @@ class Lease:
             self._machine = None
 
     def take(self, device: str, operation: int) -> None:
-        """Lock a device too; ``operation`` is that of :func:`fcntl.flock`."""
         self._devices.append(_lock(_file_of(device), operation))
 
     def __enter__(self) -> Lease:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
@@ -93,17 +92,15 @@ def _at(trace: Trace, index: int, changed: Callable[[Step], Step]) -> Trace:
 
 
 def _off(tensors: Tensors, parts: Tensors, place: Place, size: float) -> Tensors:
-    if place.parameter is None:
-        return {name: _added(value, size * parts[name].double()) for name, value in tensors.items()}
-    value, part = tensors[place.parameter], parts[place.parameter]
-    generator = torch.Generator().manual_seed(place.seed)
-    direction = torch.randn(value.shape, dtype=torch.float64, generator=generator)
-    error = direction * (size * norm(part) / norm(direction))
-    return {**tensors, place.parameter: _added(value, error)}
-
-
-def _added(value: Tensor, error: Tensor) -> Tensor:
-    return (value.double() + error).to(value.dtype)
+    name = place.parameter
+    if name is None:
+        errors = {name: size * part.double() for name, part in parts.items()}
+    else:
+        generator = torch.Generator().manual_seed(place.seed)
+        direction = torch.randn(tensors[name].shape, dtype=torch.float64, generator=generator)
+        errors = {name: direction * (size * norm(parts[name]) / norm(direction))}
+    wrong = {name: (tensors[name].double() + error).to(tensors[name].dtype) for name, error in errors.items()}
+    return {**tensors, **wrong}
 
 
 SMALLEST, LARGEST = 1e-18, 1.0
@@ -123,7 +120,11 @@ def _of_steps(
         for place in places(trace, count, seed, whole=whole):
 
             def is_caught(size: float, place: Place = place) -> bool:
-                return compare(_with(analysis, inject(trace, place, size))).outcome is Outcome.FAILED
+                # Errors change neither the samples nor the weights before a step, so what is right stays the same.
+                wrong = inject(trace, place, size)
+                other = TraceAnalysis(wrong, analysis.workload, analysis.cell, analysis.behavior)
+                other.expected, other.noise = analysis.expected, analysis.noise
+                return compare(other).outcome is Outcome.FAILED
 
             yield smallest(is_caught)
 
@@ -170,13 +171,6 @@ def caught_in_most(found: Sequence[float], share: float = CAUGHT) -> float | Non
 
 def number_of(share: float, runs: int) -> int:
     return math.ceil(share * runs)
-
-
-def _with(analysis: TraceAnalysis, trace: Trace) -> TraceAnalysis:
-    # Errors change neither the samples nor the weights before a step, so what is right stays the same.
-    other = TraceAnalysis(trace, analysis.workload, analysis.cell, analysis.behavior)
-    other.expected, other.noise = analysis.expected, analysis.noise
-    return other
 
 
 def cells_of(

@@ -8,7 +8,7 @@ pods get torchrun's variables (PET_…): from the manifest of a JobSet, or from 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +50,9 @@ def manifests(
     kind: str, job: str, run: str, tasks: Sequence[int], nodes: int, settings: PodSettings
 ) -> list[dict[str, Any]]:
     """Return the objects that run ``tasks`` of the submission in ``run``: one for all tasks, or one per task."""
-    if kind == "job":
-        return [_indexed_job(job, run, tasks, settings)]
-    make = {"jobset": _jobset, "pytorchjob": _pytorchjob}[kind]
-    return [make(job, run, task, nodes, settings) for task in tasks]
-
-
-def _indexed_job(job: str, run: str, tasks: Sequence[int], settings: PodSettings) -> dict[str, Any]:
+    if kind != "job":
+        make = {"jobset": _jobset, "pytorchjob": _pytorchjob}[kind]
+        return [make(job, run, task, nodes, settings) for task in tasks]
     labels = {JOB_LABEL: job}
     spec = {
         "completionMode": "Indexed",
@@ -68,7 +64,7 @@ def _indexed_job(job: str, run: str, tasks: Sequence[int], settings: PodSettings
         "ttlSecondsAfterFinished": TTL_S,
         "template": _pod(run, tasks, labels, [], settings),
     }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, tasks, labels), "spec": spec}
+    return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, tasks, labels), "spec": spec}]
 
 
 def _jobset(job: str, run: str, task: int, nodes: int, settings: PodSettings) -> dict[str, Any]:
@@ -210,18 +206,14 @@ def _is_of(labels: Mapping[str, str], job: str, task: int, index: int) -> bool:
 def _ended(status: Mapping[str, Any], index: int) -> TaskState | None:
     """Return how a task ended, None if it has not. An indexed Job reports each index before the whole Job ends."""
     for name, key in (("Complete", "completedIndexes"), ("Failed", "failedIndexes")):
-        if index in set(_indices(status.get(key) or "")):
-            return TaskState(name, Phase.ENDED)
+        for part in filter(None, (status.get(key) or "").split(",")):
+            first, _, last = part.partition("-")
+            if int(first) <= index <= int(last or first):
+                return TaskState(name, Phase.ENDED)
     for condition in status.get("conditions") or ():
         if condition["type"] in _ENDED and condition["status"] == "True":
             return TaskState(condition["type"], Phase.ENDED, condition.get("message", ""))
     return None
-
-
-def _indices(text: str) -> Iterator[int]:
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _live(pods: Iterable[Mapping[str, Any]]) -> TaskState:

@@ -327,14 +327,9 @@ def anchor(*words: object) -> str:
 
 def in_words(change: FigureChange) -> str:
     factor = 1.0 if not change.unit else 100.0
-    low, high = sorted((change.low, change.high))
-    return f"{_signed(change.change * factor)} {change.unit}".rstrip() + (
-        f" ({_signed(low * factor)} to {_signed(high * factor)})"
-    )
-
-
-def _signed(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{digits(abs(value))}"
+    values = (change.change, *sorted((change.low, change.high)))
+    change_, low, high = (f"{'−' if one < 0 else '+'}{digits(abs(one * factor))}" for one in values)
+    return f"{change_} {change.unit}".rstrip() + f" ({low} to {high})"
 
 
 def counts(steps: Iterable[Step]) -> dict[Kind, int]:

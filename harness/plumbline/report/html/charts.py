@@ -168,13 +168,26 @@ def curve_charts(
 
 def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     cells = [cell for cell in cells if any(cell.value(metric) is not None for metric in (*MEMORY_PARTS, MEMORY_PEAK))]
-    axis = Axis.over([size for cell in cells for size in (_tensors(cell), cell.value(MEMORY_PEAK) or 0.0)], "bytes")
-    return _bar_chart("Memory of the rank that uses most", axis, cells, _memory_bar)
+    tensors = {cell.at: sum(cell.value(metric) or 0.0 for metric in MEMORY_PARTS) for cell in cells}
+    axis = Axis.over([size for cell in cells for size in (tensors[cell.at], cell.value(MEMORY_PEAK) or 0.0)], "bytes")
+
+    def bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
+        peak = cell.value(MEMORY_PEAK)
+        text = in_words(tensors[cell.at] if peak is None else peak, axis.unit)
+        mark = None if peak is None else axis.at(peak)
+        return Bar(label, cell.why_wrong, tuple(_stacked(cell, MEMORY_PARTS, axis)), mark, text)
+
+    return _bar_chart("Memory of the rank that uses most", axis, cells, bar)
 
 
 def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     cells = [cell for cell in cells if all(cell.value(metric) is not None for metric in STEP_SHARES)]
-    return _bar_chart("What the time of a step goes into", Axis(1.0, "share"), cells, _share_bar)
+
+    def bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
+        computing = in_words(cell.value("share_compute") or 0.0, axis.unit)
+        return Bar(label, cell.why_wrong, tuple(_stacked(cell, STEP_SHARES, axis)), None, f"{computing} computing")
+
+    return _bar_chart("What the time of a step goes into", Axis(1.0, "share"), cells, bar)
 
 
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
@@ -236,21 +249,6 @@ def _point(cell: MeasuredCell, metric: str, places: dict[int, float], axis: Axis
         title += f" ({in_words(low, axis.unit)} to {in_words(high, axis.unit)})"
     at = [round(100 - axis.at(bound), 2) for bound in (value, low, high)]
     return Point(places[cell.at.devices], at[0], at[1], at[2], title)
-
-
-def _tensors(cell: MeasuredCell) -> float:
-    return sum(cell.value(metric) or 0.0 for metric in MEMORY_PARTS)
-
-
-def _memory_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
-    peak = cell.value(MEMORY_PEAK)
-    mark, text = None if peak is None else axis.at(peak), in_words(_tensors(cell) if peak is None else peak, axis.unit)
-    return Bar(label, cell.why_wrong, tuple(_stacked(cell, MEMORY_PARTS, axis)), mark, text)
-
-
-def _share_bar(cell: MeasuredCell, axis: Axis, label: str) -> Bar:
-    computing = in_words(cell.value("share_compute") or 0.0, axis.unit)
-    return Bar(label, cell.why_wrong, tuple(_stacked(cell, STEP_SHARES, axis)), None, f"{computing} computing")
 
 
 def _stacked(cell: MeasuredCell, parts: Mapping[str, str], axis: Axis) -> Iterator[BarPart]:
