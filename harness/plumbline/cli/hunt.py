@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,42 +61,35 @@ def hunt(options: argparse.Namespace) -> int:
             name = search.declared[0].name
             folder = options.folder or Path("reports", "hunt")
             own = folder if options.folder and len(every) == 1 else folder / name
-            tell = _Teller(search, Corpus(own), options.subject)
             if len(every) > 1:
                 print(f"\n{name}", flush=True)
-            ends.append(_again(tell) if options.again else _search(tell, options.minutes / len(every), options.seed))
+            if options.again:
+                ends.append(_again(search, Corpus(own), options.subject))
+            else:
+                ends.append(_search(search, Corpus(own), options, options.minutes / len(every)))
         return max(ends)
 
 
-@dataclass(frozen=True)
-class _Teller:
-    """Adds failures to the corpus and prints them."""
+def _write_up(failure: Failure, search: Search, corpus: Corpus, subject: str) -> None:
+    from plumbline.hunt.write_up import write_up
 
-    search: Search
-    corpus: Corpus
-    subject: str
+    python = parse_subject(subject)[1] or sys.executable
+    written = write_up(failure, search.declared, subject, python, corpus.folder)
+    said = "no standalone program" if written.shown is None else f"standalone program: {written.shown.value}"
+    print(f"  {written.page}: {said}", flush=True)
 
-    def __call__(self, failure: Failure) -> None:
-        from plumbline.hunt.search import in_words
 
-        self.corpus.add(failure)
+def _search(search: Search, corpus: Corpus, options: argparse.Namespace, minutes: float) -> int:
+    from plumbline.hunt.search import in_words
+
+    def tell(failure: Failure) -> None:
+        corpus.add(failure)
         print(f"\n{failure.cause}\n  {failure.drawn.cell.id}\n  {in_words(failure.drawn.recipe)}")
         print(f"  {failure.finding.message}", flush=True)
-        self.write_up(failure)
+        _write_up(failure, search, corpus, options.subject)
 
-    def write_up(self, failure: Failure) -> None:
-        from plumbline.hunt.write_up import write_up
-
-        python = parse_subject(self.subject)[1] or sys.executable
-        written = write_up(failure, self.search.declared, self.subject, python, self.corpus.folder)
-        said = "no standalone program" if written.shown is None else f"standalone program: {written.shown.value}"
-        print(f"  {written.page}: {said}", flush=True)
-
-
-def _search(tell: _Teller, minutes: float, seed: int | None) -> int:
-    search, corpus = tell.search, tell.corpus
     search.known |= corpus.causes
-    first = corpus.progress["rounds"] if seed is None else seed
+    first = corpus.progress["rounds"] if options.seed is None else options.seed
     try:
         search.run(minutes * 60, first, tell)
     finally:
@@ -113,14 +105,14 @@ def _search(tell: _Teller, minutes: float, seed: int | None) -> int:
     return int(counts["causes"] > 0)
 
 
-def _again(tell: _Teller) -> int:
+def _again(search: Search, corpus: Corpus, subject: str) -> int:
     still = 0
-    for found in tell.corpus:
-        failure = tell.search.train(found.drawn)
+    for found in corpus:
+        failure = search.train(found.drawn)
         same = failure is not None and failure.cause == found.cause
         answer = "fails as before" if same else "passes" if failure is None else f"fails with {failure.cause}"
         print(f"{found.drawn.cell.id}  {found.cause}  {answer}", flush=True)
         if failure is not None:
-            tell.write_up(failure)
+            _write_up(failure, search, corpus, subject)
             still += 1
     return int(still > 0)

@@ -93,7 +93,6 @@ EXPECTED = {
     "launch": "The training ends without an exception.",
 }
 OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
-
 SHIPPED = Path(plumbline.subjects.__file__).parent  # the folder of the adapters and trainers that come with Plumbline
 
 

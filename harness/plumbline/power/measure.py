@@ -108,7 +108,6 @@ SMALLEST, LARGEST = 1e-18, 1.0
 
 PRECISION = 1.1  # The factor to which a limit is known. Limits of different steps and tensors differ far more.
 CAUGHT = 0.99
-
 Limits = Callable[[TraceAnalysis, Trace, int, int], Iterator[float]]
 """Yields the smallest error that is caught, in each of ``count`` places of a right training that a seed draws."""
 

@@ -123,11 +123,6 @@ class ConformanceCase:
             pytest.fail(text, pytrace=False)
 
 
-def _cause(results: Sequence[Result]) -> str:
-    first = next((result for result in results if is_wrong(result)), None)
-    return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
-
-
 YARDSTICKS = "yardsticks.py"  # the file of the hand-written loops, in the suite's folder
 
 

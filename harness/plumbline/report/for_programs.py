@@ -25,7 +25,6 @@ from plumbline.results.run import Run
 
 VERSION: Final = 1  # of the schema; a field may be added without a new one
 FILE: Final = Path(__file__).with_name("report.schema.json")
-
 Number = XNoise  # a number that may be infinite, which is the string ``inf``
 
 

@@ -18,7 +18,6 @@ from plumbline.results.files import write_text
 from plumbline.results.run import Run, read_run
 
 Render = Callable[[Run], str]
-
 ENTRY_POINTS: Final = "plumbline.report_formats"
 
 FORMATS: Final[dict[str, str]] = {

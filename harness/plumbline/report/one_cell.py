@@ -27,7 +27,6 @@ from plumbline.results.run import Run
 MOST_CANDIDATES: Final = 30
 COMMAND_WIDTH: Final = 96
 MEASURED: Final = "measured"
-
 _AFTER_WRONG: Final = (MISSING, KNOWN, Outcome.DEVIATES.value, Outcome.PASSED.value, MEASURED, *DECLINED)
 """Outcomes of cells that did not go wrong, in the order of the list of candidates."""
 

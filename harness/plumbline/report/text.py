@@ -13,7 +13,6 @@ from plumbline.core.finding import AnyFinding
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Controls, invisible formatting (which can turn the direction of text) and what UTF-8 cannot write.
 _UNPRINTABLE = ("Cc", "Cf", "Cs")
-
 _AS_ENTITY = {sign: f"&#{ord(sign)};" for sign in "\\|`"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _AS_ESCAPE = {sign: f"\\{sign}" for sign in "*_~$[]#"}
 _MARKDOWN = str.maketrans(_AS_ENTITY | _AS_ESCAPE)

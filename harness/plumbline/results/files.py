@@ -63,7 +63,7 @@ def point_symlink(link: Path, target: str) -> None:
 
 
 def _name_beside(path: Path) -> Path:
-    """Return an unused name in the same folder: a rename is atomic only within one file system."""
+    # In the same folder: a rename is atomic only within one file system.
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 

@@ -23,7 +23,6 @@ from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.results.fields import AtLeastOne, Count, Figure, Text, XNoise
 
 _LONGEST_MESSAGE = 10_000
-
 KNOWN: Final = "known"
 """How a cell ends whose bad findings were all expected. Not one of ``Outcome``: its checks did fail."""
 

@@ -15,7 +15,6 @@ from typing import Any
 from plumbline.submit.engine import Phase, TaskState
 
 KINDS = ("job", "jobset", "pytorchjob")
-
 JOB_LABEL, TASK_LABEL = "plumbline-job", "plumbline-task"
 """Labels of objects and their pods: the name of the job and, if each task is an object, the number of the task."""
 

@@ -69,9 +69,7 @@ OPTIMIZERS = {
 
 RATE = "lambda n: min((n + 1) / 3, 0.8 ** (n - 2))"
 SCHEDULE = f"torch.optim.lr_scheduler.LambdaLR(optimizer, {RATE})"
-
 COMPARES_WEIGHTS = ("weights", "resumed")
-
 OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-another-size")
 """Causes of unused samples that a loader did draw: the weights show them."""
 

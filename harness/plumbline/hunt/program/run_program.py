@@ -71,9 +71,7 @@ def _environment(folder: Path) -> Environment:
 
 
 TIME_LIMIT_S = 180.0
-
 _LINES_OF_AN_ERROR = 6
-
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")  # how the line begins that says why a program ended
 _OTHER = re.compile(rf"Traceback|[WE]\d{{4}} |{_ERROR.pattern}")

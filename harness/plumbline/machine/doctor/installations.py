@@ -118,10 +118,8 @@ def torch_build() -> Iterator[ProbeResult]:
     version = str(torch.__version__)
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    if numbers < OLDEST_TORCH:
-        yield ProbeResult(f"torch {version}, {built}", f"install {'.'.join(map(str, OLDEST_TORCH))} or newer")
-    else:
-        yield ProbeResult(f"torch {version}, {built}")
+    advice = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer" if numbers < OLDEST_TORCH else None
+    yield ProbeResult(f"torch {version}, {built}", advice)
 
 
 def subjects() -> Iterator[ProbeResult]:

@@ -61,12 +61,10 @@ def shared_memory() -> Iterator[ProbeResult]:
         yield ProbeResult("no /dev/shm on this system")
         return
     found = f"/dev/shm: {_size(usage.free)} of {_size(usage.total)} free"
+    advice = "it is nearly full: look for files left in /dev/shm" if usage.free < CONTAINER_SHM else None
     if usage.total <= CONTAINER_SHM:
-        yield ProbeResult(found, "give the container more: docker run --shm-size=1g, or --ipc=host")
-    elif usage.free < CONTAINER_SHM:
-        yield ProbeResult(found, "it is nearly full: look for files left in /dev/shm")
-    else:
-        yield ProbeResult(found)
+        advice = "give the container more: docker run --shm-size=1g, or --ipc=host"
+    yield ProbeResult(found, advice)
 
 
 def limits() -> Iterator[ProbeResult]:
@@ -87,10 +85,8 @@ def cores() -> Iterator[ProbeResult]:
     usable, present = usable_cores() or 1, os.cpu_count() or 1
     governor = cpu_governor()
     found = f"{usable} of {present} cores" + (f", governor {governor}" if governor else "")
-    if governor == "powersave":
-        yield ProbeResult(found, "for comparable figures: cpupower frequency-set -g performance")
-    else:
-        yield ProbeResult(found)
+    advice = "for comparable figures: cpupower frequency-set -g performance" if governor == "powersave" else None
+    yield ProbeResult(found, advice)
 
 
 def memory() -> Iterator[ProbeResult]:
@@ -120,10 +116,10 @@ def disk(report_dir: Path) -> Iterator[ProbeResult]:
     place = next(folder for folder in (report_dir.absolute(), *report_dir.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     found = f"{_size(free)} free in {place}"
+    advice = "free some space: the traces of failed cells are kept" if free < LEAST_DISK else None
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        yield ProbeResult(found, "not writable: choose another folder with --report-dir")
-    else:
-        yield ProbeResult(found, "free some space: the traces of failed cells are kept" if free < LEAST_DISK else None)
+        advice = "not writable: choose another folder with --report-dir"
+    yield ProbeResult(found, advice)
 
 
 def _soft(what: int) -> int | None:
@@ -143,7 +139,6 @@ IDLE_LIMIT_S = 30.0  # a probe without a result hangs if the probes have used no
 TOTAL_LIMIT_S = 600.0  # for all probes together, however much CPU time they use
 _LEAST_WORK_S = 0.02  # CPU time that counts as work: two ticks of the kernel's clock
 _POLL_S = 0.2
-
 Probe = Callable[[], Iterator[ProbeResult]]
 
 

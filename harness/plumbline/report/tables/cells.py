@@ -24,7 +24,6 @@ from plumbline.results.records import (
 from plumbline.results.run import Run
 
 T = TypeVar("T")
-
 MISSING: Final = "missing"
 """The outcome of a planned cell without a result. Not one of ``Outcome``: no check ends so."""
 
@@ -32,7 +31,6 @@ DECLINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
 """The outcomes of cells that were not trained on purpose."""
 
 NOT_TRIED: Final = (*DECLINED, MISSING)
-
 MARK_ORDER: Final = ("-", "Y", "C", "K", "?", "X", "N")
 """The marks of cells from the least to the most serious: several cells have the mark of the most serious one."""
 
@@ -46,7 +44,6 @@ _MARK_OF: Final = {
 }
 
 CELL_COLUMNS: Final = ("cell", *Coordinates._fields, "outcome", "has_failed", "error_x_noise", "seconds", "mark")
-
 _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 _MOST_CAPABILITIES: Final = 3
 

@@ -23,7 +23,6 @@ NEEDS_A_GPU_EACH: Final = "needs a GPU for each rank"
 NEEDS_TENSOR_CORES: Final = "needs tensor cores"
 HOLDS, PARTLY, DOES_NOT, OPEN = "yes", "partly", "no", "inconclusive"
 NOT_MEASURED: Final = "not measured"
-
 _TENSOR_CORES_SINCE = (7, 0)
 """The compute capability of Volta, the first with tensor cores (NVIDIA, CUDA C++ Programming Guide)."""
 

@@ -23,7 +23,6 @@ LONGEST_MESSAGE: Final = 200
 LONGEST_PARAMETER: Final = 48
 MOST_CELLS: Final = 3
 MOST_ROWS: Final = 16
-
 Cause = tuple[str, str | None]  # a cause and its family
 
 

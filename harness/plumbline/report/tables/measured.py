@@ -23,12 +23,9 @@ MEMORY: Final = ("memory_allocated_peak", "memory_private_peak")
 """The peak of a GPU's allocator, or of a simulated device's process."""
 
 NOT_EXAMINED: Final = "not examined"
-
 _CELL: Final = ["cell", *Coordinates._fields]
 _OF_A_MEASUREMENT: Final = ["metric", "value", "unit", "rank", "low", "high", "better", "refusal"]
-
 METRIC_COLUMNS: Final = ("run", *_CELL, "check", *_OF_A_MEASUREMENT, "conformance")
-
 _CONFIGURATION = ("subject", "backend", "num_nodes", "gpus", "precision", "accelerator", "mesh")
 _BAD = tuple(outcome.value for outcome in Outcome if outcome.is_bad)
 

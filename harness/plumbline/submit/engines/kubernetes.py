@@ -35,7 +35,6 @@ from plumbline.submit.kubernetes_objects import (
 from plumbline.worker.node_server import TOKEN
 
 COMMAND_TIMEOUT_S = 60.0
-
 _RESOURCES = {"job": "jobs.batch", "jobset": "jobsets.jobset.x-k8s.io", "pytorchjob": "pytorchjobs.kubeflow.org"}
 
 
