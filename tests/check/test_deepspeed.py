@@ -184,6 +184,7 @@ RIGHT = {
     "stage 1, accumulated in float32": (
         {"stage": 1}, {"bf16": True, "micro_batches": 2, "data_types": {"grad_accum_dtype": "fp32"}}),
     "stage 2": ({"stage": 2}, {"micro_batches": 2}),
+    "stage 2, divided in another order": ({"stage": 2, "round_robin_gradients": True}, {"groups": True}),
     "stage 2 in bfloat16": ({"stage": 2}, {"bf16": True, "clip": 0.05}),
     "stage 3": (SHARDED, {"micro_batches": 2, "clip": 0.05}),
     "stage 3, not released": ({"stage": 3}, {"groups": True}),

@@ -81,8 +81,8 @@ def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool
             other values.
     """
     known = list(_of_deepspeed(model, masters))
-    if known:
-        return known
+    if known and not any(one.is_stale for one in known):
+        return known  # they are wrong where gradients are divided in another order, or the weights are stale
     found = _whole_copies(model, masters) or _flat_copies(model, masters)
     if not guess and not _is_certain(model, found):
         return []
@@ -134,33 +134,38 @@ def _is_copy(weights: Tensor, master: Tensor) -> bool:
 
 
 def _whole_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces that are whole parameters with the shapes and the values of masters, the first of equal ones."""
-    left = list(model)
+    """Return pieces that are whole parameters, which have the shapes and the values of masters."""
+    left = list(range(len(model)))
     pieces = []
+    last = -1
     for master in masters:
-        alike = (one for one in left if one.shape == master.shape and _is_copy(one.detach(), master.detach()))
-        found = next(alike, None)
+        found = next((number for number in _nearest(left, last) if _is_whole_copy(model[number], master)), None)
         if found is None:
             return []
-        left = [one for one in left if one is not found]
-        pieces.append(Piece(found, 0, found.numel(), master, 0))
+        left.remove(found)
+        last = found
+        pieces.append(Piece(model[found], 0, model[found].numel(), master, 0))
     return pieces
 
 
+def _is_whole_copy(weights: Tensor, master: Tensor) -> bool:
+    return weights.shape == master.shape and _is_copy(weights.detach(), master.detach())
+
+
+def _nearest(numbers: Sequence[int], last: int) -> list[int]:
+    """Return numbers of parameters, first those beside the last one."""
+    return sorted(numbers, key=lambda number: (number != last + 1, number != last - 1, number))
+
+
 def _flat_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces of flat masters, each of which has one parameter after the other, in either order."""
+    """Return pieces of flat masters, each of which has one parameter after the other."""
     flat = [one.detach().reshape(-1) for one in model]
     found: list[Piece] = []
     for master in masters:
-        if master.dim() != 1 or not flat:
+        runs = _runs(flat, master.detach()) if master.dim() == 1 else []
+        if not runs:
             return []
-        for order in (list(range(len(flat))), list(reversed(range(len(flat))))):
-            runs = _runs([flat[place] for place in order], master.detach())
-            if runs:
-                found += [Piece(model[order[p]], start, size, master, offset) for p, start, size, offset in runs]
-                break
-        else:
-            return []
+        found += [Piece(model[place], start, size, master, offset) for place, start, size, offset in runs]
     return found
 
 
@@ -169,37 +174,38 @@ Run = tuple[int, int, int, int]
 
 
 def _runs(flat: Sequence[Tensor], master: Tensor) -> list[Run]:
-    """Return which runs of parameters, in this order, make up a flat master: all of its entries but zeros between."""
+    """Return which runs of parameters make up a flat master: all of its entries but zeros between."""
     for number, values in enumerate(flat):
         starts = (values == master[:1].to(values.dtype)).nonzero().flatten().tolist() if master.numel() else []
         for start in starts[:MOST_STARTS]:
-            if (runs := _from(flat, master, number, start)) is not None:
-                return runs
+            size = min(values.numel() - start, master.numel())
+            if _is_copy(values[start : start + size], master[:size]):
+                runs = _followed(flat, master, (number, start, size, 0))
+                if runs:
+                    return runs
     return []
 
 
-def _from(flat: Sequence[Tensor], master: Tensor, number: int, start: int) -> list[Run] | None:
-    runs: list[Run] = []
-    offset = 0
-    for place in range(number, len(flat)):
-        values = flat[place][start:] if place == number else flat[place]
-        size = min(values.numel(), master.numel() - offset)
-        if size and not _is_copy(values[:size], master[offset : offset + size]):
-            padded = offset + _zeros(master[offset:])
-            size = min(values.numel(), master.numel() - padded)
-            if place == number or padded == offset:
-                if place == number:
-                    return None
-                continue  # this parameter is elsewhere
-            if not size or not _is_copy(values[:size], master[padded : padded + size]):
-                continue
-            offset = padded
-        if size:
-            runs.append((place, start if place == number else 0, size, offset))
-        offset += size
-        if offset == master.numel():
-            return runs
-    return runs if not bool(master[offset:].any()) else None
+def _followed(flat: Sequence[Tensor], master: Tensor, first: Run) -> list[Run]:
+    """Return the runs that follow the first one, those of the next parameter or of the one before it if they fit."""
+    runs, left = [first], [number for number in range(len(flat)) if number != first[0]]
+    while (offset := runs[-1][3] + runs[-1][2]) < master.numel():
+        order = _nearest(left, runs[-1][0])
+        padded = offset + _zeros(master[offset:])
+        places = ((number, at) for at in dict.fromkeys((offset, padded)) for number in order)
+        run = next(((number, 0, _fits(flat[number], master[at:]), at) for number, at in places
+                    if _fits(flat[number], master[at:])), None)  # fmt: skip
+        if run is None:
+            return runs if padded == master.numel() else []
+        runs.append(run)
+        left.remove(run[0])
+    return runs
+
+
+def _fits(values: Tensor, master: Tensor) -> int:
+    """Return how many entries of a flat master begin with those of a parameter: all of the shorter one, or none."""
+    size = min(values.numel(), master.numel())
+    return size if _is_copy(values[:1], master[:1]) and _is_copy(values[:size], master[:size]) else 0
 
 
 def _zeros(values: Tensor) -> int:
