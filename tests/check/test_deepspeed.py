@@ -186,6 +186,8 @@ RIGHT = {
     "stage 2": ({"stage": 2}, {"micro_batches": 2}),
     "stage 2, divided in another order": ({"stage": 2, "round_robin_gradients": True}, {"groups": True}),
     "stage 2 in bfloat16": ({"stage": 2}, {"bf16": True, "clip": 0.05}),
+    "stage 2 in autocast, reduced in bfloat16": (
+        {"stage": 2}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "stage 3": (SHARDED, {"micro_batches": 2, "clip": 0.05}),
     "stage 3, not released": ({"stage": 3}, {"groups": True}),
     "stage 3 in bfloat16": (SHARDED, {"bf16": True}),

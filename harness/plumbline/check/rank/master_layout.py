@@ -41,17 +41,18 @@ class HeldPiece:
     length: int
     own: Piece | None
 
-    def recorded(self, masters: Sequence[Tensor]) -> Parameter:
-        """Return the piece as a parameter of the optimizer."""
+    def recorded(self, masters: Sequence[Tensor], communicated: torch.dtype | None) -> Parameter:
+        """Return the piece as a parameter of the optimizer; ``communicated`` is the dtype in which ranks add up."""
         shape = tuple(shape_of(self.parameter))
         is_whole = self.length == torch.Size(shape).numel()
         master = self.parameter if self.own is None else self.own.master
+        dtypes = (self.parameter.dtype, communicated, getattr(self.parameter, "comm_dtype", None))
         held = -1 if self.own is None else next(n for n, one in enumerate(masters) if one is self.own.master)
         return Parameter(
             self.name if is_whole else f"{self.name}[{self.start}:{self.start + self.length}]",
             shape if is_whole else (self.length,),
             dtype_name(master.dtype),
-            dtype_name(self.parameter.dtype) if self.parameter.dtype != master.dtype else "",
+            dtype_name(max((one for one in dtypes if isinstance(one, torch.dtype)), key=_eps)),
             held_in=held,
         )
 
@@ -80,7 +81,8 @@ class MasterLayout:
         return MasterLayout(self.owner, [replace(one, own=one.own and one.own.within(masters)) for one in self.held])
 
     def recorded(self, optimizer: Optimizer) -> tuple[Parameter, ...]:
-        return tuple(one.recorded(parameters_of(optimizer)) for one in self.held)
+        communicated = _of_trainer().get("communication_data_type")
+        return tuple(one.recorded(parameters_of(optimizer), communicated) for one in self.held)
 
     def received(self, optimizer: Optimizer) -> list[tuple[Tensor, float]]:
         return [one.received(scale_left(optimizer)) for one in self.held]
@@ -117,7 +119,7 @@ class MasterLayout:
         return {
             "owner": self.owner,
             "norms": [norm for _, norm in received],
-            "limit": _clip_limit(),
+            "limit": _of_trainer().get("clip_grad"),
             "stale_before": stale_before,
             "prints": [0 if one.own is None else fingerprint(one.own.model_weights.contiguous()) for one in self.held],
             "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
@@ -261,12 +263,19 @@ def _cut(piece: Piece | None, start: int, length: int) -> Piece | None:
     return replace(piece, start=start, length=length, offset=piece.offset + start - piece.start)
 
 
-def _clip_limit() -> float | None:
-    """Return the limit of the object whose method steps the optimizer, as DeepSpeed's have it."""
+def _of_trainer() -> dict[str, Any]:
+    """Return the attributes of the object whose method steps the optimizer, if it has a limit of norms as DeepSpeed's.
+
+    Beside ``clip_grad`` it may have ``communication_data_type``, in which ranks add up gradients.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        limit = getattr(frame.f_locals.get("self"), "__dict__", {}).get("clip_grad")
-        if isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0:
-            return float(limit)
+        attributes: dict[str, Any] = getattr(frame.f_locals.get("self"), "__dict__", {})
+        if isinstance(attributes.get("clip_grad"), (int, float)):
+            return attributes
         frame = frame.f_back
-    return None
+    return {}
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
