@@ -82,7 +82,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
         is_known = is_known and (has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth)))
         yield known if is_known else finding
-        if joint.alike and not is_known:
+        if joint.alike and finding.outcome is Outcome.PASSED and not is_known:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(
                 CHECK,
