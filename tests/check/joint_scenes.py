@@ -226,7 +226,9 @@ class Block(nn.Module):
 
 
 def _averaged(parameters: Iterator[nn.Parameter]) -> None:
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
+        if MISTAKE == "first-not-reduced" and not number:
+            continue
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 

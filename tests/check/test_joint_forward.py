@@ -26,6 +26,7 @@ WRONG = {
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",
     ("ring", "no-gradient-to-neighbours"): "exchanged-otherwise",
+    ("ring", "first-not-reduced"): "some-parameters-not-synchronised",
     ("pipeline-by-hand", "gradient-sent-doubled"): "exchanged-otherwise",
 }
 

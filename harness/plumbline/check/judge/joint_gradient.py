@@ -18,7 +18,8 @@ class JointGradient(GradientCase):
 
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
-    ``alone``: no other parameter was right at this step.
+    ``alone``: no other parameter was right at this step. ``began_alike``: other ranks began with the same values of a
+    parameter of this name, and received another gradient for it.
     """
 
     index: int
@@ -33,6 +34,7 @@ class JointGradient(GradientCase):
     accumulate_most: int
     alone: bool
     common_factor: float
+    began_alike: bool
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -59,6 +61,7 @@ class JointGradient(GradientCase):
             window,
             len(every) == len(found["judged"]),
             first if agree else math.nan,
+            wrong["began_alike"],
         )
 
     @property
@@ -141,12 +144,20 @@ def _scaled(case: JointGradient) -> Iterator[Match]:
         yield Match()
 
 
+def _is_a_copy(case: JointGradient) -> bool:
+    own = scaled(float(case.world))
+    return case.began_alike and all(misfit <= case.limit for misfit in case.misfits(SomeParameters(own)))
+
+
 register(
     JointGradient,
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that are not replicas, or each of these ranks adds the same "
         "loss", 45),
+    Hypothesis("some-parameters-not-synchronised", "sync", holds(_is_a_copy),
+        "{name} begins with the same values on all ranks, and each rank receives the gradient of its own copy",
+        "all-reduce the gradients of all parameters that ranks hold copies of", 356),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
         "check the backward of each collective in the forward: that of a broadcast is an all-reduce, that of an "

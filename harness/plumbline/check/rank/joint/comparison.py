@@ -294,6 +294,7 @@ class _Comparison:
             "right": difference.right,
             "noise": difference.noise,
             "again": others,
+            "began_alike": group.is_doubtful,
             "shares": difference.shares,
             "left": difference.left[place],
         }
