@@ -227,6 +227,13 @@ def test_a_right_checkpoint_is_not_accused(plumbline, training):
     assert checked.trainings[0].coverage.replays.part == 1
 
 
+def test_masks_that_a_checkpoint_draws_anew_are_named_with_what_to_change(plumbline):
+    checked, finding = found(plumbline, WRONG["dropout"][1])
+    assert answer_of(checked.trainings[0]) is Answer.WRONG
+    assert (finding.family, finding.cause) == ("rng", REDRAWN)
+    assert "keep preserve_rng_state=True" in finding.message
+
+
 @pytest.mark.parametrize(("cause", "training"), WRONG.values(), ids=WRONG.keys())
 def test_a_checkpoint_that_recomputes_something_else_is_accused(plumbline, cause, training):
     checked, finding = found(plumbline, training)

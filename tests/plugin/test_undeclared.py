@@ -75,7 +75,11 @@ def test_where_nothing_is_left_it_is_said_why(project, xdist):
     assert not list(project.root.glob("reports/*"))
 
 
-@pytest.mark.parametrize("more", [(), ("--collect-only",), ("--show-unsupported",), ("-n", "1")], ids=" ".join)
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--collect-only",), ("--show-unsupported",), pytest.param(("-n", "1"), marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
 def test_where_no_cell_is_planned_it_is_said(project, more):
     project.trainer("mine.py")
     asked = ("--gpus", "2", "--workloads", "mlp", "--backends", "ep", "--precisions", "32", "--subject", "mine.py")

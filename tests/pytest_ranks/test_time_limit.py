@@ -36,7 +36,7 @@ def test_ends(rank):
 """
 
 
-@pytest.mark.parametrize("method", ["signal", "thread"])
+@pytest.mark.parametrize("method", ["signal", pytest.param("thread", marks=pytest.mark.nightly)])
 def test_it_shows_the_stacks_of_the_ranks(method, users):
     run = users(HANGS.format(method=method))
     shown = run["test_hangs"]
