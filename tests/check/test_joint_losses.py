@@ -7,9 +7,9 @@ from typing import Any
 
 import joint_losses
 import pytest
-from plumbline.check.judge.judge import CheckedTraining
 
 from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.verdict import Answer, answer_of
 
 RIGHT = (

@@ -15,7 +15,8 @@ import pytest
 import plumbline.machine.doctor.probes
 from plumbline.cli.main import main
 from plumbline.machine.doctor import installations as gpu_probes
-from plumbline.machine.doctor.installations import ProbeResult, limits, ranks
+from plumbline.machine.doctor import probes as limits
+from plumbline.machine.doctor.installations import ProbeResult, ranks
 from plumbline.machine.doctor.probes import probes, run_probes
 
 SPINNING = """
