@@ -409,3 +409,41 @@ def test_fsdp1_computes_with_old_weights_after_a_forward_before_the_step():
     )
     assert before[:2] == [after[0], after[0]]
     assert after[1] != after[0]
+
+
+class Transposed(nn.Module):
+    """A weight that does not lie in the order of its entries, as of a model in channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8).t())
+
+    def forward(self, inputs):
+        return inputs @ self.weight.t()
+
+
+def train_transposed(strategy):
+    torch.manual_seed(0)
+    model = sharded(Transposed(), strategy=strategy)
+    train(model, lambda model: model(torch.randn(4, 6)).square().mean().backward())
+
+
+def test_parameters_with_strides_are_judged(plumbline):
+    checked = plumbline.check(functools.partial(train_transposed, ShardingStrategy.FULL_SHARD), ranks=2, steps=STEPS)
+    checked.assert_right(require_full=True)
+
+
+def test_fsdp1_gives_weights_with_strides_the_gradients_of_others_where_nothing_is_sharded(plumbline):
+    def gradients():
+        torch.manual_seed(0)
+        model, inputs = Transposed(), torch.randn(4, 6)
+        model(inputs).square().mean().backward()
+        right = model.weight.grad.clone()
+        model.zero_grad()
+        model = sharded(model, strategy=NO_SHARD)
+        model(inputs).square().mean().backward()
+        received = next(model.parameters()).grad
+        return torch.allclose(received, right), torch.allclose(received.reshape(-1), right.t().reshape(-1))
+
+    assert [end.value for end in run_on_ranks(lambda _: gradients(), 2, timeout=60)] == [(False, True)] * 2
+    assert first_line(plumbline, functools.partial(train_transposed, NO_SHARD)).check == "gradients"

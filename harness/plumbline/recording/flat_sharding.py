@@ -120,8 +120,10 @@ class FlatUnit:
         shape = self._flat._shapes[number]
         start = self._starts[number]
         own = flat[start : start + shape.numel()]
-        contiguous = self._flat._contiguities[number]
-        return own.view(shape) if contiguous else own.as_strided(shape, self._flat._strides[number])
+        contiguities = getattr(self._flat, "_contiguities", None)  # before torch 2.5, all are flattened in their order
+        if contiguities is None or contiguities[number]:
+            return own.view(shape)
+        return own.as_strided(shape, self._flat._strides[number])
 
     @cached_property
     def _starts(self) -> list[int]:
