@@ -258,6 +258,7 @@ def _sharded_tensor_parallel() -> nn.Module:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = Block()
+    model.last.bias.requires_grad_(False)
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["data"])
 

@@ -15,7 +15,7 @@ from plumbline.check.rank.joint.classes import Beginnings, Group, grouped
 from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
-from plumbline.check.rank.joint.weights import JointParameter, JointWeights, product
+from plumbline.check.rank.joint.weights import JointParameter, JointWeights, leaves_of, product
 from plumbline.recording.observer import Facts
 from plumbline.replay.derivatives import InPlace
 from plumbline.replay.precision import ReplayPrecision
@@ -156,10 +156,11 @@ class _Comparison:
         self._unit = max(one["unit"] for one in theirs)
         self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self._unit)
-        self._weights = JointWeights(ReplayPrecision.FLOAT64, held)
+        gathered = leaves_of(one.call.module for one in calls)
+        self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
         self._parts: set[int] = set()
-        self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held)))
+        self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered)))
         measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])
         self._magnitude = sum(magnitude for magnitude, *_ in measured)
         # A forward may compute in a coarser format than its parameters and outputs show.

@@ -111,17 +111,23 @@ class JointParameter:
 
 
 class JointWeights(ParameterCopies):
-    """Leaves for the parameters of joint forwards, which keep their layout and can be moved."""
+    """Leaves for the parameters of joint forwards, which keep their layout and can be moved.
 
-    def __init__(self, precision: ReplayPrecision, parameters: Iterable[JointParameter]) -> None:
+    ``gathered`` is what FSDP2 puts in the places of its shards, also of those that no optimizer updates.
+    """
+
+    def __init__(
+        self, precision: ReplayPrecision, parameters: Iterable[JointParameter], gathered: Mapping[int, Tensor]
+    ) -> None:
         super().__init__(precision)
         self._parameters = {id(one.parameter): one for one in parameters}
+        self._gathered = gathered
         self._base: dict[int, Tensor] = {}
 
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return the leaf for a parameter, the same one each time."""
         if id(parameter) not in self._copies:
-            one = self._parameters.get(id(parameter)) or JointParameter("", parameter)
+            one = self._parameters.get(id(parameter)) or self._frozen(parameter)
             leaf = nn.Parameter(self._copy(one.values(), dtype), requires_grad=False)
             if not is_distributed(parameter):
                 vars(leaf).update(vars(parameter))
@@ -129,6 +135,9 @@ class JointWeights(ParameterCopies):
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def _frozen(self, parameter: nn.Parameter) -> JointParameter:
+        return JointParameter("", parameter, self._gathered.get(id(parameter)))
 
     def move(self, directions: Mapping[int, Tensor], length: float) -> None:
         """Set each leaf to its parameter's values, and those that have a direction to so much further along it."""
