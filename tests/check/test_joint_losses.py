@@ -25,7 +25,7 @@ WRONG = (
 
 
 def checked(plumbline: Any, *scene: str) -> CheckedTraining:
-    check = plumbline.check(partial(joint_losses.run, *scene), ranks=2)
+    check = plumbline.check(partial(joint_losses.run, *scene), ranks=2, steps=2)
     assert not any(end.has_failed for end in check.ends), check.ends
     training: CheckedTraining
     (training,) = check.trainings
