@@ -107,7 +107,7 @@ def sentence_on(one: CheckedTraining) -> str:
         return gradients[0].message.removeprefix("not judged: ")
     if one.coverage.nothing_moved:
         return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
-    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}"
+    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}{_recomputed(one)}"
 
 
 def _judged_shares(one: CheckedTraining) -> str:
@@ -115,6 +115,12 @@ def _judged_shares(one: CheckedTraining) -> str:
     if gradients == updates:
         return f"{gradients} of gradients and updates"
     return f"{gradients} of gradients, {updates} of updates"
+
+
+def _recomputed(one: CheckedTraining) -> str:
+    """Say which share of gradients was recomputed: the rest was compared with the script's own backward passes."""
+    part = one.coverage.replays.part
+    return "" if part >= ENOUGH else f"; {percent(part)} of gradients recomputed in float64"
 
 
 def extent(one: CheckedTraining) -> str:
