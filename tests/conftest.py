@@ -96,6 +96,9 @@ for number, locator in enumerate({locators}):
 # collects tests, nor a rank forked from it, which would have to copy the pages of a million objects.
 gc.disable()
 
+# Tensors of tests are small: a second thread would wait for the first, and take a processor's time for that.
+torch.set_num_threads(1)
+
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("ci")
