@@ -11,9 +11,9 @@ import torch
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.independent_draws import unlike_members
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.replicas import as_replicas, with_whole_models
-from plumbline.judge.sampler_draws import unlike_members
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 

@@ -140,7 +140,7 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SESSION not in config.stash or REFUSED in config.stash:
         return
-    from plumbline.pytest_plugin.hooks import deselect_undeclared, leave_out_placeholders
+    from plumbline.pytest_plugin.session_hooks import deselect_undeclared, leave_out_placeholders
 
     leave_out_placeholders(config, items, CELL_FIXTURES)
     if not config.option.show_unsupported:
@@ -174,7 +174,7 @@ def pytest_testnodedown(node: Any) -> None:
     if refusal := output.get(REFUSAL):
         raise pytest.UsageError(refusal)
     if output:
-        from plumbline.pytest_plugin.hooks import receive_undeclared
+        from plumbline.pytest_plugin.session_hooks import receive_undeclared
 
         receive_undeclared(node.config, node.config.stash.get(SESSION, None), output)
 
@@ -198,8 +198,8 @@ def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
 def _session(config: pytest.Config, suite: Path) -> Session:
     config.stash[PLANNING] = True
     if SESSION not in config.stash:
-        from plumbline.pytest_plugin.hooks import SessionHooks
         from plumbline.pytest_plugin.session import Session
+        from plumbline.pytest_plugin.session_hooks import SessionHooks
 
         with _usage_errors():
             # The workers of xdist share the cores already.

@@ -23,8 +23,8 @@ from plumbline.check.judge.judged_gradients import (
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
+from plumbline.check.judge.rank_weights import shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.check.judge.recorded_weights import shared_numbers
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint, with_hint

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import before_clipping
 from plumbline.check.judge.model_parts import forward_communicates, model_parts
+from plumbline.check.judge.rank_weights import shared_part, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.check.judge.recorded_weights import shared_part, weights_at
 from plumbline.judge.mistakes.case import RIGHT, Combination
 from plumbline.judge.mistakes.synchronisation import only
 

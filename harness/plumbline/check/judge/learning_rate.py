@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
-from plumbline.check.judge.recorded_weights import ranks_begin_apart
+from plumbline.check.judge.rank_weights import ranks_begin_apart
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import StepRecord, step_copies
 from plumbline.judge.causes.learning_rate import PRECISION, LearningRateCase

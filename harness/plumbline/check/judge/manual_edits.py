@@ -10,8 +10,8 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.noted import information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
+from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
-from plumbline.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.judge.mistakes.case import RIGHT

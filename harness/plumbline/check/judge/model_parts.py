@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.recorded_weights import common_steps, weights_at
+from plumbline.check.judge.rank_weights import common_steps, weights_at
 
 OBSERVER = "joint"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.recorded_weights import all_gradients_are_reduced
+from plumbline.check.judge.rank_weights import all_gradients_are_reduced
 
 OBSERVER = "parallelism"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
-from plumbline.check.judge.recorded_weights import (
+from plumbline.check.judge.rank_weights import (
     RankWeights,
     common_steps,
     of_all,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from plumbline.check.judge.noted import failed_observers, forwards_of, information, name_ranks, not_judged, passes_of
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
-from plumbline.check.judge.sampler_passes import (
+from plumbline.check.judge.sampler_epochs import (
     CHECK,
     different_seeds,
     same_order_again,

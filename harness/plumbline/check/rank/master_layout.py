@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as_real, segment
-from plumbline.check.rank.joint.exchange import AbsentRankError, Exchange
+from plumbline.check.rank.joint.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.optimizer_gradients import exact_segment

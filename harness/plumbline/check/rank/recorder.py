@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
-from plumbline.check.rank.flat_gradients import FlatGradients, gathered
+from plumbline.check.rank.fsdp1_gradients import FlatGradients, gathered
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients

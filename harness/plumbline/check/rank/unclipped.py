@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.flat_gradients import gathered
+from plumbline.check.rank.fsdp1_gradients import gathered
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer_gradients import kept

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from plumbline.judge import sampler_draws
+from plumbline.judge import independent_draws
 from plumbline.judge.causes.step_count import BATCHES_PER_STEP
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -73,7 +73,7 @@ def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
 
 
 def _members_draw_apart(case: SampleCase) -> Iterator[Match]:
-    if (found := sampler_draws.unlike_members(case.analysis)) is not None:
+    if (found := independent_draws.unlike_members(case.analysis)) is not None:
         step, first, second = found
         yield Match(step, second, {"first": first, "second": second})
 
@@ -161,12 +161,12 @@ def _batch_again(case: SampleCase) -> Iterator[Match]:
 
 
 def _batch_drawn_again(case: SampleCase) -> Iterator[Match]:
-    if (found := sampler_draws.repeated(case.analysis)) is not None:
+    if (found := independent_draws.repeated(case.analysis)) is not None:
         yield Match(*found)
 
 
 def _ranks_draw_alike(case: SampleCase) -> Iterator[Match]:
-    if (found := sampler_draws.shared(case.analysis)) is not None:
+    if (found := independent_draws.shared(case.analysis)) is not None:
         figures = {"first": found.first, "second": found.second, "count": found.count, "places": found.places}
         yield Match(found.step or 0, found.second, figures)
 

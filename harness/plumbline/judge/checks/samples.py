@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from plumbline.core.finding import Finding
-from plumbline.judge import sampler_draws
+from plumbline.judge import independent_draws
 from plumbline.judge.causes.samples import sample_case
 from plumbline.judge.findings import Vacuous, failed, passed
 from plumbline.judge.hypothesis import explain
+from plumbline.judge.independent_draws import drawn
 from plumbline.judge.oracle.dropout_masks import surprise_limit
-from plumbline.judge.sampler_draws import drawn
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Used = list[tuple[int, ...]]
@@ -49,7 +49,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
 
 
 def _unlike_members(analysis: TraceAnalysis) -> str | None:
-    if (found := sampler_draws.unlike_members(analysis)) is None:
+    if (found := independent_draws.unlike_members(analysis)) is None:
         return None
     step, first, second = found
     return f"ranks {first} and {second} hold parts of one replica but use different samples at step {step}"
@@ -66,9 +66,9 @@ def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
 
 
 def _dependent_draws(analysis: TraceAnalysis) -> str | None:
-    if (again := sampler_draws.repeated(analysis)) is not None:
+    if (again := independent_draws.repeated(analysis)) is not None:
         return f"a batch has the samples of the batch before it at step {again[0]} on rank {again[1]}"
-    if (found := sampler_draws.shared(analysis)) is None:
+    if (found := independent_draws.shared(analysis)) is None:
         return None
     when = "over all steps" if found.step is None else f"at step {found.step}"
     ranks = f"ranks {found.first} and {found.second}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.joint.exchange import NoAgreementError
+from plumbline.check.rank.joint.store_exchange import NoAgreementError
 from plumbline.check.rank.joint.weights import JointWeights
 from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
