@@ -67,5 +67,7 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
         yield Piece("scripts-by-others", (python, "ci/scripts_by_others.py", "--part", part), part)
     for part in ("scripts", "half-judged", "mistakes"):
         yield Piece("check-scripts", (python, "ci/check_scripts.py", "--part", part, *scripts), part)
+    yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py"), needs=("deepspeed",))
+    yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes", "15"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
     yield Piece("cuda", ("ci/cuda",), cannot=3)
