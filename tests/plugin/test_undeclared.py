@@ -77,7 +77,7 @@ def test_where_nothing_is_left_it_is_said_why(project, xdist):
 
 @pytest.mark.parametrize(
     "more",
-    [(), ("--collect-only",), ("--show-unsupported",), pytest.param(("-n", "1"), marks=pytest.mark.nightly)],
+    [(), ("--collect-only",), ("--show-unsupported",), ("-n", "1")],
     ids=" ".join,
 )
 def test_where_no_cell_is_planned_it_is_said(project, more):
