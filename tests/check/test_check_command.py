@@ -172,15 +172,15 @@ def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, mon
 
 def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_first(check):
     code, _, err, written = check(LOOP.format(steps=2, after="raise SystemExit(5)"))
-    assert "NOT JUDGED: the command failed: exit code 5; until then 100 % of gradients and updates" in said(err)
-    assert "! the script ended after 2 of 4 recorded steps" in said(err)
+    assert "NOT JUDGED: the command failed: exit code 5; before that, 100 % of gradients and updates" in said(err)
+    assert "! the script took only 2 of the 4 steps to record" in said(err)
     assert (code, written["script"]["exit_code"]) == (2, 5)
 
 
 def test_a_forked_rank_that_takes_fewer_steps_leaves_its_last_evidence(check):
     _, _, err, _ = check(FORKED)
     assert said(err).startswith("RIGHT: 100 % of gradients and updates judged in 2 steps")
-    assert "! the script ended after 2 of 4 recorded steps" in said(err)
+    assert "! the script took only 2 of the 4 steps to record" in said(err)
     assert "killed" not in err
 
 

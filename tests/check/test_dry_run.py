@@ -27,7 +27,7 @@ def test_time_memory_and_evidence_are_those_of_all_recorded_steps():
     text = " ".join(estimate_lines(ONE, 4))
     assert "4 recorded steps will take about 6.40 s, instead of 2.00 s" in text
     assert "about 1.00 MiB more on each rank, in addition to 4.00 KiB of parameters" in text
-    assert "10.0 B a rank and step, 80.0 B in the temporary folder" in text
+    assert "10.0 B per rank and step, 80.0 B in the temporary folder" in text
 
 
 def test_a_screen_has_an_estimate_for_each_training_or_says_why_there_is_none():

@@ -104,7 +104,7 @@ def test_where_all_gradients_are_distributed_they_are_judged(judged):
     training, answer, _ = judged(train)
     assert answer is Answer.RIGHT
     said = {one.check: one.message for one in training.findings}
-    assert "the 1 of 4 parameters that every rank holds whole" in said["ranks-agree"]
+    assert "the 1 of 4 parameters that every rank holds in full" in said["ranks-agree"]
     assert "the same 1 of 4 parameters" in said["initial-weights"]
 
 
@@ -341,7 +341,7 @@ def test_an_optimizer_that_begins_after_the_recorded_steps_is_left_out_of_the_sh
     training, answer, sentence = judged(train, ranks=1)
     assert answer is Answer.RIGHT_IN_PART
     assert sentence.startswith("18 % of gradients and updates judged")
-    assert "began after the recorded steps" in training.coverage.gradients.left_out[0].why
+    assert "took no step during the recording" in training.coverage.gradients.left_out[0].why
     assert not shared or not any("in no optimizer" in one.message for one in training.findings)
 
 

@@ -342,15 +342,15 @@ def test_a_mean_of_means_is_told_with_its_distance() -> None:
     (finding,) = judge_objective(of_calls(calls, calls, vectors=vectors, received=(1.0, 0.5)))
     assert finding.outcome is Outcome.PASSED
     assert finding.message == (
-        "The loss is a weighted mean of cross_entropy over 2 micro-batches of 2 ranks: a term counts up to 3 × as much "
-        "as another. Its gradient differs from that of the mean over all 80 terms by 62.0 %."
+        "The loss is a weighted mean of cross_entropy over 2 micro-batches on each of 2 ranks: a term counts up to 3 × "
+        "as much as another. Its gradient differs from that of the mean over all 80 terms by 62.0 %."
     )
 
 
 def test_the_distance_of_a_mean_of_means_is_not_known_where_something_else_is_added() -> None:
     calls = [call(10, 0.5), call(30, 0.5)]
     (finding,) = judge_objective(of_calls(calls, calls, received=(1.0, 2.0), alone=False))
-    assert "The distance of its gradient from that of the mean over all 80 terms is not known." in finding.message
+    assert "The difference between its gradient and that of the mean over all 80 terms is not known." in finding.message
 
 
 def test_a_sum_over_micro_batches_of_unknown_origin_is_a_note() -> None:

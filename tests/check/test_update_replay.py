@@ -242,7 +242,7 @@ def test_a_class_that_torch_does_not_have_is_judged_where_a_copy_repeats_its_ste
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda p: PlainSign(p, noisy=True), "does not repeat its step"),
+        (lambda p: PlainSign(p, noisy=True), "gives a different result for the same step"),
         (KeepsFirst, "cannot be copied for a replay"),
         (Slow, "uses tensors other than its parameter's own"),
     ],

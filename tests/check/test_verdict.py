@@ -81,25 +81,25 @@ def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():
 
 def test_the_sentence_has_no_noise_where_nothing_differs():
     sentence = verdict_of(checked(training(replace(RIGHT, error_x_noise=0.0)))).sentence
-    assert sentence.endswith("4 steps on 2 ranks, none wrong")
+    assert sentence.endswith("4 steps on 2 ranks, none wrong; 75 % of gradients recomputed in float64")
 
 
 def test_a_script_that_failed_is_said_first():
     failed = process(rank=1, torch="2.13.0", raised="ValueError: no more data")
     sentence = verdict_of(checked(training(RIGHT), code=1, processes=[failed])).sentence
-    assert sentence.startswith("the command failed: exit code 1 (on rank 1: ValueError: no more data); until then")
+    assert sentence.startswith("the command failed: exit code 1 (on rank 1: ValueError: no more data); before that, ")
 
 
 @pytest.mark.parametrize(
     ("processes", "more", "sentence"),
     [
-        ([], {}, "-I, -E and -S keep it out"),
+        ([], {}, "-I, -E or -S may keep it out"),
         ([], {"code": 3}, "failed before a Python process loaded the recorder: exit code 3"),
         ([], {"has_lost_folder": True}, "the command removed the folder for evidence while it ran"),
         ([process()], {}, "no process of the command imports torch"),
         ([process(raised="NameError: x")], {"code": 1}, "failed before it imported torch: exit code 1 (NameError: x)"),
         ([process(torch="2.3.0", obstacle="torch 2.3.0 is too old: 2.4 is needed")], {}, "torch 2.3.0 is too old"),
-        ([process(torch="2.13.0")], {}, "no optimizer of torch.optim"),
+        ([process(torch="2.13.0")], {}, "no torch.optim.Optimizer"),
         ([process(torch="2.13.0", optimizers=1)], {}, "no backward pass"),
         ([process(torch="2.13.0", optimizers=1, passes=9)], {}, "never calls its optimizer's step"),
         (
@@ -140,7 +140,7 @@ def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sente
 @pytest.mark.parametrize(
     ("one", "more", "incident"),
     [
-        (training(RIGHT, steps=2), {}, "the script ended after 2 of 4 recorded steps"),
+        (training(RIGHT, steps=2), {}, "the script took only 2 of the 4 steps to record"),
         (training(RIGHT, error="MemoryError: out"), {}, "rank 0: MemoryError: out"),
         (training(RIGHT), {"out_of_memory": 1}, "out of memory"),
         (training(RIGHT), {"by": EndedBy.TIME_LIMIT, "time_limit": 9.0}, "ended at the time limit of 9 s"),

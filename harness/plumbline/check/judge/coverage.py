@@ -22,34 +22,30 @@ from plumbline.check.judge.update import NOT_MOVED, Key, replayed_updates
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 
-NO_REPLAY = "its backward passes were not computed again"
-IN_PARTS = "each rank holds a different part of it"
-LATE = "its optimizer began after the recorded steps; use --after N to record later ones"
-NO_STEP = "its optimizer took none of the recorded steps; record more of them"
-NO_GRADIENT = "it received no gradient in the recorded steps"
-ZERO_GRADIENT = "its gradient was zero in the recorded steps"
-NOT_FOLLOWED = "its gradient did not come from a backward pass that can be followed"
-NOT_SHARED = "it is not in every rank's optimizer"
-REMOVED = "the script sets its gradient to None before the step"
-NO_REPLAYED_STEP = "its optimizer's step was not computed again"
-RECOMPUTED = (
-    "an activation checkpoint may have recomputed other values for it, and its gradient could not be computed again"
-)
+NO_REPLAY = "backward passes were not computed again"
+IN_PARTS = "each rank holds a different part"
+LATE = "the optimizer took no step during the recording; use --after N to record later steps"
+NO_STEP = "the optimizer took no recorded step; record more steps"
+NO_GRADIENT = "no gradient in the recorded steps"
+ZERO_GRADIENT = "zero gradient in the recorded steps"
+NOT_FOLLOWED = "the gradient came from no backward pass that can be followed"
+NOT_SHARED = "not in the optimizer of every rank"
+REMOVED = "the script sets the gradient to None before the step"
+NO_REPLAYED_STEP = "the optimizer's step was not computed again"
+RECOMPUTED = "an activation checkpoint may have recomputed other values, and the gradient could not be computed again"
 NO_ANSWER = "see the line about gradients for the reason"
 
-COPIES_OR_PARTS = (
-    "it started with equal values on several ranks; its gradient is right only if these are shards, not replicas"
-)
-UNSEARCHED = "others were found wrong first, and the search for wrong ones ended there"
-TOO_SMALL = "its gradient is too small compared with rounding errors, or no recorded forward uses it"
+COPIES_OR_PARTS = "equal initial values on several ranks; the gradient is right only for shards, not for replicas"
+UNSEARCHED = "the search stopped after it found other wrong gradients"
+TOO_SMALL = "the gradient is too small to tell from rounding errors, or no recorded forward uses the parameter"
 
 _REASONS = {
-    ALIKE_PARTS: "all ranks compute the same gradient for it",
-    NOT_FINITE: "its gradient was not finite",
-    REDUCED_IN_STEP: "its optimizer's step communicates",
+    ALIKE_PARTS: "all ranks compute the same gradient",
+    NOT_FINITE: "the gradient was not finite",
+    REDUCED_IN_STEP: "the optimizer's step communicates",
 }
 
-NOT_SAMPLED = "it is not in the sample that --sample-parameters selects"
+NOT_SAMPLED = "not in the sample of --sample-parameters"
 
 
 @dataclass(frozen=True)

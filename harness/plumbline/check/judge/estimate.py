@@ -78,6 +78,6 @@ def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
         f"{in_words(one.parameter_bytes, 'bytes')} of parameters"
     )
     yield (
-        f"evidence: {in_words(one.evidence_bytes, 'bytes')} a rank and step, "
+        f"evidence: {in_words(one.evidence_bytes, 'bytes')} per rank and step, "
         f"{in_words(one.all_evidence_bytes(steps), 'bytes')} in the temporary folder"
     )

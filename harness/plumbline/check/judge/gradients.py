@@ -59,7 +59,7 @@ _SHARDED: Mapping[str, str] = {
 register(
     ReceivedGradient,
     Hypothesis("rounded-to-16-bits", "amp", holds(lambda case: case.is_right_to_16_bits),
-        "right to 16 bits only, although the master weights and the model's are wider",
+        "accurate to 16 bits only, although the master weights and the model's weights have wider dtypes",
         "check for 16-bit buffers in which gradients are accumulated, averaged or copied", 65),
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ def _stale(training: RecordedTraining) -> Finding | None:
                 CHECK,
                 f"{STALE}: it kept its unsharded parameters after a forward without a backward pass, and did not "
                 "gather them again",
-                "run an evaluation, or another forward without a backward pass, after the optimizer's step",
+                "move every forward without a backward pass, such as an evaluation, to after optimizer.step()",
                 cause="stale-weights",
                 family="sync",
                 rank=rank.rank,
@@ -181,11 +181,11 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
     noise = case.in_noise(RIGHT, 1.0)
     if noise is not None and noise.is_right:  # one wrong parameter, among many larger ones
         noise = case.in_noise(RIGHT, 1.0, fit.worst) or noise
-    where = f"{case.location} and {len(wrong) - 1} more" if len(wrong) > 1 else case.location
+    where = f"{case.location} (and {len(wrong) - 1} more)" if len(wrong) > 1 else case.location
     finding = Finding(
         CHECK,
         Outcome.FAILED,
-        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × its length, "
+        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × as long, "
         f"cosine {cosine:.4f}",
         step=case.index,
         parameter=case.parameters[fit.worst].name,
@@ -230,7 +230,7 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
 def _why_no_case(training: RecordedTraining) -> str:
     steps = training.at(0)
     if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
-        return "ranks stepped different optimizers, or at different times"
+        return "ranks did not step the same optimizers in the same order"
     if not any(shared_numbers(steps).values()):
         return (
             "no parameter is in every rank's optimizer: the ranks hold different parts of a model, and their forwards "

@@ -153,13 +153,13 @@ register(
     JointGradient,
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
-        "check whether gradients are reduced over ranks that are not replicas, or each of these ranks adds the same "
-        "loss", 45),
+        "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "
+        "same loss", 45),
     Hypothesis("some-parameters-not-synchronised", "sync", holds(_is_a_copy),
-        "{name} begins with the same values on all ranks, and each rank receives the gradient of its own copy",
-        "all-reduce the gradients of all parameters that ranks hold copies of", 356),
+        "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
+        "all-reduce the gradients of all replicated parameters", 356),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
-        "check the backward of each collective in the forward: that of a broadcast is an all-reduce, that of an "
-        "all-gather is a reduce-scatter", 5),
+        "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "
+        "a reduce-scatter", 5),
 )  # fmt: skip

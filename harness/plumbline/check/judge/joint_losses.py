@@ -15,7 +15,7 @@ from plumbline.report.text import listed
 
 _WRONG = {
     "own": "leaves out the gradients of the other ranks",
-    "multiple": "gives the derivative of its forward once per rank",
+    "multiple": "multiplies the derivative of its forward by the number of ranks",
 }
 """What is wrong about a backward. Other differences may be a derivative that the script defines on purpose."""
 
@@ -29,9 +29,9 @@ def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
     number, one = changed[0]
     failed = failed_with_hint(
         finding.check,
-        f"rank {one['receiver']} received other gradients for its outputs than rank {one['sender']} computed for the "
-        f"same values: they differ by the factor {one['factor']:.4g} along a random direction",
-        "check that each stage sends the gradient of what it received, once, to the stage from which it received it",
+        f"rank {one['receiver']} did not receive the gradients that rank {one['sender']} computed for its outputs: "
+        f"along a random direction, they are {one['factor']:.4g} × as large",
+        "check that each stage sends the gradient of each input once, to the stage that sent the input",
         cause="exchanged-otherwise",
         family="sync",
         step=number,
@@ -58,7 +58,7 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
         failed = failed_with_hint(
             finding.check,
             f"the loss communicates with {one['function']}, whose backward {_WRONG[one['is']]}",
-            "the backward of an all-gather is a reduce-scatter, that of an all-reduce is an all-reduce",
+            "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce",
             cause="exchanged-otherwise",
             family="sync",
             step=number,
@@ -75,6 +75,6 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
         yield headline_note(
             finding.check,
             f"The loss communicates with {listed(parts)}, whose backward gives 1/{training.world_size} of the "
-            "derivative of its forward. Add up the gradients of all ranks in it, or multiply the loss by the number of "
-            "ranks, unless the loss is meant to be divided by it.",
+            "derivative of its forward. Sum the gradients over all ranks in its backward, or multiply the loss by the "
+            "number of ranks, unless this division is meant.",
         )

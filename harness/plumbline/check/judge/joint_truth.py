@@ -23,9 +23,7 @@ CHECK = "gradients"
 BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 """Causes that a script's own code may have made on purpose."""
 
-_IN_PLACE = (
-    "; what collectives of the forward add to tensors in place, which autograd does not see, is taken for a constant"
-)
+_IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
 
 class JointTruth(Truth[JointGradient]):

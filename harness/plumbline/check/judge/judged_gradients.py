@@ -25,8 +25,8 @@ IN_PARTS = f"each rank holds a part of the model, and {NOT_TOGETHER}"
 ALIKE_PARTS = f"the forward communicates, all ranks compute the same gradients, and {NOT_TOGETHER}"
 ZERO = "every gradient was zero in the recorded steps, so no difference could show"
 REDUCED_IN_STEP = (
-    "the optimizer's step communicates, and all ranks hold the same weights after it although each steps with its own "
-    "gradients: it is not known whether the step averages them"
+    "the optimizer's step communicates; each rank steps with its own gradients, but all ranks hold the same weights "
+    "afterwards: it is not known whether the step averages gradients"
 )
 
 

@@ -35,7 +35,7 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
     steps = list(noted(training, OBSERVER))
     rates = listed(dict.fromkeys(f"{rate:.6g}" for one in steps for rate in one.facts["rates"]))
     if rates and not found:
-        where = ", the same on all ranks" if training.world_size > 1 else ""
+        where = "; all ranks use the same" if training.world_size > 1 else ""
         are = "rates are" if "," in rates else "rate is"
         yield passed(CHECK, f"in the recorded steps the learning {are} {rates}{where}")
     if not found:

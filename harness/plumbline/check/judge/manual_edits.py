@@ -49,7 +49,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if finding.cause == "not-synchronised" and ranks_begin_apart(training):
         return not_judged(
             check,
-            "each rank holds its own weights and steps with its own gradients: these are several trainings, or "
+            "each rank holds its own weights and steps with its own gradients. These may be separate trainings or "
             "parts of one model. To train one model on all ranks, wrap it in DistributedDataParallel",
             step,
         )
@@ -66,8 +66,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(check, why, step)
     if is_unexplained(finding) and any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
         why = (
-            "the gradients of the master weights are right but for one factor, as if they were clipped; at least two "
-            "clipped steps are needed to tell"
+            "the gradients of the master weights differ from the right ones by one factor, as after clipping; record "
+            "more steps: two clipped steps are needed to tell"
         )
         return not_judged(check, why, step)
     if not any(map(_is_changed, wrong)):

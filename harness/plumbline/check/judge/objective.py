@@ -97,8 +97,10 @@ def _optimised(objectives: Sequence[StepObjective]) -> str:
         return f"The loss is the sum over all {terms} terms of {function}."
     if worst.is_even:
         return f"The loss is {_times(worst.total)}the mean over all {terms} terms of {function}."
-    gap = "The distance of its gradient from that of" if worst.gap is None else "Its gradient differs from that of"
-    apart = "is not known" if worst.gap is None else f"by {in_words(worst.gap, 'share')}"
+    if worst.gap is None:
+        gap, apart = "The difference between its gradient and that of", "is not known"
+    else:
+        gap, apart = "Its gradient differs from that of", f"by {in_words(worst.gap, 'share')}"
     return (
         f"The loss is {_times(worst.total)}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "
         f"over all {terms} terms {apart}."
@@ -116,7 +118,7 @@ def _times(total: float) -> str:
 def _over(objective: StepObjective) -> str:
     micro, ranks = max(map(len, objective.ranks)), len(objective.ranks)
     over = [f"{micro} micro-batches" if micro > 1 else "", f"{ranks} ranks" if ranks > 1 else ""]
-    return f" over {' of '.join(filter(None, over))}" if any(over) else ""
+    return f" over {' on each of '.join(filter(None, over))}" if any(over) else ""
 
 
 def _ratio(objective: StepObjective) -> str:

@@ -61,9 +61,9 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
             are, move = ("is", "moves") if len(own) == 1 else ("are", "move")
             yield failed_with_hint(
                 CHECK,
-                f"{name} holds {counted(len(stale), 'parameter')} that no module uses and that received no gradient, "
-                f"while {counted(len(own), 'parameter')} of the model that received one {are} in no optimizer and "
-                f"never {move} ({listed(own)})",
+                f"{name} holds {counted(len(stale), 'parameter')} without gradients that no module uses, while "
+                f"{counted(len(own), 'parameter')} of the model with gradients {are} in no optimizer and never {move} "
+                f"({listed(own)})",
                 "create the optimizer after all code that replaces parameters, such as fully_shard, a change of layers "
                 "or a copy of the model",
                 cause="optimizer-holds-other-parameters",
@@ -101,9 +101,9 @@ def _stale_masters(training: RecordedTraining) -> Finding | None:
             if names and not stale:
                 return failed_with_hint(
                     CHECK,
-                    f"the model computed with other weights than those that the optimizer updates, by up to "
-                    f"{max(names.values()):.2g} of their norm, and the step replaced them ({listed(names)})",
-                    "copy the weights to the master weights after loading them",
+                    "the model's weights differed from those that the optimizer updates by up to "
+                    f"{max(names.values()):.2g} of their norm, and the step overwrote them ({listed(names)})",
+                    "after loading weights into the model, copy them to the master weights",
                     cause="stale-master-weights",
                     family="checkpoint",
                     step=before.number,
@@ -147,7 +147,7 @@ def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
         if apart and is_one_model:
             return _lacking(training.ranks, apart, steps, place, "so the ranks drift apart")
         if in_part := _flat_in_part(names, steps):
-            return _lacking(training.ranks, in_part, steps, place, "so what these ranks hold of it never moves")
+            return _lacking(training.ranks, in_part, steps, place, "so the parts on these ranks never change")
         equal |= {name for name, found in digests.items() if len(found) == len(steps) and len(set(found.values())) == 1}
     return None
 
@@ -180,8 +180,8 @@ def _lacking(
     are = "is" if len(names) == 1 else "are"
     return failed_with_hint(
         CHECK,
-        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks, but not on rank "
-        f"{listed(lacking)}, {effect}: {listed(sorted(names))}",
+        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks, but not on "
+        f"{'rank' if len(lacking) == 1 else 'ranks'} {listed(lacking)}, {effect}: {listed(sorted(names))}",
         "give the optimizer of every rank the same parameters",
         cause="missing-on-some-ranks",
         family="optimizer",

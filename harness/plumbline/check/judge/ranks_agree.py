@@ -48,7 +48,9 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
             return
         if differing:
             what = differing_parameters([one.parameter.name for one in differing], len(weights))
-            yield information(AT_THE_START, f"{what} between ranks at the first recorded step; {layout.reason}")
+            yield information(
+                AT_THE_START, f"{what} between ranks at the first recorded step; this may be intended: {layout.reason}"
+            )
             return
     frozen = _frozen(training) if layout.is_data_parallel else None
     if frozen is not None:
@@ -132,7 +134,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     if not compared:
         return
     if not differing_steps:
-        what = f"values of the {min(parts)} that every rank holds whole" if parts else "weights"
+        what = f"values of the {min(parts)} that every rank holds in full" if parts else "weights"
         yield passed(
             AFTER_STEPS, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}"
         )
@@ -142,7 +144,9 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         )
     else:
         yield information(
-            AFTER_STEPS, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
+            AFTER_STEPS,
+            f"ranks hold different weights after {differing_steps} of {compared} steps; this may be intended: "
+            f"{layout.reason}",
         )
 
 

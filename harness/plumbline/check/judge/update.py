@@ -110,7 +110,7 @@ class ReplayedUpdates:
 def _why_inconclusive(one: ObserverFacts) -> str:
     name = one.facts["class"]
     if not one.facts["of_torch"]:
-        return f"{name} is not a class of torch.optim, and a copy of it does not repeat its step"
+        return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
     if one.facts["hooks"]:
         return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
     if one.facts["shared"]:
@@ -254,7 +254,7 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                     "steps",
                     "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
                     "between, first",
-                    "call either optimizer.step() or scaler.step(optimizer), once a step",
+                    "call either optimizer.step() or scaler.step(optimizer), not both",
                     cause="stepped-without-a-batch",
                     family="optimizer",
                     step=step.number,

@@ -74,7 +74,7 @@ def training_line(one: CheckedTraining) -> str:
     parts = [
         counted(what.ranks, "rank"),
         counted(what.steps, "step"),
-        (f"{low}" if low == high else f"{low} to {high}") + f" backward pass{'es' if high != 1 else ''} a step",
+        (f"{low}" if low == high else f"{low} to {high}") + f" backward pass{'es' if high != 1 else ''} per step",
         ", ".join(optimizers),
         ", ".join(what.precision),
         ", ".join(what.wrappers),
@@ -89,8 +89,8 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
     """
     gradients, updates, replays = coverage.gradients, coverage.updates, coverage.replays
     yield (
-        f"judged: {percent(gradients.part)} of gradients, {percent(updates.part)} of updates, of {coverage.entries:,} "
-        f"trainable parameters"
+        f"judged: {percent(gradients.part)} of gradients and {percent(updates.part)} of updates, of "
+        f"{coverage.entries:,} trainable entries"
     )
     if replays.entries:
         yield f"{percent(replays.part)} of gradients were computed again in {truth}"

@@ -12,7 +12,7 @@ from plumbline.report.text import counted, in_words, shortened
 
 MEMORY = "the kernel killed a process because the machine, or its control group, ran out of memory"
 
-KEPT_OUT = "a container, a cleared environment or Python's -I, -E and -S keep it out"
+KEPT_OUT = "a container, a cleared environment, or Python's -I, -E or -S may keep it out"
 ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
 
 
@@ -29,7 +29,9 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
             f"Python, {KEPT_OUT}"
         )
     if not checked.processes:
-        return f"no Python process of the command has loaded the recorder: {KEPT_OUT}; Python 3.6 or newer is needed"
+        return (
+            f"no Python process of the command loaded the recorder: {KEPT_OUT}; use Python 3.10 or newer, {ELSEWHERE}"
+        )
     trained = [one for one in checked.processes if one.torch]
     early = [one for one in checked.processes if one.raised or not one.ended]
     if not trained:
@@ -94,7 +96,7 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
             "use a smaller N"
         )
     if not any(one.optimizers for one in trained):
-        return "the script creates no optimizer of torch.optim: only what an optimizer receives and does can be judged"
+        return "the script creates no torch.optim.Optimizer: only what an optimizer receives and does can be judged"
     if not any(one.passes for one in trained):
         return (
             "the script creates an optimizer, but runs no backward pass: run it with arguments that make it train, "
@@ -122,7 +124,7 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
             f"{counts[most]}; only the steps that all ranks took are judged"
         )
     elif (steps := describe(training).steps) < options.steps:
-        yield f"the script ended after {steps} of {options.steps} recorded steps"
+        yield f"the script took only {steps} of the {options.steps} steps to record"
     for rank in training.ranks:
         if rank.error:
             yield f"rank {rank.rank}: {shortened(rank.error, 300)}"

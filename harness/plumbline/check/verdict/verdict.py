@@ -63,7 +63,7 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
             sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
     also = list(incidents(checked))
     if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
-        answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; until then {sentence}"
+        answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; before that, {sentence}"
     return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
 
 

@@ -114,7 +114,7 @@ class JointComparison:
         except AbsentRankError as error:
             self.obstacle = str(error)
         except Exception as error:  # on this rank alone, perhaps: the others wait for it no longer than once
-            self.obstacle = f"computing the forward of all ranks again failed: {type(error).__name__}: {error}"
+            self.obstacle = f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}"
         return {"why": self.obstacle}
 
 
@@ -182,7 +182,7 @@ class _Comparison:
         for own in everywhere:
             for name, (ranks, given) in own.items():
                 if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
-                    raise NoAgreementError("ranks ran different numbers of collectives in the forward")
+                    raise NoAgreementError("ranks called different numbers of collectives in the forward")
 
     def _all(self, compute: Callable[[], list[float]]) -> list[list[float]]:
         """Compute together, and return what each rank has; all ranks give up where one of them failed."""
@@ -334,7 +334,7 @@ class _Comparison:
         differences = 4 * math.hypot(*bends) / self._limit
         noise = math.hypot(self._unit * math.sqrt(squares), *rounded, differences, cancelled)
         if not math.isfinite(noise):
-            raise NoAgreementError("the forward of all ranks is not finite")
+            raise NoAgreementError("the recomputed forward is not finite")
         return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self._limit * noise, received, left_over)
 
     def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:

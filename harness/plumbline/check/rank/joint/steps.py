@@ -24,7 +24,10 @@ from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 
-FLAT = "the forward communicates, and FSDP1 holds its parameters in flat ones; with fully_shard it can be judged"
+FLAT = (
+    "the forward communicates, and FSDP1 keeps its parameters in flat tensors: use fully_shard (FSDP2) to have it "
+    "judged"
+)
 
 
 class JointSteps(Observer):
