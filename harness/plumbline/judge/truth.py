@@ -2,6 +2,7 @@
 
 ``oracle``: the workload is known, so one device computes the gradient in float64 (``judge.checks.gradients``).
 ``replay``: a script's own calls, computed again on each rank (``check.judge.gradients``).
+``joint forward``: the forward that all ranks of a script compute together (``check.judge.joint_truth``).
 A truth need not hold a gradient. A case says how far it is from a prediction; the scalar products of both with the same
 directions are enough for that.
 """
