@@ -11,6 +11,7 @@ import pytest
 from plumbline.check.function import CheckedFunction, check_function
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.rank.joint import comparison
+from plumbline.check.report.lines import coverage_lines
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.ranks.run import run_on_ranks
 
@@ -47,6 +48,8 @@ def checked(*scene: str) -> CheckedTraining:
 def test_all_of_a_right_training_is_judged(scene: str) -> None:
     training = checked(scene)
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+    _, recomputed, *_ = coverage_lines(training.coverage, "float32")
+    assert recomputed.endswith("of gradients were compared with a recomputation in float64")
 
 
 @pytest.mark.parametrize("scene", ["quantised", "reversed"])

@@ -76,12 +76,14 @@ class Coverage:
     """Elements of the trainable parameters, of one rank's where all ranks hold the same.
 
     ``gradients`` and ``updates`` count those whose gradient, and whose update, was compared with one that is not zero,
-    so that it could have differed. Gradients of ``replays`` were also computed again in float64.
+    so that it could have differed. Gradients of ``replays`` were also compared with a recomputation. ``is_joint``: all
+    ranks recomputed the forward together, which they always do in float64.
     """
 
     gradients: Share
     updates: Share
     replays: Share
+    is_joint: bool
 
     @property
     def entries(self) -> int:
@@ -126,6 +128,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         _share(entries, gradients | never),
         _share(entries, _updates_left_out(training, entries) | never),
         _share(entries, replays | never),
+        bool(joint.compared),
     )
 
 

@@ -85,7 +85,7 @@ def training_line(one: CheckedTraining) -> str:
 def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
     """Yield what share of the trainable parameters was judged, and for each reason what was not.
 
-    ``truth`` is the precision of the replays.
+    ``truth`` is the precision in which each rank replays its own calls.
     """
     gradients, updates, replays = coverage.gradients, coverage.updates, coverage.replays
     yield (
@@ -93,7 +93,8 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
         f"{coverage.entries:,} trainable entries"
     )
     if replays.entries:
-        yield f"{percent(replays.part)} of gradients were computed again in {truth}"
+        precision = "float64" if coverage.is_joint else truth
+        yield f"{percent(replays.part)} of gradients were compared with a recomputation in {precision}"
     elif gradients.entries:
         yield "gradients were compared with what the script's own backward passes computed"
     for what, share in (("gradients", gradients), ("updates", updates)):
