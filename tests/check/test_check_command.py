@@ -275,7 +275,7 @@ def test_a_python_that_is_too_old_is_named(tmp_path):
 
 def test_python_that_reads_no_environment_is_said_where_it_cannot_be_seen_beforehand(check):
     _, _, err, _ = check("print(1)", python=("env", sys.executable, "-I"))
-    assert "no Python process of the command has loaded the recorder" in said(err)
+    assert "no Python process of the command loaded the recorder" in said(err)
 
 
 def test_a_time_limit_ends_every_process_of_the_command(check):
