@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.functional import cross_entropy
 
-from plumbline.check.verdict.verdict import Answer, answer_of
+from plumbline.check.rank.joint.steps import FLAT
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.ranks.run import run_on_ranks
 
 STEPS = 3
@@ -249,6 +250,48 @@ def test_models_on_some_of_the_ranks_are_not_judged(plumbline):
     with pytest.raises(AssertionError, match="FSDP1 shards DTensors, or shards a model over some of the ranks only"):
         checked.assert_right()
     assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
+
+
+class SummedOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Centred(nn.Module):
+    def __init__(self, *, communicates):
+        super().__init__()
+        self.inner = Model()
+        self.communicates = communicates
+
+    def forward(self, tokens):
+        hidden = self.inner(tokens)
+        mean = hidden.mean(dim=(0, 1))
+        return hidden - (SummedOverRanks.apply(mean) / dist.get_world_size() if self.communicates else mean)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "use_orig_params"])
+def test_only_the_reduction_is_judged_if_the_forward_communicates(plumbline, flat):
+    def centred(*, communicates):
+        torch.manual_seed(0)
+        return train(sharded(Centred(communicates=communicates), flat=flat))
+
+    plumbline.check(functools.partial(centred, communicates=False), ranks=2, steps=STEPS).assert_right(
+        require_full=True
+    )
+    (training,) = plumbline.check(functools.partial(centred, communicates=True), ranks=2, steps=STEPS).trainings
+    assert answer_of(training) is Answer.NOT_JUDGED
+    why = f"only the reduction was judged: {FLAT}"
+    assert sentence_on(training) == f"no gradient was judged in full: {why}"
+    assert [one.why for one in training.coverage.gradients.left_out] == [why]
 
 
 def test_an_optimizer_of_original_parameters_may_be_made_before_they_are_wrapped(plumbline):

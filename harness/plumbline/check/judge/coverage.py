@@ -33,6 +33,7 @@ NOT_SHARED = "not in the optimizer of every rank"
 REMOVED = "the script sets the gradient to None before the step"
 NO_REPLAYED_STEP = "the optimizer's step was not computed again"
 RECOMPUTED = "an activation checkpoint may have recomputed other values, and the gradient could not be computed again"
+ONLY_REDUCED = "only the reduction was judged"
 NO_ANSWER = "see the line about gradients for the reason"
 
 COPIES_OR_PARTS = "equal initial values on several ranks; the gradient is right only for shards, not for replicas"
@@ -124,6 +125,8 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         left_out = dict(_not_compared_jointly(training, joint))
         gradients = {key: _reason(key, why, gradients) for key, why in left_out.items()}
         replays = {key: why for key, why in replays.items() if key in left_out}
+    elif joint.obstacle:
+        gradients = dict.fromkeys(replays, f"{ONLY_REDUCED}: {joint.obstacle}") | gradients
     return Coverage(
         _share(entries, gradients | never),
         _share(entries, _updates_left_out(training, entries) | never),

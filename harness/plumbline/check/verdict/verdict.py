@@ -107,6 +107,9 @@ def sentence_on(one: CheckedTraining) -> str:
         return gradients[0].message.removeprefix("not judged: ")
     if one.coverage.nothing_moved:
         return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
+    left_out = one.coverage.gradients.left_out
+    if left_out and not one.coverage.gradients.entries:
+        return f"no gradient was judged in full: {left_out[0].why}"
     return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}{_recomputed(one)}"
 
 
