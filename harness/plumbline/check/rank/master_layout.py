@@ -16,7 +16,7 @@ from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as
 from plumbline.check.rank.joint.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
-from plumbline.check.rank.optimizer_gradients import exact_segment
+from plumbline.check.rank.optimizer_gradients import exact_segment, joined
 from plumbline.evidence.projection import fingerprint
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.grad_scaler import scale_left
@@ -101,14 +101,7 @@ class MasterLayout:
         """Return a pass as far as it concerns the pieces, as vectors."""
         parameters = list({id(piece.parameter): piece for piece in self.held}.values())
         lengths = {id(p.parameter): sum(o._kept for o in self.held if o.parameter is p.parameter) for p in parameters}
-        zeros = {name: torch.zeros(size, dtype=torch.float64) for name, size in lengths.items()}
-        local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
-        if one.exact is None:
-            return BackwardPass(one.number, local, None, one.scale, one.facts)
-        unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
-        exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
-        native = torch.cat([one.native.get(name, missing) for name, missing in unknown.items()]) if one.native else None
-        return BackwardPass(one.number, local, exact, one.scale, one.facts, native)
+        return joined(one, lengths)
 
     def facts(self, received: Sequence[tuple[Tensor, float]], stale_before: dict[str, float]) -> Facts:
         """Return norms of the pieces' gradients, the limit of clipping, and what is known of the model's weights.

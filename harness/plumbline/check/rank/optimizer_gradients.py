@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,12 @@ def has_own_hooks(parameter: Tensor) -> bool:
 
 def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
     """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
-    zeros = {id(p): torch.zeros(_length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}
+    return joined(one, {id(p): _length(p) if sample.has(p) else 0 for p in parameters})
+
+
+def joined(one: ArrivedGradients, lengths: Mapping[int, int]) -> BackwardPass:
+    """Return a pass as vectors of what is kept of parameters, whose ids have these ``lengths``."""
+    zeros = {name: torch.zeros(length, dtype=torch.float64) for name, length in lengths.items()}
     local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
     if one.exact is None:
         return BackwardPass(one.number, local, None, one.scale, one.facts)
