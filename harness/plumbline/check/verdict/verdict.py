@@ -123,7 +123,7 @@ def _judged_shares(one: CheckedTraining) -> str:
 def _recomputed(one: CheckedTraining) -> str:
     """Say which share of gradients was recomputed: the rest was compared with the script's own backward passes."""
     part = one.coverage.replays.part
-    return "" if part >= ENOUGH else f"; {percent(part)} of gradients recomputed in float64"
+    return "" if part >= ENOUGH else f"; {percent(part)} of gradients recomputed"
 
 
 def extent(one: CheckedTraining) -> str:

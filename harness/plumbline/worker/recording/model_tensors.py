@@ -24,6 +24,7 @@ class DeclaredParts:
 
     def __init__(self) -> None:
         self._parts: dict[str, FlatPart | Part] = {}
+        self._tensors: set[int] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._ranks: tuple[int, ...] = ()
 
@@ -37,6 +38,7 @@ class DeclaredParts:
             if flaw := _flaw(name, part, shapes[name]):
                 raise TraceError(f"job.parts: {flaw}")
         self._parts = dict(parts)
+        self._tensors = {id(part.tensor) for part in parts.values()}
         self._shapes = {name: tuple(shapes[name]) for name in parts}
         self._ranks = tuple(sorted(ranks))
 
@@ -60,7 +62,7 @@ class DeclaredParts:
 
     def hold(self, tensor: Tensor) -> bool:
         """Return whether parts lie in this tensor."""
-        return any(part.tensor is tensor for part in self._parts.values())
+        return id(tensor) in self._tensors
 
     def gradients_in(self, tensors: Iterable[Tensor], scale: float) -> Iterator[tuple[str, Shard]]:
         """Yield this rank's parts of gradients, divided by ``scale``, of the parameters whose parts lie in these."""
