@@ -19,7 +19,7 @@ from plumbline.subjects.declare import Subject
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address
 from plumbline.worker.node_member import lead
-from plumbline.worker.rank import call, exit_after, prepare_process
+from plumbline.worker.rank import call_subject, exit_after, prepare_process
 
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -52,7 +52,7 @@ def run(
         sys.path.insert(0, path)
         _announce_ends_of_children(assignment, announce)
         here = lead(assignment, address)
-        raised = call(subject, here.job)
+        raised = call_subject(subject, here.job)
         place = {"launch": assignment.launch, "rank": assignment.rank}
         if here.recorder.steps:
             here.write_evidence(raised)

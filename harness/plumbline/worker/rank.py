@@ -50,7 +50,7 @@ def run(
     destructors, because a teardown may hang: see :mod:`plumbline.worker.recording.late_evidence`.
     """
 
-    def train() -> int:
+    def record_training() -> int:
         global _current
         prepare_process(assignment)
         recorder: StepHooks
@@ -73,7 +73,7 @@ def run(
         keep_process_groups(before_destruction)
         answer_requests(write_so_far)
         _current = Job(assignment, recorder)
-        raised = call(subject, _current)
+        raised = call_subject(subject, _current)
         try:
             file.finish(recorder.trace(assignment.rank, raised))
         except OSError as error:
@@ -82,10 +82,10 @@ def run(
         announce({"event": "evidence", **place})
         return 0 if raised is None else 1
 
-    exit_after(train)
+    exit_after(record_training)
 
 
-def call(subject: Subject, job: Job) -> BaseException | None:
+def call_subject(subject: Subject, job: Job) -> BaseException | None:
     """Train ``job``; print and return what the subject raised."""
     try:
         subject.train(job)

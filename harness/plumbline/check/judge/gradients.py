@@ -76,13 +76,9 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = with_stages(training, joint.judge())
-        has_failed = finding.outcome is Outcome.FAILED
-        is_open = finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas
-        known = truth.judge() if is_open else finding
-        is_known = known.outcome is Outcome.FAILED and not is_unexplained(known)
-        is_known = is_known and (has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth)))
-        yield known if is_known else finding
-        if joint.alike and finding.outcome is Outcome.PASSED and not is_known:
+        by_replay = _replays_decide(joint, truth, finding)
+        yield by_replay or finding
+        if joint.alike and finding.outcome is Outcome.PASSED and not by_replay:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(
                 CHECK,
@@ -97,6 +93,23 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
     yield from with_losses(training, finding)
+
+
+def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:
+    """Return what the replays find if they name a mistake that the joint forward leaves open; otherwise None.
+
+    The joint forward leaves open what it names by elimination only. If it finds nothing wrong, it leaves open whether
+    parameters that may be replicas are averaged as such. Then the replays count only where it judged a sum over ranks,
+    or none of the parameters that they call wrong.
+    """
+    has_failed = finding.outcome is Outcome.FAILED
+    if not (finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas):
+        return None
+    known = truth.judge()
+    if known.outcome is not Outcome.FAILED or is_unexplained(known):
+        return None
+    counts = has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
+    return known if counts else None
 
 
 def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:

@@ -79,6 +79,7 @@ def _install(torch: "Any") -> None:
     if obstacle:
         return
     try:
+        # There, plumbline.py makes the package importable without its site-packages, whose other packages stay hidden.
         sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "worker", "path"))
         try:
             import plumbline  # noqa: F401
