@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import prod
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -127,12 +128,12 @@ class Backend:
         several = all(one.optional or size > 1 for one, size in self._sized(topology))
         return several and self.device_mesh(topology).size == topology.devices
 
-    @property
+    @cached_property
     def smallest(self) -> Topology:
         """The topology with the fewest devices, and the fewest nodes, that it fits."""
         return next(filter(self.fits, _by_size()))
 
-    @property
+    @cached_property
     def smallest_whole(self) -> Topology:
         """The smallest topology on which every dimension has several devices, including optional ones."""
         required = replace(self, dimensions=tuple(replace(one, optional=False) for one in self.dimensions))

@@ -30,7 +30,7 @@ class Mesh:
     dimensions: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.names)) < len(self.names) or any(size < 1 for _, size in self.dimensions):
+        if len(dict(self.dimensions)) < len(self.dimensions) or any(size < 1 for _, size in self.dimensions):
             raise ValueError(f"the dimensions of a mesh need different names and at least one member: {self}")
 
     @classmethod

@@ -109,10 +109,9 @@ class CellPattern(_Strict):
                     raise ValueError(f"unknown {coordinate} {pattern!r}; choose from {', '.join(known)}")
 
     def covers(self, cell: Cell) -> bool:
-        values = {name: getattr(cell, name) for name in type(self).model_fields}
         return all(
-            patterns is None or any(fnmatchcase(str(values[name]), pattern) for pattern in patterns)
-            for name, patterns in self
+            patterns is None or any(fnmatchcase(str(getattr(cell, name)), pattern) for pattern in patterns)
+            for name, patterns in vars(self).items()
         )
 
 

@@ -192,8 +192,8 @@ class Planned:
         own = self.cell.contract
         return (
             self.refusal is None
-            and self.cell.workload == smoke_workload(own, self.behavior.stages_per_rank)
             and self.cell.precision == SMOKE_PRECISION
+            and self.cell.workload == smoke_workload(own, self.behavior.stages_per_rank)
             and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.opt_in)}
         )
 
