@@ -10,10 +10,13 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import at_least, declare, duration
 from plumbline.core.errors import TROUBLE, PlanError
+
+if TYPE_CHECKING:
+    from plumbline.check.verdict.windows import WindowJudge
 
 
 def add_to(commands: Any) -> None:
@@ -22,6 +25,9 @@ def add_to(commands: Any) -> None:
     add("--steps", type=at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)")
     skipped = "skip the first N steps of each optimizer (default: 0)"
     add("--after", type=at_least(0), default=0, metavar="N", help=skipped)
+    later = "then record one step in N, and judge it while the training runs: a line about each on standard error"
+    add("--every", type=at_least(2), default=0, metavar="N", help=later)
+    flag("--stop-when-wrong", help="stop the script as soon as a recorded step is judged wrong")
     flag("--stop", help="stop the script after the recorded steps (default: let it finish)")
     add(
         "--time-limit",
@@ -63,6 +69,8 @@ def check(options: argparse.Namespace) -> int:
         raise PlanError(
             "--dry-run gives no verdict: remove --html, --sarif and --github, or use --json for the estimate"
         )
+    if options.every and (options.stop or options.dry_run):
+        raise PlanError("--every follows the whole training: remove --stop and --dry-run")
     refuse_unwritable(options.html, options.json, options.sarif)
     if options.json and importlib.util.find_spec("pydantic") is None:
         raise PlanError("--json needs pydantic: pip install pydantic")
@@ -77,12 +85,16 @@ def check(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(command, options)
     from plumbline.check.command.checked_command import run_and_judge
+
+    given = {name: getattr(options, name) for name in ("steps", "after", "stop", "truth", "sample_parameters", "every")}
+    follows = options.every or options.stop_when_wrong
+    judge_in = partial(_judge_in, options) if follows else None
+    checked = run_and_judge(command, RecordingOptions(**given), options.time_limit, judge_in)
+    # These import torch, as judging does: the command has begun before.
     from plumbline.check.report.files import write_files
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of
 
-    given = {name: getattr(options, name) for name in ("steps", "after", "stop", "truth", "sample_parameters")}
-    checked = run_and_judge(command, RecordingOptions(**given), options.time_limit)
     verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form()))
     if options.github:
@@ -118,6 +130,16 @@ def _form() -> dict[str, Any]:
     is_terminal = sys.stderr.isatty()
     colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return {"width": min(shutil.get_terminal_size().columns, 100) if is_terminal else 80, "colour": colour}
+
+
+def _judge_in(options: argparse.Namespace, folder: Path) -> WindowJudge:
+    from plumbline.check.verdict.windows import WindowJudge
+
+    return WindowJudge(folder, options.after, _say, stop_when_wrong=options.stop_when_wrong)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _print(screen: str) -> None:

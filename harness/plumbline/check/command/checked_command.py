@@ -7,15 +7,15 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from plumbline.check.command.running import CommandEnd, CommandError, ProcessWatch, run_command
+from plumbline.check.command.running import CommandEnd, CommandError, EndOfCommand, ProcessWatch, run_command
 from plumbline.check.evidence.options import RecordingOptions, write_options
 
 if TYPE_CHECKING:
@@ -31,13 +31,34 @@ LEAST_ROOM = 16 * 2**20
 
 
 @dataclass(frozen=True)
+class JudgedWindow:
+    """Recorded steps of a training, from ``step`` on, that were judged while it ran: the answer and its reason."""
+
+    step: int
+    trainings: list[CheckedTraining]
+    verdict: str
+    sentence: str
+    is_wrong: bool
+
+
+class Judge(Protocol):
+    """Judges windows of steps while a command runs."""
+
+    judged: list[JudgedWindow]
+
+    def look(self) -> None:
+        """Judge what is complete by now; raise ``EndOfCommand`` to end the command."""
+
+
+@dataclass(frozen=True)
 class CheckedCommand:
     """A command, how it ended, and what was recorded below it and found.
 
     ``processes`` are in the order in which they ended, as far as that is known.
     ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
     ``has_lost_folder``: the command removed the folder for evidence.
-    ``judging_s`` is the time that judging took.
+    ``judging_s`` is the time that judging took after the command ended. ``windows`` were judged while it ran.
+    ``trainings`` are those of the first window, or of the first later one that is wrong.
     """
 
     command: tuple[str, ...]
@@ -49,13 +70,24 @@ class CheckedCommand:
     time_limit: float | None = None
     full_folder: Path | None = None
     has_lost_folder: bool = False
+    windows: tuple[JudgedWindow, ...] = ()
+
+    @property
+    def shows_later_window(self) -> bool:
+        """Whether ``trainings`` are those of a window after the first one."""
+        return any(one.trainings is self.trainings and one.step > self.options.after for one in self.windows)
 
 
-def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
+def run_and_judge(
+    command: Sequence[str],
+    options: RecordingOptions,
+    time_limit: float | None = None,
+    judge_in: Callable[[Path], Judge] | None = None,
+) -> CheckedCommand:
     """Run a command, record the first optimizer steps of every process below it, and judge them.
 
     Its output goes where this process's goes. After ``time_limit`` seconds it is ended, and what was recorded until
-    then is judged. Nothing is left in its folder.
+    then is judged. ``judge_in`` returns what judges the windows in a folder meanwhile. Nothing is left in the folder.
 
     Raises:
         CommandError: the command cannot be started, or there is no folder for evidence.
@@ -66,7 +98,8 @@ def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit:
         # Importing torch takes a second or more: the command runs meanwhile.
         loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
         loading.start()
-        with closing(ProcessWatch(folder)) as watch:
+        judge = None if judge_in is None else judge_in(folder)
+        with closing(ProcessWatch(folder, *([] if judge is None else [judge.look]))) as watch:
             ended = options.stop or options.dry_run
             variables = environment(str(folder))
             end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
@@ -77,9 +110,17 @@ def run_and_judge(command: Sequence[str], options: RecordingOptions, time_limit:
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)
+        windows = () if judge is None else _windows(judge)
+        trainings = next((one.trainings for one in windows if one.is_wrong), trainings)
         took = time.monotonic() - begun
         processes = read_processes(folder, watch.ended)
-        return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost)
+        return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost, windows)
+
+
+def _windows(judge: Judge) -> tuple[JudgedWindow, ...]:
+    with suppress(EndOfCommand):
+        judge.look()
+    return tuple(judge.judged)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -33,12 +33,17 @@ class CommandError(PlumblineError):
     """A command that cannot be started."""
 
 
+class EndOfCommand(Exception):  # noqa: N818 - nothing went wrong
+    """Raised while a command runs that is to be ended."""
+
+
 class EndedBy(Enum):
     """Who ended a command."""
 
     ITSELF = "itself"
     TIME_LIMIT = "time limit"
     USER = "user"
+    VERDICT = "verdict"
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ def run_command(
             watch.wait(process, time_limit)
         except subprocess.TimeoutExpired:
             by = EndedBy.TIME_LIMIT
+        except EndOfCommand:
+            by = EndedBy.VERDICT
         except KeyboardInterrupt:
             by = EndedBy.USER
         try:
@@ -143,11 +150,13 @@ def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
 class ProcessWatch:
     """Follows the processes that have notes in ``folder``. ``ended`` has their ids in the order in which they ended.
 
+    ``looks`` is called at each look, and may raise ``EndOfCommand``.
     Where the system has no file descriptors for processes (those of Linux 5.3), no order is known.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, looks: Callable[[], None] = lambda: None) -> None:
         self.ended: list[int] = []
+        self._looks = looks
         self._folder = folder
         self._known: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -162,6 +171,7 @@ class ProcessWatch:
             if deadline is not None and time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(process.args, seconds or 0.0)
             self._look(LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+            self._looks()
         process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 FILE = "options.json"
 
+WINDOW = "window-"
+"""What the folder of a later window is named, before the number of its step."""
+
 
 @dataclass(frozen=True)
 class RecordingOptions:
     """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process.
 
+    ``every``: record one more step whenever an optimizer has taken a multiple of so many steps; 0 records none.
     ``truth``: the precision of the replays that count as exact, ``float64`` or ``float32``.
     ``sample_parameters``: the share of each optimizer's parameters that is judged where it is below 1, else their
     number; 0 is all of them.
@@ -25,6 +29,7 @@ class RecordingOptions:
     dry_run: bool = False
     truth: str = "float64"
     sample_parameters: float = 0.0
+    every: int = 0
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:

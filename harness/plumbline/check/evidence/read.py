@@ -28,6 +28,15 @@ def read_trainings(folder: Path) -> list[RecordedTraining]:
     return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank))) for ranks in groups.values()]
 
 
+def world_size_of(folder: Path) -> int:
+    """Return the number of ranks of the training below ``folder``, 0 as long as no step of it is written.
+
+    A file that cannot be read raises ``TraceError``, which names it.
+    """
+    steps = next(iter(sorted(folder.glob("rank-*-*/step-*.safetensors"))), None)
+    return 0 if steps is None else int(_read(steps)[0]["world_size"])
+
+
 def _read_rank(folder: Path) -> RecordedRank | None:
     steps = sorted(folder.glob("step-*.safetensors"))
     if not steps:

@@ -35,17 +35,15 @@ def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
 def _not_a_number(training: RecordedTraining) -> Finding | None:
     """Return the failure of running statistics that hold NaN: whatever is averaged into them, it stays."""
     for rank in training.ranks:
-        noted = [
-            (place, step.facts["buffers"]["nan"]) for place, step in enumerate(rank.steps) if "buffers" in step.facts
-        ]
-        for place, names in noted:
+        noted = [(step.number, step.facts["buffers"]["nan"]) for step in rank.steps if "buffers" in step.facts]
+        for number, names in noted:
             if names:
                 return failed_with_hint(
                     CHECK,
                     f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
                     "check for an input or an activation that overflows: statistics, and every evaluation, stay NaN",
                     family="buffers",
-                    step=place,
+                    step=number,
                     rank=rank.rank,
                     parameter=names[0],
                 )

@@ -147,7 +147,7 @@ class ReplayTruth(Truth[ReceivedGradient]):
         return _with_noise(Finding(CHECK, Outcome.PASSED, right), worst)
 
     def place(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
-        return not_judged(CHECK, IN_PARTS, wrong[0].index) if any(case.parts for case in wrong) else finding
+        return not_judged(CHECK, IN_PARTS, wrong[0].step.number) if any(case.parts for case in wrong) else finding
 
     def evidence(self, wrong: Sequence[ReceivedGradient]) -> GradientEvidence[ReceivedGradient]:
         """Return the wrong gradients alone: at which steps a mistake has an effect is not known of a script."""
@@ -200,7 +200,7 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
         Outcome.FAILED,
         f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × as long, "
         f"cosine {cosine:.4f}",
-        step=case.index,
+        step=case.step.number,
         parameter=case.parameters[fit.worst].name,
         rank=case.rank,
     )

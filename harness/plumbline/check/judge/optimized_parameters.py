@@ -145,9 +145,9 @@ def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
         )
         apart = [name for name in equal if len(set(digests.get(name, {}).values())) > 1]
         if apart and is_one_model:
-            return _lacking(training.ranks, apart, steps, place, "so the ranks drift apart")
+            return _lacking(training.ranks, apart, steps, "so the ranks drift apart")
         if in_part := _flat_in_part(names, steps):
-            return _lacking(training.ranks, in_part, steps, place, "so the parts on these ranks never change")
+            return _lacking(training.ranks, in_part, steps, "so the parts on these ranks never change")
         equal |= {name for name, found in digests.items() if len(found) == len(steps) and len(set(found.values())) == 1}
     return None
 
@@ -172,7 +172,7 @@ def _flat_in_part(names: Collection[str], steps: Mapping[int, RecordedStep]) -> 
 
 
 def _lacking(
-    ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], place: int, effect: str
+    ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], effect: str
 ) -> Finding | None:
     lacking = [rank.rank for rank in ranks if any(name in _unoptimized(steps[rank.rank]) for name in names)]
     if len(lacking) == len(ranks):
@@ -185,7 +185,7 @@ def _lacking(
         "give the optimizer of every rank the same parameters",
         cause="missing-on-some-ranks",
         family="optimizer",
-        step=place,
+        step=steps[lacking[0]].number,
         rank=lacking[0],
         parameter=sorted(names)[0],
     )

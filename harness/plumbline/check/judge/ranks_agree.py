@@ -44,7 +44,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         differing = [one for one in weights if one.differ("before")]
         accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
         if accused:
-            yield _unequal_start(accused, len(weights), place, step.number)
+            yield _unequal_start(accused, len(weights), step.number)
             return
         if differing:
             what = differing_parameters([one.parameter.name for one in differing], len(weights))
@@ -59,17 +59,17 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         yield passed(AT_THE_START, f"all ranks begin with the same {of_all(compared, every)}")
 
 
-def _unequal_start(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
+def _unequal_start(accused: list[RankWeights], of: int, number: int) -> Finding:
     worst = max(accused, key=lambda one: one.distance)
     size = f"by up to {worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
     message = f"weights differ between ranks before the first recorded step, {size}"
     if number:  # they may have been equal once
         return replace(
             failed_with_hint(AT_THE_START, message, f"check what changes weights before step {number}", family="sync"),
-            step=place,
+            step=number,
         )
     start = UnequalScriptStart([one.parameter.name for one in accused], of)
-    return replace(explain(failed(AT_THE_START, message, parameter=worst.parameter.name), start), step=place)
+    return replace(explain(failed(AT_THE_START, message, parameter=worst.parameter.name), start), step=number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ def _parted(
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
     message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
-    finding = failed(AFTER_STEPS, message, step=place, parameter=worst.parameter.name)
+    finding = failed(AFTER_STEPS, message, step=next(iter(steps.values())).number, parameter=worst.parameter.name)
     return explain(finding, PartedScriptCase(accused, first_seen=first))
 
 

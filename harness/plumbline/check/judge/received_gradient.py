@@ -57,6 +57,11 @@ class ReceivedGradient(GradientCase):
         return self.ranks[self.rank]
 
     @property
+    def location(self) -> str:
+        """The optimizer's own number of the step, and the rank, in words."""
+        return f"step {self.step.number}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of the optimizer, in its order."""
         return self.step.parameters
@@ -283,7 +288,7 @@ class ReceivedGradient(GradientCase):
         if not total:
             return None
         name = None if only is None else self.parameters[only].name
-        return Deviation(together / total, self.index, name, self.rank, largest / total)
+        return Deviation(together / total, self.step.number, name, self.rank, largest / total)
 
 
 def _all(step: RecordedStep) -> Sequence[BackwardPass]:

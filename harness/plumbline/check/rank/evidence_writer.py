@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from plumbline.check.evidence.options import WINDOW
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep
 from plumbline.evidence.rank_file import write_file
 
@@ -28,6 +29,10 @@ class EvidenceWriter:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._steps = 0
+
+    def of_window(self, step: int) -> EvidenceWriter:
+        """Return the writer of a later window, which begins with this step, to a folder below this one."""
+        return EvidenceWriter(os.path.join(self._folder, f"{WINDOW}{step:09d}"))
 
     @property
     def has_steps(self) -> bool:
@@ -86,8 +91,10 @@ class EvidenceWriter:
 
     def _own(self, rank: int) -> str:
         folder = os.path.join(self._folder, f"rank-{rank}-{os.getpid()}")
-        with suppress(FileExistsError):  # but where the check has ended and removed its folder, nothing is made again
-            os.mkdir(folder)
+        window = [self._folder] if os.path.basename(self._folder).startswith(WINDOW) else []
+        for each in (*window, folder):
+            with suppress(FileExistsError):  # but where the check has ended and removed its folder, none is made again
+                os.mkdir(each)
         return folder
 
 

@@ -49,7 +49,8 @@ END_TIMEOUT_S = 60.0
 class TrainingRecorder:
     """Follows the optimizers of this process from step ``after`` on, for as many steps as are asked for.
 
-    Recording ends early at the first error of its own: the script never sees it.
+    These steps are the first window. With ``every``, later windows of one step follow. Recording ends early at the
+    first error of its own: the script never sees it.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class TrainingRecorder:
         self._options = options
         self._sample = sample = sample or ParameterSample(0)
         self._has_memory = False
-        self._writer = writer
+        self._first_writer = self._writer = writer
+        self._window = options.after, options.after + options.steps
         self._errors = OwnErrors(self._stop_if_recording)
         self._names = ParameterNames()
         self._optimizers = KnownOptimizers(self._names)
@@ -114,7 +116,7 @@ class TrainingRecorder:
     @property
     def has_steps(self) -> bool:
         """Whether this process has written a step."""
-        return self._writer.has_steps
+        return self._first_writer.has_steps
 
     @property
     def progress(self) -> dict[str, object]:
@@ -131,6 +133,8 @@ class TrainingRecorder:
             return
         self._finished = True
         self._stop()
+        if self._later:
+            self._write_later()
         if self._writer.has_steps:
             try:
                 facts = {
@@ -142,7 +146,8 @@ class TrainingRecorder:
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
                 return
-            self._observers.tell(lambda one: one.after_recording(partial(self._write_later, one.name)))
+            if self._writer is self._first_writer:
+                self._observers.tell(lambda one: one.after_recording(partial(self._write_later, one.name)))
 
     def _write_later(self, *changed: str) -> None:
         """Write the facts of observers that watch after the recorded steps: of those that ``changed``, and others."""
@@ -150,14 +155,14 @@ class TrainingRecorder:
             self._later.update(changed)
             facts = {**self._observers.final_facts(self._later), "late": self._optimizers.late}
             with suppress(OSError):  # the check may have ended before the process, and removed its folder
-                self._writer.write_later(self._world[0], facts)
+                self._first_writer.write_later(self._world[0], facts)
 
     def _note(self, optimizer: Optimizer) -> None:
         if self._finished or optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
         self._observers.tell(lambda one: one.optimizer_made(optimizer))
-        if not self._options.after:
+        if not self._window[0]:
             self._start()
 
     def _note_late(self, optimizer: Optimizer) -> None:
@@ -203,7 +208,7 @@ class TrainingRecorder:
             with torch.no_grad(), paused():
                 self._observers.tell(lambda one: one.first_step(optimizer))
         self._optimizers.begin(optimizer)
-        if self._recording and self._optimizers.taken(optimizer) >= self._options.after + self._options.steps:
+        if self._recording and self._optimizers.taken(optimizer) >= self._window[1]:
             self._stop()
 
     def _skip(self, optimizer: Optimizer) -> None:
@@ -282,12 +287,28 @@ class TrainingRecorder:
             )
             self._optimizers.record(optimizer)
             self._passes.stepped(pending.optimizer)
-        if not self._recording and not self._ended and self._optimizers.taken(optimizer) == self._options.after:
+        if not self._recording and not self._ended and self._optimizers.taken(optimizer) == self._window[0]:
             self._start()
-        elif self._recording and self._optimizers.have_taken(self._options.after + self._options.steps):
+        elif self._recording and self._is_over(optimizer):
             self.finish()
             if self._options.stop:
                 self._end_process()
+            elif self._options.every:
+                self._await_window(optimizer)
+
+    def _is_over(self, optimizer: Optimizer) -> bool:
+        """Return whether the window is complete: the first one waits for all optimizers that have begun to step."""
+        if self._writer is self._first_writer:
+            return self._optimizers.have_taken(self._window[1])
+        return self._optimizers.taken(optimizer) >= self._window[1]
+
+    def _await_window(self, optimizer: Optimizer) -> None:
+        """Begin a window again when an optimizer has taken the next multiple of ``every`` steps."""
+        every = self._options.every
+        begin = (self._optimizers.taken(optimizer) // every + 1) * every
+        self._window = begin, begin + 1
+        self._writer = self._first_writer.of_window(begin)
+        self._ended = self._finished = False
 
     def _end_process(self) -> None:
         """End the process with all others of its group: those that are behind may still need it."""

@@ -115,6 +115,16 @@ class CheckTraining(BaseModel):
         )
 
 
+class Window(BaseModel):
+    """Steps, from ``step`` on, that were judged while the command ran."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    step: Count
+    verdict: Answer
+    sentence: Text
+
+
 class Script(BaseModel):
     """How the command ended: its exit code, what ended it, and after how many seconds."""
 
@@ -139,6 +149,7 @@ class CheckDocument(BaseModel):
     script: Script
     judging_seconds: float
     trainings: tuple[CheckTraining, ...]
+    windows: tuple[Window, ...]
 
 
 def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
@@ -152,6 +163,7 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
         script=Script.of(checked.end),
         judging_seconds=checked.judging_s,
         trainings=tuple(map(CheckTraining.of, checked.trainings)),
+        windows=tuple(map(Window.model_validate, checked.windows)),
     )
     return f"{document.model_dump_json(indent=2)}\n"
 

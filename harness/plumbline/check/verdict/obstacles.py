@@ -123,7 +123,7 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
             f"ranks took different numbers of steps: rank {least} recorded {counts[least]}, rank {most} "
             f"{counts[most]}; only the steps that all ranks took are judged"
         )
-    elif (steps := describe(training).steps) < options.steps:
+    elif (steps := describe(training).steps) < options.steps and not checked.shows_later_window:
         yield f"the script took only {steps} of the {options.steps} steps to record"
     for rank in training.ranks:
         if rank.error:
@@ -133,6 +133,8 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
 def _by(checked: CheckedCommand) -> str:
     if checked.end.by is EndedBy.USER:
         return "by Ctrl-C or a signal"
+    if checked.end.by is EndedBy.VERDICT:
+        return "because a recorded step is wrong (--stop-when-wrong)"
     return f"at the time limit of {checked.time_limit:g} s"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from plumbline.check.command.checked_command import CheckedCommand
+from plumbline.check.command.checked_command import CheckedCommand, JudgedWindow
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.noted import HeadlineNote
@@ -61,6 +61,8 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
         sentence = sentence_on(checked.trainings[answers.index(answer)])
         if len(answers) > 1:
             sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
+        if checked.windows:
+            sentence = f"{sentence}{_among_windows(checked.windows)}"
     also = list(incidents(checked))
     if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
         answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; before that, {sentence}"
@@ -141,6 +143,15 @@ def _cause(wrong: Finding) -> str:
 def _noise(finding: Finding) -> str:
     # Without any difference there is no noise to count in.
     return "" if not finding.error_x_noise else f" ({compact(finding.error_x_noise)} × rounding noise)"
+
+
+def _among_windows(windows: Sequence[JudgedWindow]) -> str:
+    """Say which of the windows that were judged are wrong."""
+    first = next((one for one in windows if one.is_wrong), None)
+    if first is None:
+        return f"; {counted(len(windows), 'window')} of steps judged until step {windows[-1].step}"
+    right = [one.step for one in windows if one.step < first.step]
+    return f"; first in the window at step {first.step}" + (f", not in that at step {right[-1]}" if right else "")
 
 
 def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:

@@ -1,0 +1,90 @@
+"""Judges the windows of a long training while it runs: a line about each, and an early end where one is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from plumbline.check.command.checked_command import JudgedWindow
+from plumbline.check.command.running import EndOfCommand
+from plumbline.check.evidence.options import WINDOW
+from plumbline.check.evidence.read import world_size_of
+from plumbline.check.judge.script_checks import judged_trainings
+from plumbline.check.verdict.verdict import Answer, accusations, answer_of, sentence_on
+from plumbline.core.finding import Finding
+from plumbline.report.text import compact, percent
+
+_WORST = list(Answer).index
+
+
+class WindowJudge:
+    """Judges each window of ``folder`` when all its ranks have written it.
+
+    Evidence of a window that is not wrong is removed. ``say`` is given a line about each. ``stop_when_wrong``: end the
+    command at the first one that is wrong.
+    """
+
+    def __init__(self, folder: Path, after: int, say: Callable[[str], None], *, stop_when_wrong: bool = False) -> None:
+        self.judged: list[JudgedWindow] = []
+        self._folder = folder
+        self._after = after
+        self._say = say
+        self._stop = stop_when_wrong
+        self._known: set[Path] = set()
+
+    def look(self) -> None:
+        """Judge what is complete by now.
+
+        Raises:
+            EndOfCommand: a window is wrong, and that is to end the command.
+        """
+        for path in (self._folder, *sorted(self._folder.glob(f"{WINDOW}*"))):
+            if path not in self._known and _is_complete(path):
+                self._known.add(path)
+                self._judge(path)
+
+    def _judge(self, path: Path) -> None:
+        step = self._after if path == self._folder else int(path.name.removeprefix(WINDOW))
+        trainings = judged_trainings(path)
+        worst = max(trainings, key=lambda one: _WORST(answer_of(one)))
+        answer, wrong = answer_of(worst), next(accusations(worst), None)
+        passed = next((one for one in worst.findings if one.check == "gradients"), None)
+        window = JudgedWindow(step, trainings, answer.value, sentence_on(worst), wrong is not None)
+        self.judged.append(window)
+        shares = (worst.coverage.gradients.part, worst.coverage.updates.part)
+        self._say(_line(step, answer, shares, wrong or passed, wrong))
+        if wrong is None and path != self._folder:
+            shutil.rmtree(path, ignore_errors=True)
+        if wrong is not None and self._stop:
+            raise EndOfCommand
+
+
+def _line(
+    step: int, answer: Answer, shares: tuple[float, float], measured: Finding | None, wrong: Finding | None
+) -> str:
+    """Return what was found, as ``name=value`` pairs: a value with a blank is in quotation marks, as in JSON."""
+    facts = {
+        "step": str(step),
+        "verdict": answer.value,
+        "gradients": percent(shares[0]).replace(" ", ""),
+        "updates": percent(shares[1]).replace(" ", ""),
+    }
+    if measured is not None and measured.error_x_noise:
+        facts["x_noise"] = compact(measured.error_x_noise)
+    if wrong is not None:
+        facts |= {"check": wrong.check, "cause": str(wrong.cause)}
+        facts |= {} if wrong.rank is None else {"rank": str(wrong.rank)}
+        facts |= {} if wrong.parameter is None else {"parameter": wrong.parameter}
+        facts["message"] = wrong.message
+    return "plumbline " + " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if " " in value or '"' in value else value
+
+
+def _is_complete(folder: Path) -> bool:
+    ends = len([*folder.glob("rank-*-*/end.safetensors")])
+    return ends > 0 and ends >= world_size_of(folder)
