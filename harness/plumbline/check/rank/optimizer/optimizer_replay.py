@@ -7,12 +7,9 @@ ends the replay before an operation reads or writes the training's tensors, or c
 
 from __future__ import annotations
 
-import copy
-import inspect
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plumbline.check.rank.optimizer.twin import StepInput, Widened, is_of_ranks, stepped, uncompiled
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
 
@@ -31,10 +29,10 @@ ENTRY_BY_ENTRY = frozenset(
 )  # fmt: skip
 """Classes of torch.optim that update each entry by itself, so that a shard can be replayed alone."""
 
-_IMPLEMENTATIONS = ("fused", "foreach", "capturable")
-"""Options that choose among implementations of one step."""
-
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+Attributes = Callable[[str, Any], Any]
+"""Replaces an attribute or an option of an optimizer, which it gets with its name."""
 
 _OF_THE_BASE_CLASS = frozenset(vars(Optimizer([torch.zeros(1)], {}))) | {"step", "grad_scale", "found_inf"}
 
@@ -43,16 +41,22 @@ class NotReplayable(Exception):  # noqa: N818 - it is a statement about the opti
     """The step cannot be replayed; the message says why, as the end of «not judged: …»."""
 
 
+class NeedsOtherRanks(NotReplayable):
+    """One rank cannot replay the step alone: it has only a shard, or the step communicates."""
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
     """The right weights after a step, float64, and the same step in the parameter's own precision.
 
-    ``traced``: that step with the arithmetic of compiled code, None where nothing is compiled.
+    ``traced``: that step with the arithmetic of compiled code, None where nothing is compiled. ``lowered``: whether it
+    computes in 16 bits although the weights have more.
     """
 
     exact: Tensor
     native: Tensor
     traced: Tensor | None = None
+    lowered: bool = False
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
@@ -92,8 +96,13 @@ def require_replayable(optimizer: Optimizer) -> None:
         raise NotReplayable(f"{name} evaluates the loss several times in a step")
     if not is_of_torch(optimizer):
         for key, value in vars(optimizer).items():
-            if key not in _OF_THE_BASE_CLASS and not _is_plain(value):
+            if key not in _OF_THE_BASE_CLASS and not (_is_plain(value) or is_of_ranks(value)):
                 raise NotReplayable(f"{name}.{key} cannot be copied for a replay")
+
+
+def is_entry_by_entry(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer updates each entry by itself."""
+    return is_of_torch(optimizer) and type(optimizer).__name__ in ENTRY_BY_ENTRY
 
 
 def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> ReplayedStep:
@@ -102,22 +111,45 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
     Raises:
         NotReplayable: the step of a copy fails.
     """
-    assert parameter.grad is not None
     name = type(optimizer).__name__
     is_part = local(parameter) is not parameter or is_shard(parameter)
-    if is_part and not (is_of_torch(optimizer) and name in ENTRY_BY_ENTRY):
-        raise NotReplayable(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
+    if is_part and not is_entry_by_entry(optimizer):
+        raise NeedsOtherRanks(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
+    given = StepInput.of(optimizer, parameter)
+    with replaying(optimizer, guard):
+        native = stepped(optimizer, group, given)
+        exact, lowered = exactly_stepped(optimizer, group, given)
+        compiled = is_of_torch(optimizer) and _is_anything_compiled()
+        traced = stepped(optimizer, group, given, traced=True) if compiled else None
+    return ReplayedStep(exact, native, traced, lowered)
+
+
+def exactly_stepped(
+    optimizer: Optimizer, group: dict[str, Any], given: StepInput, attributes: Attributes | None = None
+) -> tuple[Tensor, bool]:
+    """Return the weights after a step in float64 throughout, and whether the class itself computes in 16 bits."""
+    if is_entry_by_entry(optimizer):
+        return stepped(optimizer, group, given, exact=True), False
+    with Widened() as widened:
+        after = stepped(optimizer, group, given, exact=True, attributes=attributes)
+    return after, widened.lowered and given.weights.dtype not in (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def replaying(optimizer: Optimizer, guard: Guard, *, communicates: bool = False) -> Iterator[None]:
+    """Step twins inside: an exception of the class is a reason not to judge it.
+
+    Raises:
+        NotReplayable: the step of a copy fails.
+    """
     try:
-        with torch.no_grad(), guard.around(optimizer):
-            native = _stepped(optimizer, group, parameter)
-            exact = _stepped(optimizer, group, parameter, exact=True)
-            compiled = is_of_torch(optimizer) and _is_anything_compiled()
-            traced = _stepped(optimizer, group, parameter, traced=True) if compiled else None
+        with torch.no_grad(), guard.around(optimizer, communicates=communicates):
+            yield
     except NotReplayable:
         raise
     except Exception as error:  # what another class does with its copy is not known beforehand
+        name = type(optimizer).__name__
         raise NotReplayable(f"a copy of {name} cannot step ({type(error).__name__}: {error})") from error
-    return ReplayedStep(exact, native, traced)
 
 
 class Guard:
@@ -131,24 +163,29 @@ class Guard:
         ]
 
     @contextmanager
-    def around(self, optimizer: Optimizer) -> Iterator[None]:
-        """Make one replay harmless; random numbers that it draws are drawn again by the training."""
+    def around(self, optimizer: Optimizer, *, communicates: bool = False) -> Iterator[None]:
+        """Make one replay harmless; random numbers that it draws are drawn again by the training.
+
+        ``communicates``: the replay may communicate, because all ranks take part.
+        """
         if is_of_torch(optimizer):
             yield
             return
         kind = self._devices[0].type if self._devices else "cuda"
-        with torch.random.fork_rng(self._devices, device_type=kind), _NoTouch(self._protected):
+        no_touch = _NoTouch(self._protected, communicates=communicates)
+        with torch.random.fork_rng(self._devices, device_type=kind), uncompiled(), no_touch:
             yield
 
 
 class _NoTouch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, protected: set[int]) -> None:
+    def __init__(self, protected: set[int], *, communicates: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._protected = protected
+        self._communicates = communicates
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COMMUNICATION:
-            raise NotReplayable("its step communicates with other ranks")
+        if func.namespace in _COMMUNICATION and not self._communicates:
+            raise NeedsOtherRanks("its step communicates with other ranks")
         if func not in _COPIES:
             for leaf in tree_leaves((args, kwargs or {})):
                 if isinstance(leaf, Tensor) and memory(leaf) in self._protected:
@@ -169,101 +206,10 @@ def _is_anything_compiled() -> bool:
     return utils is not None and bool(utils.counters["frames"])
 
 
-def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, exact: bool = False, traced: bool = False
-) -> Tensor:
-    """Return the weights after one step of a twin of the optimizer.
-
-    ``exact`` is in float64. ``traced`` is as compiled code computes it: there the number of the step, and what follows
-    from it, are tensors in float32, where a plain step has Python's numbers; 1 - β₂ at the first step is off by 3e-5.
-    """
-    assert parameter.grad is not None
-    own = torch.nn.Parameter(_copied(parameter, exact))
-    own.grad = _copied(parameter.grad, exact)
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({key: copy.copy(value) for key, value in vars(optimizer).items() if key != "step"})
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    options = _options(group, parameter.dtype, exact)
-    if traced:
-        options |= {key: False for key in _IMPLEMENTATIONS if key in options}
-    twin.param_groups = [{**options, "params": [own]}]
-    twin.state = defaultdict(dict)
-    if parameter in optimizer.state:
-        twin.state[own] = {key: _copied(value, exact) for key, value in optimizer.state[parameter].items()}
-    if (exact or traced) and not _unscaled(twin, own.grad):
-        return own.detach()
-    with _as_if_compiled() if traced else nullcontext():
-        # Without what torch and others have wrapped around it: hooks would count this as a step of the training.
-        inspect.unwrap(type(optimizer).step)(twin)
-    return own.detach()
-
-
-@contextmanager
-def _as_if_compiled() -> Iterator[None]:
-    """Let optimizers compute as they do where torch.compile traces them, without tracing them."""
-    compiler: Any = torch.compiler
-    before = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
-
-
-def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
-    """Divide by the loss scale what a fused optimizer would; return False where it would skip the step.
-
-    GradScaler sets both attributes for the time of a step (``_step_supports_amp_scaling``).
-    """
-    found, scale = (twin.__dict__.pop(name, None) for name in ("found_inf", "grad_scale"))
-    if scale is not None:
-        gradient.div_(float(scale))
-    return found is None or not float(found)
-
-
-def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str, Any]:
-    """Return a group's options; in float64 without the implementations that only some dtypes and devices have."""
-    if not exact:
-        return {key: _copied(value, exact) for key, value in group.items() if key != "params"}
-    options = {key: _number(value) for key, value in group.items() if key != "params"}
-    for key in (*_IMPLEMENTATIONS, "differentiable"):
-        if options.get(key):
-            options[key] = False
-    epsilon = options.get("eps")
-    if isinstance(epsilon, (tuple, list)) and epsilon and epsilon[0] is None:
-        # Adafactor takes the rounding unit of the parameter's dtype, which is not that of its copy.
-        options["eps"] = (torch.finfo(dtype).eps, *epsilon[1:])
-    return options
-
-
-def _number(value: Any) -> Any:
-    """Return an option with numbers in place of tensors of one entry, which would bring their dtype with them."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if type(value) in (tuple, list):
-        return type(value)(map(_number, value))
-    return copy.copy(value)
-
-
-def _copied(value: Any, exact: bool) -> Any:
-    """Return a copy of one value of a state; floating-point tensors in float64 if ``exact``."""
-    if isinstance(value, Tensor):
-        own = local(value.detach())
-        if exact and own.is_floating_point():
-            return own.to(torch.float64, copy=True)
-        if exact and own.is_complex():
-            return own.to(torch.complex128, copy=True)
-        return own.clone()
-    if type(value) in (tuple, list):
-        return type(value)(_copied(one, exact) for one in value)
-    if isinstance(value, dict):
-        return {key: _copied(one, exact) for key, one in value.items()}
-    return copy.copy(value)
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether a value consists of numbers, words and types alone."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):

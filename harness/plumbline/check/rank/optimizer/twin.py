@@ -1,0 +1,196 @@
+"""Steps a twin of an optimizer, which has one parameter: in the parameter's own precision, or in float64 throughout."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plumbline.recording.sharding import local
+
+_IMPLEMENTATIONS = ("fused", "foreach", "capturable")
+"""Options that choose among implementations of one step."""
+
+_WIDER = {
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """What an optimizer's step of one parameter begins with."""
+
+    weights: Tensor
+    gradient: Tensor
+    state: Mapping[str, Any] | None = field(default_factory=dict)
+
+    @staticmethod
+    def of(optimizer: Optimizer, parameter: Tensor) -> StepInput:
+        """Return what this rank holds of a parameter, which has a gradient."""
+        assert parameter.grad is not None
+        state = map_state(optimizer.state[parameter], local) if parameter in optimizer.state else None
+        return StepInput(local(parameter.detach()), local(parameter.grad.detach()), state)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StepInput:
+        """Return the same with each tensor changed."""
+        state = None if self.state is None else map_state(self.state, change)
+        return replace(self, weights=change(self.weights), gradient=change(self.gradient), state=state)
+
+
+class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Turns casts to a lower precision into casts to float64. ``lowered``: whether there were any to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lowered = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype in _WIDER:
+            self.lowered |= dtype in (torch.float16, torch.bfloat16)
+            kwargs["dtype"] = _WIDER[dtype]
+        return func(*args, **kwargs)
+
+
+def stepped(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    given: StepInput,
+    *,
+    exact: bool = False,
+    traced: bool = False,
+    attributes: Callable[[str, Any], Any] | None = None,
+) -> Tensor:
+    """Return the weights after one step of a twin of the optimizer.
+
+    ``exact`` is in float64. ``traced`` is as compiled code computes it: there the number of the step, and what follows
+    from it, are tensors in float32, where a plain step has Python's numbers; 1 - β₂ at the first step is off by 3e-5.
+    ``attributes`` replaces attributes and options of the optimizer, which it gets with their names.
+    """
+    attributes = attributes or (lambda name, value: value)
+    own = torch.nn.Parameter(_copied(given.weights, exact))
+    own.grad = _copied(given.gradient, exact)
+    twin = object.__new__(type(optimizer))
+    own_values = {key: _copied_attribute(value, exact) for key, value in vars(optimizer).items() if key != "step"}
+    twin.__dict__.update({key: attributes(key, value) for key, value in own_values.items()})
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    options = {key: attributes(key, value) for key, value in _options(group, given.weights.dtype, exact).items()}
+    if traced:
+        options |= {key: False for key in _IMPLEMENTATIONS if key in options}
+    twin.param_groups = [{**options, "params": [own]}]
+    twin.state = defaultdict(dict)
+    if given.state is not None:
+        twin.state[own] = {key: _copied(value, exact) for key, value in given.state.items()}
+    if (exact or traced) and not _unscaled(twin, own.grad):
+        return own.detach()
+    with _as_if_compiled() if traced else nullcontext():
+        # Without what torch and others have wrapped around it: hooks would count this as a step of the training.
+        inspect.unwrap(type(optimizer).step)(twin)
+    return own.detach()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run functions that the script compiled as they are written, so that their operations can be followed."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    with nullcontext() if set_stance is None else set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _as_if_compiled() -> Iterator[None]:
+    """Let optimizers compute as they do where torch.compile traces them, without tracing them."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
+def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
+    """Divide by the loss scale what a fused optimizer would; return False where it would skip the step.
+
+    GradScaler sets both attributes for the time of a step (``_step_supports_amp_scaling``).
+    """
+    found, scale = (twin.__dict__.pop(name, None) for name in ("found_inf", "grad_scale"))
+    if scale is not None:
+        gradient.div_(float(scale))
+    return found is None or not float(found)
+
+
+def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str, Any]:
+    """Return a group's options; in float64 without the implementations that only some dtypes and devices have."""
+    if not exact:
+        return {key: _copied(value, exact) for key, value in group.items() if key != "params"}
+    options = {key: _number(value) for key, value in group.items() if key != "params"}
+    for key in (*_IMPLEMENTATIONS, "differentiable"):
+        if options.get(key):
+            options[key] = False
+    epsilon = options.get("eps")
+    if isinstance(epsilon, (tuple, list)) and epsilon and epsilon[0] is None:
+        # Adafactor takes the rounding unit of the parameter's dtype, which is not that of its copy.
+        options["eps"] = (torch.finfo(dtype).eps, *epsilon[1:])
+    return options
+
+
+def _number(value: Any) -> Any:
+    """Return an option with numbers in place of tensors of one entry, which would bring their dtype with them."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(_number, value))
+    return copy.copy(value)
+
+
+def _copied_attribute(value: Any, exact: bool) -> Any:
+    if isinstance(value, Tensor):
+        return _copied(value, exact)
+    return value if is_of_ranks(value) else copy.copy(value)
+
+
+def is_of_ranks(value: Any) -> bool:
+    """Return whether a value is a process group or a device mesh."""
+    c10d: Any = torch.distributed
+    kinds = (c10d.ProcessGroup, c10d.DeviceMesh) if c10d.is_available() else ()
+    return isinstance(value, kinds)
+
+
+def map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with each tensor changed, and everything else as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_state(one, change) for one in value)
+    if isinstance(value, dict):
+        return {key: map_state(one, change) for key, one in value.items()}
+    return value
+
+
+def _copied(value: Any, exact: bool) -> Any:
+    """Return a copy of one value of a state; floating-point tensors in float64 if ``exact``."""
+    if isinstance(value, Tensor):
+        own = value.detach()
+        if exact and own.is_floating_point():
+            return own.to(torch.float64, copy=True)
+        if exact and own.is_complex():
+            return own.to(torch.complex128, copy=True)
+        return own.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copied(one, exact) for one in value)
+    if isinstance(value, dict):
+        return {key: _copied(one, exact) for key, one in value.items()}
+    return copy.copy(value)
