@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.near_replay import NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, information, not_judged, noted, side_by_side
+from plumbline.check.judge.optimizer_state import judge_optimizer_state
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
-from plumbline.judge.hypothesis import Hypothesis, explain, holds, register
+from plumbline.judge.hypothesis import Hypothesis, Match, explain, holds, register
 from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
 from plumbline.report.text import counted, listed
 
@@ -41,6 +43,7 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged("update", "no optimizer step was replayed")
     for why, parameters in steps.why.items():
         yield not_judged("update", f"{why}: {listed(parameters)}" if parameters else why)
+    yield from judge_optimizer_state(training)
     yield from _changed_outside(training)
 
 
@@ -94,6 +97,13 @@ class ReplayedUpdates:
             return
         for number, error, noise, due, made, *_ in one.facts["parameters"]:
             name = one.parameter(int(number))
+            known = near_replays(one).get(int(number))
+            if known is not None and (why := known.why_unknown(one, error, noise)):
+                self.why[why].update({name: None})
+                self._note(one, {why: [int(number)]})
+                continue
+            if known is not None and (known.is_right or known.mistake):
+                error, noise = known.nearest, known.tight
             self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
             if due or made:
                 held = one.held_in(int(number))
@@ -121,7 +131,9 @@ def _why_inconclusive(one: ObserverFacts) -> str:
 def _repeats(one: ObserverFacts) -> bool:
     """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
     return all(
-        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
+        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit()
+        for row in one.facts["parameters"]
+        if str(int(row[0])) not in one.facts.get("close", {})
     )
 
 
@@ -156,6 +168,15 @@ class ReplayedUpdateCase(UpdateCase):
     def rows(self) -> dict[int, list[float]]:
         """Error, noise, length due, length made, scalar product and more of each parameter, by its number."""
         return {int(number): row for number, *row in self.one.facts["parameters"]}
+
+    @cached_property
+    def near(self) -> dict[int, NearReplay]:
+        """What is known of the parameters that have to be near to a replay in their own precision."""
+        return near_replays(self.one)
+
+    def like(self, *names: str) -> list[int]:
+        """Return the numbers of the parameters whose update is what one of the known mistakes makes of them."""
+        return [number for number, one in self.near.items() if one.mistake in names]
 
     @property
     def made(self) -> float:
@@ -199,11 +220,66 @@ class ReplayedUpdateCase(UpdateCase):
         return error <= KNOWN_TO * due
 
 
+def _like(*names: str) -> Callable[[ReplayedUpdateCase], Iterator[Match]]:
+    """Return a hypothesis that an update is what one of these mistakes makes of a parameter."""
+
+    def matches(case: ReplayedUpdateCase) -> Iterator[Match]:
+        if numbers := case.like(*names):
+            yield Match(figures={"matrices": _matrices(case, numbers)})
+
+    return matches
+
+
+def _stepped_nowhere(case: ReplayedUpdateCase) -> Iterator[Match]:
+    names = ("still", "decay-only")
+    others = [near_replays(one) for one in case.others]
+    nowhere = [
+        number for number in case.like(*names) if all(number in one and one[number].mistake in names for one in others)
+    ]
+    if nowhere:
+        yield Match(figures={"matrices": _matrices(case, nowhere)})
+
+
+def _scaled(case: ReplayedUpdateCase) -> Iterator[Match]:
+    for decays in (True, False):
+        found = {number: one for number, one in case.near.items() if one.factor is not None and one.decays == decays}
+        if found:
+            part = "without weight decay, the update" if decays else "the update"
+            factor = next(one.factor for one in found.values())
+            yield Match(figures={"part": part, "matrices": _matrices(case, [*found]), "factor": factor})
+            return
+
+
+def _matrices(case: ReplayedUpdateCase, numbers: Sequence[int]) -> str:
+    return listed([case.one.parameter(number) for number in numbers])
+
+
 register(
     ReplayedUpdateCase,
     Hypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
         "weights are infinite or NaN after the step, although the right update is finite",
         "keep weights and state in float32: eps, or the square of a gradient, may round to 0 in a 16-bit state", 190),
+    Hypothesis("stepped-shard-by-shard", "optimizer", _like("by-shard"),
+        "each rank steps its shard of {matrices} as if it were the whole parameter",
+        "gather the whole matrix before the optimizer combines its entries, for example with full_tensor()", 150),
+    Hypothesis("updates-summed", "averaging", _like("summed", "summed-but-decay"),
+        "the updates of {matrices} from all ranks are added up",
+        "gather the updates, or add up those of which each rank computes a different part", 149),
+    Hypothesis("state-begun-anew", "optimizer", _like("state-anew"),
+        "the state of {matrices} is not used, as if the optimizer began anew",
+        "check that the rank that steps a parameter has its state", 148),
+    Hypothesis("weight-decay-lost", "optimizer", _like("decay-lost"),
+        "the weights of {matrices} do not decay, although weight_decay is not 0",
+        "decay weights on the rank whose update is gathered", 147),
+    Hypothesis("weight-decay-doubled", "optimizer", _like("decay-twice"),
+        "the weights of {matrices} decay twice",
+        "decay weights once: on the rank whose update is gathered, or on all ranks after that", 146),
+    Hypothesis("not-stepped-on-any-rank", "optimizer", _stepped_nowhere,
+        "no rank steps {matrices}",
+        "check which rank steps which parameter: the last ones may belong to no rank", 165),
+    Hypothesis("scaled-update", "optimizer", _scaled,
+        "{part} of {matrices} is {factor} × the right one",
+        "check the learning rate: if the shape scales it, that has to be the whole matrix's, not the shard's", 145),
     Hypothesis("another-optimizer", "optimizer", holds(lambda case: True),
         "the update is not a multiple of the right one",
         "check whether other code, or another process, changes weights during the step", 105),

@@ -12,6 +12,7 @@ from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
+from plumbline.check.rank.optimizer.state_continuity import StateContinuity
 from plumbline.check.rank.optimizer.update_replay import UpdateReplay
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder
@@ -47,5 +48,5 @@ def make_recorder(folder: str) -> TrainingRecorder:
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)
     replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
-    others = [LearningRate(), PrecisionUsed(), *training_observers(), replays]
+    others = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), replays]
     return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as_real, segment
-from plumbline.check.rank.joint.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.optimizer_gradients import exact_segment, joined
+from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.evidence.projection import fingerprint
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.grad_scaler import scale_left

@@ -14,8 +14,8 @@ from torch import Tensor
 from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
-from plumbline.check.rank.joint.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, leaves_of, product
+from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.recording.observer import Facts
 from plumbline.replay.derivatives import InPlace
 from plumbline.replay.precision import ReplayPrecision

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.store_exchange import Exchange
+from plumbline.check.rank.store_exchange import Exchange
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts
 from plumbline.recording.pause import is_paused

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.joint.store_exchange import NoAgreementError
 from plumbline.check.rank.joint.weights import JointWeights
+from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall, sample

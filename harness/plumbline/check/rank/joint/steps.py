@@ -13,10 +13,10 @@ from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.exchanges import ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
-from plumbline.check.rank.joint.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left

@@ -165,8 +165,7 @@ def _copied_attribute(value: Any, exact: bool) -> Any:
 def is_of_ranks(value: Any) -> bool:
     """Return whether a value is a process group or a device mesh."""
     c10d: Any = torch.distributed
-    kinds = (c10d.ProcessGroup, c10d.DeviceMesh) if c10d.is_available() else ()
-    return isinstance(value, kinds)
+    return bool(c10d.is_available()) and isinstance(value, (c10d.ProcessGroup, c10d.device_mesh.DeviceMesh))
 
 
 def map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import Facts, segment
 from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
+    NeedsOtherRanks,
     NotReplayable,
     groups_of,
     is_of_torch,
@@ -23,6 +24,7 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     require_replayable,
     stepping,
 )
+from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
 from plumbline.check.rank.optimizer.shared_memory import shared_places
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.evidence.projection import fingerprint
@@ -35,7 +37,7 @@ from plumbline.recording.sharding import local
 class _Due:
     """One parameter before its step: weights, segments of the right and the native update, noise, one rounding.
 
-    ``native`` is None where the optimizer's class is one of torch's own.
+    ``native`` is None where the optimizer's class is one of torch's own, unless it ``lowers`` the precision itself.
     """
 
     before: Tensor
@@ -43,6 +45,7 @@ class _Due:
     native: Tensor | None
     noise: float
     unit: float
+    lowers: bool = False
 
 
 @dataclass(eq=False)
@@ -57,6 +60,7 @@ class _Pending:
     prints: list[int] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     due: dict[int, _Due] = field(default_factory=dict)
+    together: dict[int, WholeDue] = field(default_factory=dict)
     unjudged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     outside: list[int] = field(default_factory=list)
 
@@ -71,10 +75,15 @@ class UpdateReplay(Observer):
     ``parameters``: for each one judged its number, the error, the noise, the lengths of the update that was due and of
     the one that was made, their scalar product, the distance from the replay in the parameter's own precision (0 of
     torch's own classes), and the size of one rounding. Lengths of large parameters are those of projections.
+    ``close``: of those that have to be as near to a replay in their own precision, by number: the distance from the
+    ``nearest`` one, how far a right update may be (``tight``), one rounding (``unit``), and for each known mistake the
+    update's distance from what it makes of the parameter, and the distance of that from the right one.
     ``unjudged``: numbers of parameters by the reason.
     ``outside``: parameters that changed since this optimizer's last step ended.
     ``shared``: places in shared memory, by parameter.
     ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
+
+    Steps that no rank can replay alone are replayed by all ranks together, each of them the whole parameter.
 
     Memory: a copy of the weights, and one parameter with its state in float64. Of nested steps the innermost is
     judged; of ZeroRedundancyOptimizer the step of the optimizer inside, with this rank's share.
@@ -85,6 +94,7 @@ class UpdateReplay(Observer):
 
     def __init__(self, sample: ParameterSample | None = None) -> None:
         self._sample = sample or ParameterSample(0)
+        self._together = ReplayTogether()
         self._open: list[_Pending] = []
         self._prints: WeakKeyDictionary[Optimizer, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
 
@@ -103,6 +113,7 @@ class UpdateReplay(Observer):
         for outer in self._open:
             outer.why = "another optimizer takes its step, and is judged separately"
             outer.due.clear()
+            outer.together.clear()
         pending = _Pending(optimizer)
         self._open.append(pending)
         parameters = parameters_of(optimizer)
@@ -112,10 +123,14 @@ class UpdateReplay(Observer):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
         try:
             require_replayable(stepping(optimizer))
-            _replay(pending, self._sample)
+            try:
+                _replay(pending, self._sample)
+            except NeedsOtherRanks:
+                self._replay_together(pending)
         except NotReplayable as error:
             pending.why = str(error)
             pending.due.clear()
+            pending.together.clear()
             pending.outside = []  # a step that evaluates the loss again is seen only from there on
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -127,7 +142,10 @@ class UpdateReplay(Observer):
         prints = list(map(weights_print, parameters))
         self._prints.setdefault(optimizer, {})[tuple(map(id, parameters))] = prints
         places = shared_places(map(local, parameters))
-        rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
+        if not self._is_whole(pending, parameters, skipped=skipped):
+            pending.why = pending.why or "not all ranks took the step"
+        close: Facts = {}
+        rows = [] if skipped or pending.why else _compared(pending, parameters, prints, close)
         return {
             "class": type(stepping(optimizer)).__name__,
             "of_torch": is_of_torch(stepping(optimizer)),
@@ -135,11 +153,36 @@ class UpdateReplay(Observer):
             "hooks": _has_hooks(optimizer) or _has_hooks(stepping(optimizer)),
             "count": len(parameters),
             "parameters": rows,
+            "close": close,
             "unjudged": dict(pending.unjudged),
             "outside": pending.outside,
             "shared": {str(number): place for number, place in places.items()},
             "rounded": any(row[1] > 2 * row[2] for row in rows) and _are_bfloat16(parameters),
         }
+
+    def _replay_together(self, pending: _Pending) -> None:
+        """Replay whole parameters together with the other ranks."""
+        optimizer = pending.optimizer
+        pending.due.clear()
+        pending.unjudged.clear()
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+        numbered = [
+            (numbers[id(parameter)], group, parameter)
+            for group in groups_of(optimizer)
+            for parameter in group["params"]
+            if self._sample.has(parameter)
+        ]
+        pending.own = {number for number, _, _ in numbered}
+        for number, found in self._together.replay(optimizer, numbered, Guard(stepping(optimizer))):
+            if isinstance(found, str):
+                pending.unjudged[found].append(number)
+            else:
+                pending.together[number] = found
+
+    def _is_whole(self, pending: _Pending, parameters: Sequence[Tensor], *, skipped: bool) -> bool:
+        """Return whether all ranks have taken the step, so that whole parameters can be gathered again."""
+        held = [parameters[number] for number in pending.together]
+        return not held or self._together.all_agree(held, not skipped)
 
     def _close(self, optimizer: Optimizer) -> _Pending | None:
         """Take an optimizer, and everything that began inside its step, from those that step."""
@@ -189,10 +232,12 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
     rough = [_real(one) for one in (after.native, after.traced) if one is not None]
     noise = max(_length(one - exact) for one in rough)
     # A copy of a class that is not torch's own must repeat the step, so that the replay in float64 says something.
-    native = None if is_of_torch(optimizer) else _segment(rough[0].double() - _real(before), before.dtype)
+    judged_natively = after.lowered or not is_of_torch(optimizer)
+    native = None if not judged_natively else _segment(rough[0].double() - _real(before), before.dtype)
     update = exact.sub_(_real(before))
     unit = (_length(_real(before)) + _length(update)) * torch.finfo(before.dtype).eps / 2
-    return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit)
+    lowers = after.lowered and is_of_torch(optimizer)
+    return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit, lowers)
 
 
 def _length(tensor: Tensor) -> float:
@@ -209,17 +254,24 @@ def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
     return segment(update if dtype in (torch.float64, torch.complex128) else update.float())
 
 
-def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int]) -> list[list[float]]:
-    """Return the rows of all parameters that are judged."""
+def _compared(
+    pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int], close: Facts
+) -> list[list[float]]:
+    """Return the rows of all parameters that are judged, and put what has to be near to a replay in ``close``."""
     unjudged = {number for numbers in pending.unjudged.values() for number in numbers}
     rows: list[list[float]] = []
     for number, parameter in enumerate(parameters):
         due = pending.due.pop(number, None)
-        if due is not None and due.before.shape == local(parameter).shape:
+        if (whole := pending.together.pop(number, None)) is not None:
+            row, close[str(number)] = whole.compared(parameter)
+            rows.append([number, *row])
+        elif due is not None and due.before.shape == local(parameter).shape:
             made = _segment(_real(parameter).double() - _real(due.before), due.before.dtype)
             error, right, moved = (float(vector.norm()) for vector in (made - due.update, due.update, made))
             repeated = 0.0 if due.native is None else float((made - due.native).norm())
             rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
+            if due.lowers:
+                close[str(number)] = {"nearest": repeated, "tight": due.unit, "unit": due.unit, "others": {}}
         elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
             rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # by how much is not known
     return rows

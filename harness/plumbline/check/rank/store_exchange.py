@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,26 +22,31 @@ class AbsentRankError(Exception):
 
 
 class Exchange:
-    """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order."""
+    """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order.
 
-    def __init__(self, name: str = "plumbline joint forward") -> None:
+    ``ranks``: those that exchange values, by default all.
+    """
+
+    def __init__(self, name: str = "plumbline joint forward", ranks: Sequence[int] | None = None) -> None:
         self._name = name
+        self._ranks = ranks
         self._round = 0
         self._store: Any = None
 
     def values(self, own: Any) -> list[Any]:
-        """Return what each rank gave, by rank.
+        """Return what each rank gave, in the order of ranks.
 
         Raises:
             AbsentRankError: a rank did not come.
         """
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        ranks = range(torch.distributed.get_world_size()) if self._ranks is None else self._ranks
         if self._store is None:
             c10d: Any = torch.distributed.distributed_c10d
             self._store = c10d.PrefixStore(self._name, c10d._get_default_store())
         self._round += 1
         self._store.set(f"{self._round} {rank}", json.dumps(own))
-        keys = [f"{self._round} {other}" for other in range(world)]
+        keys = [f"{self._round} {other}" for other in ranks]
         try:
             self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
         except Exception as error:

@@ -1,0 +1,94 @@
+"""What is known of an update that has to be near to a replay in its own precision, and which mistake it is like.
+
+An optimizer that computes in 16 bits, as Muon does, rounds so much that its distance from a replay in float64 would
+hide many mistakes. It repeats its own roundings, however. The update is right if it is as near to a replay in its own
+precision as one more rounding of the gradient explains, and wrong if it is what a known mistake makes of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plumbline.check.judge.noted import ObserverFacts
+from plumbline.judge.oracle.noise import in_noise, limit
+
+ALIKE = 1e-3
+"""How near an update is to what a mistake makes of the parameter, as a part of what the mistake changes.
+
+Chosen: an update is known to three digits from rounded weights. One that is like no known mistake is not called wrong
+by this.
+"""
+
+_SCALED = "scaled "
+
+
+@dataclass(frozen=True)
+class NearReplay:
+    """Distances of one update: from the nearest replay, how large that may be, one rounding, and from mistakes.
+
+    ``others`` has two distances for each mistake: from what it makes of the parameter, and of that from the right one.
+    """
+
+    nearest: float
+    tight: float
+    unit: float
+    others: Mapping[str, tuple[float, float]]
+
+    @property
+    def x_tight(self) -> float:
+        """The distance from the nearest replay, in multiples of what rounding explains."""
+        return in_noise(self.nearest, self.tight)
+
+    @property
+    def is_right(self) -> bool:
+        return self.x_tight <= limit()
+
+    @property
+    def mistake(self) -> str:
+        """The known mistake that the update is like, "" if it is right or like none."""
+        if self.is_right:
+            return ""
+        alike = {name: far / apart for name, (far, apart) in self.others.items() if apart > limit() * self.tight}
+        name = min(alike, key=alike.__getitem__, default="")
+        return name if name and alike[name] <= ALIKE else ""
+
+    @property
+    def factor(self) -> str | None:
+        """The factor of an update, without weight decay, that is right but for it."""
+        return self.mistake.removeprefix(_SCALED) if self.mistake.startswith(_SCALED) else None
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay is a part of the update."""
+        return "decay-lost" in self.others
+
+    @property
+    def hides_shards(self) -> bool:
+        """Whether rounding could hide that each rank steps its shard by itself."""
+        _, apart = self.others.get("by-shard", (0.0, 0.0))
+        return limit() * self.unit < apart < 2 * limit() * self.tight
+
+    def why_unknown(self, one: ObserverFacts, error: float, noise: float) -> str:
+        """Return why it is not known whether the update is right, "" if that is known."""
+        name = one.facts["class"]
+        if self.is_right:
+            return f"the rounding of {name} could hide a wrong update" if self.hides_shards else ""
+        if self.mistake or (one.facts["of_torch"] and not one.facts["hooks"] and in_noise(error, noise) > limit()):
+            return ""
+        if one.facts["hooks"]:
+            return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
+        if one.facts["of_torch"]:
+            return f"the rounding of {name} could hide a wrong update"
+        return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
+
+
+def near_replays(one: ObserverFacts) -> dict[int, NearReplay]:
+    """Return what is known of the updates of a step, by the numbers of their parameters."""
+    return {
+        int(number): NearReplay(
+            known["nearest"], known["tight"], known["unit"],
+            {name: (far, apart) for name, (far, apart) in known["others"].items()},
+        )
+        for number, known in one.facts.get("close", {}).items()
+    }  # fmt: skip

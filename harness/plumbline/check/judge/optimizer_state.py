@@ -1,0 +1,77 @@
+"""Did each rank's optimizer begin its steps with the state of its own last step?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.noted import ObserverFacts, side_by_side
+from plumbline.core.finding import Finding
+from plumbline.report.text import listed
+
+OBSERVER = "optimizer-state"
+
+
+def judge_optimizer_state(training: RecordedTraining) -> Iterator[Finding]:
+    """Find states that ranks have exchanged, and those that only some ranks began anew."""
+    for ranks in side_by_side(training, OBSERVER):
+        finding = _permuted(ranks) or _begun_anew(ranks)
+        if finding is not None:
+            yield finding
+            return
+
+
+def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
+    """Find a state that was another parameter's or another rank's, while that has another one now."""
+    before = {
+        last: (rank, number)
+        for rank, one in ranks.items()
+        for number, last, now in one.facts["changed"]
+        if last and now
+    }  # fmt: skip
+    for rank, one in ranks.items():
+        for number, _, now in _changed(one):
+            other, its = before.get(now, (rank, number))
+            if (other, its) != (rank, number):
+                return one.failed(
+                    "update",
+                    f"the state of {one.parameter(number)} on rank {rank} is the one that "
+                    f"{ranks[other].parameter(its)} had on rank {other}",
+                    "load each rank's own state, and in the order in which the optimizer has its parameters",
+                    cause="states-permuted",
+                    family="optimizer",
+                )
+    return None
+
+
+def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
+    """Find a state that is gone on some of the ranks that have the same parameters."""
+    if len({one.parameters for one in ranks.values()}) > 1:
+        return None
+    everywhere = {now for one in ranks.values() for _, _, now in one.facts["changed"] if now}
+    anew = {
+        rank: {number for number, last, now in _changed(one) if last and not now and last not in everywhere}
+        for rank, one in ranks.items()
+    }
+    held = {rank: set(one.facts["held"]) for rank, one in ranks.items()}
+    kept = set.union(*(held[rank] - anew[rank] for rank in ranks))
+    for rank, one in ranks.items():
+        lost = anew[rank] & kept
+        if not lost and anew[rank] == held[rank] and any(held[other] and not anew[other] for other in ranks):
+            lost = anew[rank]  # each rank has the state of other parameters
+        if lost:
+            names = listed([one.parameter(number) for number in sorted(lost)])
+            return one.failed(
+                "update",
+                f"rank {rank} began the state of {names} anew, and other ranks did not",
+                "restore or reset the optimizer's state on all ranks",
+                cause="state-begun-anew",
+                family="optimizer",
+            )
+    return None
+
+
+def _changed(one: ObserverFacts) -> Iterator[tuple[int, int, int]]:
+    """Yield what has changed but for parameters whose weights were changed as well: both may be meant together."""
+    outside = one.step.facts.get("update", {}).get("outside", ())
+    return ((number, last, now) for number, last, now in one.facts["changed"] if number not in outside)

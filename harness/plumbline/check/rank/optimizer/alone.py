@@ -1,0 +1,74 @@
+"""A world of one rank, in which a twin of an optimizer that communicates steps by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_RANKS = ("rank", "global_rank", "group_rank")
+_SIZES = ("world_size", "group_size")
+
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the group of all ranks: one of this rank alone
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let torch.distributed say that this rank is the only one, and communicate with itself."""
+    c10d: Any = dist.distributed_c10d
+    everyone = c10d._world.default_pg
+    own = _own_group()
+    if own is None:
+        yield
+        return
+    c10d._update_default_pg(own)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(everyone)
+
+
+def _own_group() -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    everyone = dist.group.WORLD
+    if everyone not in _GROUPS:
+        _GROUPS[everyone] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _GROUPS[everyone]
+
+
+def as_only_rank(name: str, value: Any) -> Any:
+    """Return what an attribute or an option of an optimizer is in a world of one rank."""
+    if isinstance(value, dist.ProcessGroup):
+        return _own_group()
+    if isinstance(value, DeviceMesh):
+        return own_mesh(value)
+    if type(value) is int and name.lstrip("_") in _RANKS:
+        return 0
+    if type(value) is int and name.lstrip("_") in _SIZES:
+        return 1
+    return value
+
+
+def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of as many dimensions as another one, with this rank alone."""
+    groups = [_own_group()] * mesh.ndim
+    only = torch.full((1,) * mesh.ndim, dist.get_rank())
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=only, mesh_dim_names=names)
+
+
+def on_own_mesh(tensor: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """Return a whole tensor as a DTensor of this rank alone, with placements of the same kinds."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own = [Shard(one.dim) if hasattr(one, "dim") else Replicate() for one in placements]
+    return DTensor.from_local(tensor, mesh, own, run_check=False)

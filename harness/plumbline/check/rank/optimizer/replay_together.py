@@ -1,0 +1,327 @@
+"""Replays steps that one rank cannot replay alone: of whole parameters, gathered from the ranks that hold them.
+
+A twin steps each whole parameter in a world of one rank, which is what the step should come to. Where parameters are
+sharded, another twin steps the shards, and communicates as the optimizer does: in float64 it has to agree with the
+first one, and then its rounding is the optimizer's own. Known mistakes are stepped as well, for the judge to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from plumbline.check.evidence.training import as_real, segment
+from plumbline.check.rank.optimizer.alone import alone, as_only_rank, on_own_mesh, own_mesh
+from plumbline.check.rank.optimizer.optimizer_replay import Guard, NotReplayable, exactly_stepped, replaying, stepping
+from plumbline.check.rank.optimizer.twin import StepInput, stepped
+from plumbline.check.rank.optimizer.whole_input import WholeInput, described, like_shard
+from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
+from plumbline.recording.observer import Facts
+from plumbline.recording.sharding import local, whole
+
+Numbered = tuple[int, dict[str, Any], Any]
+"""A parameter's number in the optimizer's groups, its group, and the parameter."""
+
+_NUDGES = 2
+"""Steps with a gradient that is rounded otherwise: they show how much the update depends on that."""
+
+_AGREE = 1e-6
+"""How near both twins come in float64, as a part of the update: iterations make its rounding some 1,000 × larger.
+
+Chosen: where they are farther apart, the twin that communicates is not used.
+"""
+
+
+_SCALES: tuple[Callable[[int, int], float], ...] = (
+    lambda rows, columns: max(1, rows / columns) ** 0.5,
+    lambda rows, columns: max(rows, columns) ** 0.5,
+    lambda rows, columns: max(1, rows / columns),
+    lambda rows, columns: (rows / columns) ** 0.5,
+    lambda rows, columns: (rows * columns) ** 0.5,
+)
+"""How optimizers of matrices scale the learning rate by the shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeDue:
+    """One whole parameter before its step, by segments.
+
+    ``right``: updates in its own precision; ``exact``: that in float64. ``noise``: the distance of the former from the
+    latter. ``tight``: how far a right update may be from one of ``right``. ``others``: updates after known mistakes.
+    """
+
+    before: Tensor
+    right: list[Tensor]
+    exact: Tensor
+    noise: float
+    unit: float
+    tight: float
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    def compared(self, parameter: Tensor) -> tuple[list[float], Facts]:
+        """Return how far the step is from the right one: a row, without its number, and what it is like."""
+        made = _segment(whole(parameter.detach())) - self.before
+        nearest = min(float((made - one).norm()) for one in self.right)
+        right = self.right[0]
+        others = {name: [float((made - one).norm()), float((one - right).norm())] for name, one in self.others.items()}
+        row = [
+            float((made - self.exact).norm()), self.noise, float(self.exact.norm()), float(made.norm()),
+            float(made @ self.exact), nearest, self.tight,
+        ]  # fmt: skip
+        return row, {"nearest": nearest, "tight": self.tight, "unit": self.unit, "others": others}
+
+
+class ReplayTogether:
+    """Replays steps together with other ranks, which have to take the same ones."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._obstacle = ""
+
+    def replay(
+        self, optimizer: Optimizer, numbered: Sequence[Numbered], guard: Guard
+    ) -> Iterator[tuple[int, WholeDue | str]]:
+        """Yield for each parameter what its step should come to, or why it cannot be judged.
+
+        Raises:
+            NotReplayable: the ranks do not replay this step.
+        """
+        if self._obstacle:
+            raise NotReplayable(self._obstacle)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise NotReplayable("its parameters are sharded, but torch.distributed has no group")
+        try:
+            for ranks, own in _by_ranks(numbered).items():
+                yield from self._replayed(ranks, optimizer, own, guard)
+        except AbsentRankError as error:
+            self._obstacle = str(error)
+            raise NotReplayable(self._obstacle) from error
+
+    def all_agree(self, parameters: Sequence[Tensor], answer: bool) -> bool:
+        """Return whether every rank that holds the parameters says yes."""
+        try:
+            every = {_ranks_of(one): None for one in parameters}
+            said = [self._exchange(ranks).values(answer) for ranks in every]
+        except AbsentRankError as error:
+            self._obstacle = str(error)
+            return False
+        return all(map(all, said))
+
+    def _exchange(self, ranks: tuple[int, ...]) -> Exchange:
+        name = f"plumbline updates {' '.join(map(str, ranks))}"
+        return self._exchanges.setdefault(ranks, Exchange(name, ranks))
+
+    def _replayed(
+        self, ranks: tuple[int, ...], optimizer: Optimizer, numbered: Sequence[Numbered], guard: Guard
+    ) -> Iterator[tuple[int, WholeDue | str]]:
+        exchange = self._exchange(ranks)
+        own = {str(number): described(stepping(optimizer), one) for number, _, one in numbered}
+        said = exchange.values({"class": type(optimizer).__name__, "held": own})
+        if any(one["class"] != said[0]["class"] or one["held"].keys() != own.keys() for one in said):
+            raise NotReplayable("its step communicates, but the ranks step different optimizers")
+        for number, group, parameter in numbered:
+            held = [one["held"][str(number)] for one in said]
+            if any(one["gradient"] is None for one in held):
+                if parameter.grad is not None:
+                    yield number, "not every rank has its gradient"
+                continue
+            given = WholeInput(stepping(optimizer), parameter, ranks, held)
+            yield number, _Replay(stepping(optimizer), group, parameter, guard, exchange.values).due(given)
+
+
+class _Replay:
+    """The twins of one parameter's step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        parameter: Any,
+        guard: Guard,
+        values: Callable[[Any], list[Any]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._parameter = parameter
+        self._guard = guard
+        self._values = values
+        self._is_sharded = local(parameter) is not parameter
+        self._has_parts = self._is_sharded and any(hasattr(one, "dim") for one in parameter.placements)
+        self._on_mesh = False
+
+    def due(self, of: WholeInput) -> WholeDue | str:
+        """Return what the step should come to, or why that is not known: the same kind of answer on all ranks."""
+        try:
+            given = of.gathered()
+        except NotReplayable as error:  # on all ranks, which have said the same
+            return str(error)
+        found: WholeDue | None = None
+        with self._agreed() as agreed:
+            found = self._alone(given, averaged=of.has_own_gradients)
+        if agreed.why:
+            return agreed.why
+        assert found is not None
+        if self._has_parts:
+            self._add_by_shard(found)
+            self._add_communicating(found)
+        return found
+
+    def _agreed(self) -> _Agreed:
+        return _Agreed(self._values)
+
+    def _alone(self, given: StepInput, *, averaged: bool) -> WholeDue:
+        before = given.weights
+        start = _segment(before)
+        try:
+            native = self._step(given)
+        except NotReplayable:
+            if not self._is_sharded:
+                raise
+            self._on_mesh = True
+            native = self._step(given)
+        exact = self._step(given, exact=True)
+        right, truth = _segment(native) - start, _segment(exact) - start
+        unit = (_length(before) + _length(exact - before)) * torch.finfo(before.dtype).eps / 2
+        noise = max(_length(native.double() - exact), unit)
+        del native, exact
+        nudged = [_segment(self._step(_nudged(given, seed))) - start for seed in range(_NUDGES)]
+        spread = max(float((one - right).norm()) for one in nudged)
+        rights = [right]
+        if averaged:  # the step may as well add up gradients that the loss has divided by the number of ranks
+            added = StepInput(before, given.gradient * dist.get_world_size(), given.state)
+            rights.append(_segment(self._step(added)) - start)
+        due = WholeDue(start, rights, truth, noise, unit, max(unit, spread))
+        self._add_known_mistakes(due, given)
+        return due
+
+    def _step(self, given: StepInput, *, exact: bool = False, **options: Any) -> Tensor:
+        """Return the whole weights after a step in a world of one rank."""
+        optimizer, group = self._optimizer, {**self._group, **options}
+        with alone(), replaying(optimizer, self._guard, communicates=True):
+            if self._on_mesh:
+                given = self._as_dtensors(given)
+            if exact:
+                return whole(exactly_stepped(optimizer, group, given, as_only_rank)[0])
+            return whole(stepped(optimizer, group, given, attributes=as_only_rank))
+
+    def _as_dtensors(self, given: StepInput) -> StepInput:
+        mesh = own_mesh(self._parameter.device_mesh)
+        shape = given.weights.shape
+
+        def changed(one: Tensor) -> Tensor:
+            return on_own_mesh(one.clone(), mesh, self._parameter.placements) if one.shape == shape else one
+
+        return given.mapped(changed)
+
+    def _add_known_mistakes(self, due: WholeDue, given: StepInput) -> None:
+        right, world = due.right[0], dist.get_world_size()
+        due.others["still"] = torch.zeros_like(right)
+        if any(bool(one.any()) for one in _tensors_of(given.state)):
+            anew = StepInput(given.weights, given.gradient, None)
+            self._try(due, "state-anew", lambda: self._step(anew))
+        if self._group.get("weight_decay"):
+            self._try(due, "decay-lost", lambda: self._step(given, weight_decay=0 * self._group["weight_decay"]))
+            if (without := due.others.get("decay-lost")) is not None:
+                due.others["decay-twice"] = right + (right - without)
+        rest = due.others.get("decay-lost", right)  # without weight decay
+        if bool((right - rest).any()):
+            due.others["decay-only"] = right - rest
+        due.others["summed"] = world * right
+        due.others["summed-but-decay"] = right + (world - 1) * rest
+        for factor in self._factors():
+            due.others[f"scaled {factor:.4g}"] = right + (factor - 1) * rest
+
+    def _factors(self) -> set[float]:
+        """Return by what an update is off if the learning rate is scaled by the shape of a shard, or of ranks."""
+        world, whole_shape, own = dist.get_world_size(), self._parameter.shape, local(self._parameter).shape
+        factors = {1 / world, world**0.5, world**-0.5}
+        if len(own) > 1 and own.numel():
+            factors |= {scale(*own[:2]) / scale(*whole_shape[:2]) for scale in _SCALES}
+        return factors - {1.0, float(world)}
+
+    def _try(self, due: WholeDue, name: str, step: Callable[[], Tensor]) -> None:
+        try:
+            due.others[name] = _segment(step()) - due.before
+        except NotReplayable:
+            return
+
+    def _add_by_shard(self, due: WholeDue) -> None:
+        """Add the update where each rank takes its shard for the whole parameter."""
+        shard = StepInput.of(self._optimizer, self._parameter)
+        after = torch.zeros_like(shard.weights)
+        with self._agreed() as agreed:
+            if after.numel():
+                after = local(self._step(shard))
+        if not agreed.why:
+            due.others["by-shard"] = _segment(whole(like_shard(after, self._parameter))) - due.before
+
+    def _add_communicating(self, due: WholeDue) -> None:
+        """Add the rounding of a twin that communicates, if it agrees with the first one in float64."""
+        optimizer, parameter = self._optimizer, self._parameter
+        state = dict(optimizer.state[parameter]) if parameter in optimizer.state else None
+        given = StepInput(parameter.detach(), parameter.grad.detach(), state)
+        with self._agreed() as agreed, replaying(optimizer, self._guard, communicates=True):
+            native = _segment(whole(stepped(optimizer, self._group, given))) - due.before
+            exact = _segment(whole(exactly_stepped(optimizer, self._group, given)[0])) - due.before
+        if not agreed.why and float((exact - due.exact).norm()) <= _AGREE * float(due.exact.norm()) + due.unit:
+            due.right.append(native)
+
+
+class _Agreed:
+    """A context for what each rank does by itself: ``why`` it failed on some rank, "" if it did on none."""
+
+    def __init__(self, values: Callable[[Any], list[Any]]) -> None:
+        self._values = values
+        self.why = ""
+
+    def __enter__(self) -> _Agreed:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is not None and not isinstance(error, NotReplayable):
+            return False
+        said = self._values("" if error is None else str(error))
+        self.why = next(filter(None, said), "")
+        return True
+
+
+def _by_ranks(numbered: Sequence[Numbered]) -> dict[tuple[int, ...], list[Numbered]]:
+    found: dict[tuple[int, ...], list[Numbered]] = {}
+    for one in numbered:
+        found.setdefault(_ranks_of(one[2]), []).append(one)
+    return found
+
+
+def _ranks_of(parameter: Any) -> tuple[int, ...]:
+    """Return the ranks that hold a parameter: those of a DTensor's mesh, of another one all."""
+    if local(parameter) is parameter:
+        return tuple(range(dist.get_world_size()))
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def _nudged(given: StepInput, seed: int) -> StepInput:
+    """Return the same input with a gradient whose entries are each one rounding larger or smaller."""
+    gradient = given.gradient
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, gradient.shape, generator=generator).to(gradient.device) * 2 - 1
+    nudged = (gradient.double() * (1 + torch.finfo(gradient.dtype).eps * signs)).to(gradient.dtype)
+    return StepInput(given.weights, nudged, given.state)
+
+
+def _tensors_of(state: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(state) if isinstance(one, Tensor) and one.numel() > 1]
+
+
+def _segment(tensor: Tensor) -> Tensor:
+    return segment(as_real(tensor).double())
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(as_real(tensor).double()))

@@ -1,0 +1,182 @@
+"""Trainings with optimizers that act on whole matrices, on shards or divided over ranks, and such optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+
+def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The Newton-Schulz iteration in bfloat16, as Muon has it."""
+    x = matrix.bfloat16()
+    if is_tall := x.size(-2) > x.size(-1):
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if is_tall else x).to(matrix.dtype)
+
+
+def muon_update(gradient: Tensor, momentum: Tensor, beta: float = 0.9) -> Tensor:
+    momentum.lerp_(gradient, 1 - beta)
+    update = orthogonal(gradient.lerp(momentum, beta))
+    return update * max(1, gradient.size(-2) / gradient.size(-1)) ** 0.5
+
+
+class Divided(Optimizer):
+    """Muon whose matrices are divided over ranks: each owner steps its own, and the weights are gathered.
+
+    ``mistake`` changes that in one way.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.1, mistake: str = "") -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.mistake = mistake
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            decay = 1 - group["lr"] * group["weight_decay"]
+            for number, p in enumerate(group["params"]):
+                owner = number % world
+                if self.mistake == "nobody" and number % (world + 1) == world:
+                    owner = -1
+                update = torch.zeros_like(p)
+                if rank == owner or self.mistake == "all-sum":
+                    state = self.state[p]
+                    if "momentum" not in state or (self.mistake == "anew" and owner == 1):
+                        state["momentum"] = torch.zeros_like(p)
+                    update = muon_update(p.grad, state["momentum"])
+                    if self.mistake == "shape" and world > 1:
+                        update /= world**0.5
+                before = p.clone()
+                if not (self.mistake == "decay-lost" and world > 1):
+                    p.mul_(decay)
+                if self.mistake == "decay-twice" and world > 1:
+                    p.sub_(before, alpha=1 - decay)
+                dist.all_reduce(update)
+                p.sub_(update, alpha=group["lr"])
+
+
+class Gathered(Divided):
+    """The same, but weights are gathered, as KellerJordan's Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        world = dist.get_world_size()
+        for group in self.param_groups:
+            params = group["params"]
+            padded = params + [torch.empty_like(params[-1])] * (world - len(params) % world)
+            for base in range(len(params))[::world]:
+                if base + dist.get_rank() < len(params):
+                    p = params[base + dist.get_rank()]
+                    state = self.state[p]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(p)
+                    update = muon_update(p.grad, state["momentum"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update, alpha=-group["lr"])
+                parts = padded[base : base + world]
+                gathered = [torch.empty_like(one) for one in parts]
+                dist.all_gather(gathered, padded[base + dist.get_rank()].detach().clone())
+                for one, new in zip(parts, gathered, strict=True):
+                    one.copy_(new)
+
+
+class OnShards(Optimizer):
+    """Muon over DTensors: gathers the matrix, or not (``mistake``), and steps its shard."""
+
+    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.1, mistake: str = "") -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.mistake = mistake
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                if self.mistake == "by-shard":
+                    own = p.to_local()
+                    if own.numel():
+                        update = muon_update(p.grad.to_local(), state["momentum"].to_local())
+                        own.sub_(update, alpha=group["lr"])
+                    continue
+                momentum = state["momentum"]
+                momentum.lerp_(p.grad, 0.1)
+                whole = p.grad.lerp(momentum, 0.9).full_tensor()
+                update = orthogonal(whole)
+                if self.mistake == "shape":
+                    update *= max(1, p.to_local().size(0) / p.to_local().size(1)) ** 0.5
+                else:
+                    update *= max(1, p.size(0) / p.size(1)) ** 0.5
+                p.sub_(distribute_tensor(update, p.device_mesh, p.placements), alpha=group["lr"])
+
+
+def perceptron(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(before, after, bias=False) for before, after in pairwise(sizes)]
+    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+
+
+SIZES = (12, 32, 24, 8)
+
+
+def training(
+    make: Callable[[Any], Optimizer], wrap: Callable[[nn.Sequential], nn.Module], *, sizes: Any = SIZES, steps: int = 3,
+    between: Callable[[Optimizer], None] = lambda optimizer: None, dtype: torch.dtype = torch.float32, same: int = 1,
+) -> Callable[[], None]:  # fmt: skip
+    """Return a training of a perceptron; ``same``: ranks that have the same samples."""
+
+    def train() -> None:
+        model = wrap(perceptron(*sizes).to(dtype))
+        optimizer = make(list(model.parameters()))
+        torch.manual_seed(7 + dist.get_rank() // same)
+        for _ in range(steps):
+            loss = nn.functional.mse_loss(
+                model(torch.randn(16, sizes[0], dtype=dtype)), torch.randn(16, sizes[-1], dtype=dtype)
+            )
+            loss.backward()
+            optimizer.step()
+            between(optimizer)
+            optimizer.zero_grad()
+
+    return train
+
+
+def ddp(model: nn.Sequential) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def hybrid(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def in_parts(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
