@@ -63,7 +63,13 @@ class CheckedFunction:
 
 
 def check_function(
-    train: Callable[[], Any], ranks: int = 2, *, steps: int = 4, after: int = 0, timeout: float = 120.0
+    train: Callable[[], Any],
+    ranks: int = 2,
+    *,
+    steps: int = 4,
+    after: int = 0,
+    timeout: float = 120.0,
+    objective: str = "",
 ) -> CheckedFunction:
     """Call ``train`` on each of ``ranks`` forked processes, record its first optimizer steps, and judge them.
 
@@ -73,12 +79,13 @@ def check_function(
         steps: Optimizer steps to record.
         after: Optimizer steps to skip first.
         timeout: Seconds after which ranks that have not ended are ended.
+        objective: What the training is declared to optimise, as ``plumbline check --objective`` takes it.
 
     Raises:
         LaunchError: the ranks cannot be started here.
     """
     with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
-        write_options(Path(folder), RecordingOptions(steps, after))
+        write_options(Path(folder), RecordingOptions(steps, after, objective=objective))
 
         def recorded(_: Any) -> Any:
             recorder = make_recorder(folder)

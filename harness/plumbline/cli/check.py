@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ def add_to(commands: Any) -> None:
     add("--sample-parameters", type=sample_size, default=0.0, metavar="FRACTION|N", help=sample)
     truth = "precision in which gradients are recomputed to measure rounding noise (default: %(default)s)"
     add("--truth", choices=("float64", "float32"), default="float64", help=truth)
+    declared = "judge whether this is what the training optimises, over all ranks and micro-batches of a step"
+    add("--objective", choices=("token-mean", "sample-mean", "sum"), default="", help=declared)
     cost = "take a few steps, print what recording K steps would cost in time, memory and disk space, and stop"
     flag("--dry-run", help=cost)
     flag("--require-full", help="exit with code 2 if less than 99 %% of the gradients and updates could be judged")
@@ -86,7 +89,8 @@ def check(options: argparse.Namespace) -> int:
         return _dry_run(command, options)
     from plumbline.check.command.checked_command import run_and_judge
 
-    given = {name: getattr(options, name) for name in ("steps", "after", "stop", "truth", "sample_parameters", "every")}
+    names = {one.name for one in fields(RecordingOptions)}
+    given = {name: value for name, value in vars(options).items() if name in names}
     follows = options.every or options.stop_when_wrong
     judge_in = partial(_judge_in, options) if follows else None
     checked = run_and_judge(command, RecordingOptions(**given), options.time_limit, judge_in)

@@ -11,6 +11,9 @@ FILE = "options.json"
 WINDOW = "window-"
 """What the folder of a later window is named, before the number of its step."""
 
+TOKEN_MEAN, SAMPLE_MEAN, SUM = OBJECTIVES = ("token-mean", "sample-mean", "sum")
+"""What a training may be declared to optimise, over all ranks and micro-batches of a step."""
+
 
 @dataclass(frozen=True)
 class RecordingOptions:
@@ -20,6 +23,7 @@ class RecordingOptions:
     ``truth``: the precision of the replays that count as exact, ``float64`` or ``float32``.
     ``sample_parameters``: the share of each optimizer's parameters that is judged where it is below 1, else their
     number; 0 is all of them.
+    ``objective``: which of ``OBJECTIVES`` the training is declared to optimise, "" without a declaration.
     ``dry_run``: nothing is replayed; what recording would cost is measured instead.
     """
 
@@ -30,6 +34,7 @@ class RecordingOptions:
     truth: str = "float64"
     sample_parameters: float = 0.0
     every: int = 0
+    objective: str = ""
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from plumbline.check.evidence.options import FILE, read_options
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.core.errors import TraceError
 from plumbline.evidence.read import read_file
@@ -25,7 +26,8 @@ def read_trainings(folder: Path) -> list[RecordedTraining]:
         if rank is not None:
             alone = int(own.name.rpartition("-")[2]) if rank.world_size == 1 and not rank.facts.get("launch") else 0
             groups[rank.world_size, alone].append(rank)
-    return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank))) for ranks in groups.values()]
+    objective = read_options(str(folder)).objective if (folder / FILE).is_file() else ""
+    return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank)), objective) for ranks in groups.values()]
 
 
 def world_size_of(folder: Path) -> int:

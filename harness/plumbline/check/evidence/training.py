@@ -212,9 +212,10 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedTraining(Recording):
-    """All processes of a training that took optimizer steps, ordered by rank."""
+    """All processes of a training that took optimizer steps, ordered by rank; ``objective`` is the declared one."""
 
     ranks: tuple[RecordedRank, ...]
+    objective: str = ""
 
     @property
     def world_size(self) -> int:

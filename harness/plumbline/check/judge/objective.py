@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.declared_objective import judge_declared
 from plumbline.check.judge.noted import HeadlineNote, amount, failed_observers, headline_note, information, passes_of
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import (
@@ -32,6 +33,9 @@ _PARTS = {0.5: "half of ", 2.0: "twice "}
 def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what was optimised, or a division by the number of micro-batches that is missing or double."""
     yield from failed_observers(training, "objective", CHECK)
+    if training.objective:
+        yield from judge_declared(training)
+        return
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
     if any(step.weights_move_between_passes for rank in training.ranks for step in rank.steps):
@@ -47,8 +51,13 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         return
     if (summed := summed_micro_batches(ranks)) is not None:
         yield summed
+    added = _added_terms(ranks)
     if objectives:
         yield information(CHECK, _optimised(objectives))
+    if added is not None:
+        yield information(CHECK, added)
+    elif objectives:
+        return
     elif (several := _several_losses(ranks)) is not None:
         yield information(CHECK, several)
     elif summed is None:
@@ -57,20 +66,40 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
-    passes = [(one, one.facts.get("objective", {}).get("calls", ())) for rank in ranks for one in passes_of(rank)]
-    kinds = {tuple(call["function"] for call in calls) for _, calls in passes}
-    if len(kinds) != 1 or not (functions := kinds.pop()):
+    return _sum_of(
+        [
+            [(call["function"], None if call["weight"] is None else call["weight"] / one.scale) for call in calls]
+            for one, calls in ((one, _noted(one).get("calls", ())) for rank in ranks for one in passes_of(rank))
+        ]
+    )
+
+
+def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
+    """Return the terms of the loss where some of them are no loss functions of torch, None if there are none."""
+    passes = [(one, _noted(one).get("terms") or ()) for rank in ranks for one in passes_of(rank)]
+    if not all(len(terms) > 1 and any(not term["call"] for term in terms) for _, terms in passes):
         return None
-    terms = []
-    for place, function in enumerate(functions):
-        known = [(calls[place]["weight"], one.scale) for one, calls in passes]
-        weights = sorted(weight / scale for weight, scale in known if weight is not None)
+    return _sum_of([[(term["name"], term["factor"] / one.scale) for term in terms] for one, terms in passes])
+
+
+def _noted(one: BackwardPass) -> Facts:
+    noted: Facts = one.facts.get("objective", {})
+    return noted
+
+
+def _sum_of(passes: Sequence[Sequence[tuple[str, float | None]]]) -> str | None:
+    kinds = {tuple(name for name, _ in terms) for terms in passes}
+    if len(kinds) != 1 or not (names := kinds.pop()):
+        return None
+    told = []
+    for place, name in enumerate(names):
+        weights = sorted(weight for terms in passes if (weight := terms[place][1]) is not None)
         if not weights:
             return None
         same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])
-        weight = _weight(weights[0]) + ("" if same else f" to {_weight(weights[-1])}")
-        terms.append(function if weight == "1" else f"{weight} × {function}")
-    return f"The loss of each backward pass is {' + '.join(terms)}."
+        times = _weight(weights[0]) + ("" if same else f" to {_weight(weights[-1])}")
+        told.append(name if times == "1" else f"{times} × {name}")
+    return f"The loss of each backward pass is {' + '.join(told)}."
 
 
 def _tokens(ranks: Sequence[RecordedRank]) -> str:

@@ -96,7 +96,7 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
         return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
-    mean, received = local / len(steps), _received(steps).nan_to_num()
+    mean, received = local / len(steps), received_by(steps).nan_to_num()
     product, lengths = float(received @ mean), float(received.norm() * mean.norm())
     # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
     if not lengths or product < ALONG * lengths:
@@ -110,7 +110,7 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     return factor if is_one or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
 
 
-def _received(steps: Sequence[RecordedStep]) -> Tensor:
+def received_by(steps: Sequence[RecordedStep]) -> Tensor:
     """Return what optimizers received before it was clipped: the first one, or all of them where each has pieces."""
     first, *others = [step.received if step.unclipped is None else step.unclipped for step in steps]
     for other in others if steps[0].is_in_pieces else ():

@@ -10,6 +10,7 @@ from plumbline.check.command.checked_command import CheckedCommand, JudgedWindow
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.judge.objective import CHECK as OBJECTIVE
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
@@ -74,11 +75,20 @@ def answer_of(one: CheckedTraining) -> Answer:
     coverage = one.coverage
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
+    if one.training.objective and _unanswered(one):
+        return Answer.NOT_JUDGED
     has_passed = any(each.check == GRADIENTS and each.outcome is Outcome.PASSED for each in one.findings)
     if not has_passed or not coverage.gradients.entries or coverage.nothing_moved:
         return Answer.NOT_JUDGED
     is_full = min(coverage.gradients.part, coverage.updates.part) >= ENOUGH
     return Answer.RIGHT if is_full else Answer.RIGHT_IN_PART
+
+
+def _unanswered(one: CheckedTraining) -> str:
+    """Return why it is not known whether the declared objective is trained, "" if it is known."""
+    known = [finding for finding in one.findings if finding.check == OBJECTIVE]
+    skipped = next((finding for finding in known if finding.outcome is Outcome.SKIPPED), None)
+    return "" if skipped is None else skipped.message.removeprefix("not judged: ")
 
 
 def is_accusation(finding: Finding) -> bool:
@@ -101,6 +111,8 @@ def sentence_on(one: CheckedTraining) -> str:
     wrong = next(accusations(one), None)
     if wrong is not None:
         return f"{_cause(wrong)}{_noise(wrong)}"
+    if one.training.objective and (why := _unanswered(one)):
+        return f"objective: {why}"
     gradients = [finding for finding in one.findings if finding.check == GRADIENTS]
     if not gradients:
         return "no gradient was judged"

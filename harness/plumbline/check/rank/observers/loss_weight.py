@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_NODES = 256
+MOST_NODES = 256
 
-_SAME_VALUES = (
+SAME_VALUES = (
     "AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0", "SelectBackward0",
     "SqueezeBackward0", "SqueezeBackward1", "ToCopyBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0",
     "ViewBackward0",
 )  # fmt: skip
 """Nodes that hand on the one number that a loss is."""
 
-_SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
+SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
 """Nodes that hand on each input as the output in the same place."""
 
 _MEAN = 1
 """How torch numbers the reduction ``mean`` of its loss functions."""
 
 
-class _UnknownWeightError(Exception):
+class UnknownWeightError(Exception):
     """What is differentiated is no sum of means."""
 
 
@@ -38,21 +38,21 @@ def mean_weights(root: Any) -> list[list[float]] | None:
         root: the node of the loss in the graph.
     """
     try:
-        return list(_means(root, 0, 1.0, [_MOST_NODES]))
-    except (_UnknownWeightError, AttributeError, RuntimeError):  # of a node that another version of torch has
+        return list(_means(root, 0, 1.0, [MOST_NODES]))
+    except (UnknownWeightError, AttributeError, RuntimeError):  # of a node that another version of torch has
         return None
 
 
 def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[list[float]]:
     left[0] -= 1
     if node is None or left[0] < 0:
-        raise _UnknownWeightError
+        raise UnknownWeightError
     name = type(node).__name__
     following = node.next_functions
-    if name in _SAME_VALUES:
+    if name in SAME_VALUES:
         (inner, place), *_ = following
         yield from _means(inner, place, factor, left)
-    elif name in _SAME_OUTPUTS:
+    elif name in SAME_OUTPUTS:
         inner, place = following[output]
         yield from _means(inner, place, factor, left)
     elif name in ("AddBackward0", "SubBackward0"):
@@ -60,14 +60,14 @@ def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[l
         for (inner, place), sign in zip(following, (1.0, second), strict=True):
             if inner is not None:
                 yield from _means(inner, place, factor * sign, left)
-    elif (constant := _constant(node, name)) is not None:
+    elif (constant := constant_of(node, name)) is not None:
         inner, place = next(one for one in following if one[0] is not None)
         yield from _means(inner, place, factor * constant, left)
     else:
         yield _counted(node, name, abs(factor))
 
 
-def _constant(node: Any, name: str) -> float | None:
+def constant_of(node: Any, name: str) -> float | None:
     """Return the number by which a node multiplies, None where it does something else."""
     if name == "NegBackward0":
         return -1.0
@@ -75,10 +75,10 @@ def _constant(node: Any, name: str) -> float | None:
         return None
     (left, _), (right, _) = node.next_functions
     if (right is not None) == (left is not None) or (name == "DivBackward0" and left is None):
-        raise _UnknownWeightError
+        raise UnknownWeightError
     other = node._saved_other if right is None else node._saved_self
     if not isinstance(other, Tensor) or other.numel() != 1:
-        raise _UnknownWeightError
+        raise UnknownWeightError
     return 1.0 / float(other) if name == "DivBackward0" else float(other)
 
 
@@ -89,7 +89,7 @@ def _counted(node: Any, name: str, factor: float) -> list[float]:
     if name.startswith("MeanBackward"):
         return [factor * _inner_constant(node)]
     if name != "SumBackward0":
-        raise _UnknownWeightError
+        raise UnknownWeightError
     factor *= _inner_constant(node)
     sizes = node._saved_self_sym_sizes
     counts = {float(torch.Size(sizes).numel()), float(sizes[0]) if sizes else 1.0, *_kept(node.next_functions[0][0])}
@@ -99,16 +99,16 @@ def _counted(node: Any, name: str, factor: float) -> list[float]:
 def _inner_constant(node: Any) -> float:
     """Return the number by which every entry of a mean or a sum is multiplied, as far as its graph says so."""
     constant = 1.0
-    for _ in range(_MOST_NODES):
+    for _ in range(MOST_NODES):
         node = next((one for one, _ in node.next_functions if one is not None), None)
         name = type(node).__name__
         if name in ("StackBackward0", "CatBackward0"):
-            raise _UnknownWeightError
+            raise UnknownWeightError
         if name in ("DivBackward0", "MulBackward0"):
             if all(one is not None for one, _ in node.next_functions):
                 return constant
-            if _mask(node) is None:
-                constant *= abs(_constant(node, name) or 0.0)
+            if mask_of(node) is None:
+                constant *= abs(constant_of(node, name) or 0.0)
         elif not name.startswith(("MeanBackward", "NegBackward", "SqueezeBackward", "ViewBackward")):
             return constant
     return constant
@@ -116,11 +116,11 @@ def _inner_constant(node: Any) -> float:
 
 def _kept(node: Any) -> Iterator[float]:
     """Yield how many entries a mask keeps."""
-    if (mask := _mask(node)) is not None:
+    if (mask := mask_of(node)) is not None:
         yield float(mask.sum())
 
 
-def _mask(node: Any) -> Tensor | None:
+def mask_of(node: Any) -> Tensor | None:
     """Return the mask of zeros and ones by which a node multiplies, None where it does something else."""
     if type(node).__name__ != "MulBackward0":
         return None

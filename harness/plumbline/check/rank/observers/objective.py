@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
+from plumbline.check.rank.observers.loss_terms import LossTerms, rows_among, rows_in, weights_of
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
+from plumbline.check.rank.observers.unused_losses import held_losses
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
+from plumbline.replay.unwrapping import unwrapped
 
 _LONGEST_CHAIN = 64
 
@@ -37,9 +40,11 @@ class ObjectiveObserver(Observer):
     """Notes the loss calls of each backward pass: ``{"calls": [...], "alone": ...}``.
 
     A call has its function, its reduction, the number of its terms, ``weight``, the sum of
-    their weights in the pass (1 for a mean that is not scaled), and ``even``, whether they weigh the same.
+    their weights in the pass (1 for a mean that is not scaled), ``even``, whether they weigh the same, and ``own``,
+    what ``weights_of`` says of the terms that weigh anything.
     ``alone`` says that what was differentiated is one call's result times a constant. ``means`` are the weights of the
-    means that were added up to what was differentiated, whoever computed them: see ``mean_weights``. With
+    means that were added up to what was differentiated, whoever computed them: see ``mean_weights``. ``terms`` has all
+    terms of the loss, as ``LossTerm`` describes them, None where the graph is not a sum of numbers. With
     ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
     written by hand.
     """
@@ -54,6 +59,9 @@ class ObjectiveObserver(Observer):
         self._tokens: list[int] = []
         self._root: Any = None
         self._means: list[list[float]] | None = None
+        self._terms: LossTerms | None = None
+        self._roots: list[nn.Module] = []
+        self._rows: int | None = None
 
     def install(self) -> None:
         """Wrap the loss functions, and the script compiler, which must not see that."""
@@ -65,11 +73,15 @@ class ObjectiveObserver(Observer):
 
     def stop(self) -> None:
         super().stop()
-        self._root, self._means = None, None
-        self._calls, self._tokens = [], []
+        self._root, self._means, self._terms = None, None, None
+        self._calls, self._tokens, self._roots = [], [], []
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the labels where that is asked for."""
+        """Note the modules and the rows of a batch, and count the labels where that is asked for."""
+        root = unwrapped(module)
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)
+        self._rows = attempt(rows_in, args, kwargs)
         labels = kwargs.get("labels") if self._count_tokens else None
         if isinstance(labels, Tensor):
             self._tokens.append(int((labels != self._ignored).sum()))
@@ -79,6 +91,9 @@ class ObjectiveObserver(Observer):
         if len(roots) == 1:
             self._root = roots[0].grad_fn
             self._means = attempt(mean_weights, self._root)
+            calls = {id(one.node): one.call.function for one in self._calls}
+            names = {id(node): name for name, node in held_losses(self._roots) if node is not None}
+            self._terms = attempt(LossTerms, self._root, calls, names, self._rows)
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the calls whose gradient this pass has used; what it did not use is dropped."""
@@ -87,10 +102,19 @@ class ObjectiveObserver(Observer):
         used = [one for one in calls if one.cotangent is not None]
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
         means, self._root, self._means = self._means, None, None
-        facts = [made for one in used if (made := attempt(_facts, one)) is not None]
-        if not facts and not tokens and means is None:
+        terms, self._terms = self._terms, None
+        if terms is not None:
+            terms.remove()
+        facts = [made for one in used if (made := attempt(_facts, one, self._rows)) is not None]
+        if not facts and not tokens and means is None and terms is None:
             return None
-        return {"calls": facts, "alone": alone, "means": means, **({"tokens": tokens} if tokens else {})}
+        return {
+            "calls": facts,
+            "alone": alone,
+            "means": means,
+            "terms": None if terms is None else [one.facts for one in terms.terms],
+            **({"tokens": tokens} if tokens else {}),
+        }
 
     def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Asked first: a compiled region must not depend on what is being recorded.
@@ -123,7 +147,7 @@ class ObjectiveObserver(Observer):
         self._calls.append(one)
 
 
-def _facts(one: _Call) -> Facts:
+def _facts(one: _Call, rows: int | None) -> Facts:
     """Return the facts about a call whose gradient is known."""
     call, cotangent = one.call, one.cotangent
     assert cotangent is not None
@@ -139,7 +163,26 @@ def _facts(one: _Call) -> Facts:
         "weight": _finite(float(weights.sum() * terms)),
         "even": weights.numel() == 0 or bool((weights == weights.reshape(-1)[0]).all()),
         "targets": _digest(one.targets),
+        "own": _own_weights(call, cotangent.double(), one.targets, rows),
+        "dtype": str(cotangent.dtype).partition(".")[2],
     }
+
+
+def _own_weights(call: LossCall, cotangent: Tensor, targets: Tensor, rows: int | None) -> Facts:
+    """Return the weights of the terms, of which those of an unreduced loss that weigh nothing do not count."""
+    if call.reduction == "none":
+        own = rows_among(cotangent, rows)
+        weights = cotangent if own is None else cotangent.reshape(own, -1)
+        return weights_of((weights != 0).double(), weights, own)
+    own = rows_among(targets, rows)
+    if call.counted is not None and call.terms == float(call.counted.sum()):
+        counts = call.counted.double() if own is None else call.counted.double().reshape(own, -1).sum(1)
+    elif call.counted is None and own is not None:
+        counts = torch.full((own,), call.terms / own, dtype=torch.float64)
+    else:
+        counts, own = torch.tensor([call.terms]), None
+    weights = counts * float(cotangent) / (1.0 if call.reduction == "sum" else max(call.terms, 1e-300))
+    return weights_of(counts, weights, own, even=torch.ones_like(counts, dtype=torch.bool))
 
 
 def _digest(targets: Tensor) -> str:

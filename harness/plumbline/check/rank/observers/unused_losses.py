@@ -53,7 +53,7 @@ class UnusedLossObserver(Observer):
         return {"used": sorted(self._used), "unused": sorted(self._unused)} if self._used or self._unused else None
 
     def _look(self, roots: Sequence[Tensor]) -> None:
-        held = list(_held(self._roots))
+        held = list(held_losses(self._roots))
         reached, calls = _reached([one.grad_fn for one in roots if one.grad_fn is not None])
         known = {id(node) for _, node in held}
         returned = [(name, node) for call in calls for name, node in _returned(call) if id(node) not in known]
@@ -61,12 +61,12 @@ class UnusedLossObserver(Observer):
             (self._used if _is_used(node, reached) else self._unused).add(name)
 
 
-def _held(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+def held_losses(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
     """Yield the nodes of numbers that modules hold as attributes named as a loss."""
     for root in roots:
         for path, module in root.named_modules():
             for name, value in {**vars(module), **module._buffers}.items():
-                if _is_auxiliary(name):
+                if is_auxiliary(name):
                     for one in _parts(value):
                         if isinstance(one, Tensor) and one.numel() == 1 and not _has_labels(one.grad_fn):
                             yield f"{path}.{name}" if path else f"{type(root).__name__}.{name}", one.grad_fn
@@ -85,11 +85,11 @@ def _returned(call: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(name, int):
             if name > 0 and not any(_targets(node)):
                 yield f"output {name} of {call.call.name}", node
-        elif _is_auxiliary(name) and not _has_labels(node):
+        elif is_auxiliary(name) and not _has_labels(node):
             yield f"{name} in the output of {call.call.name}", node
 
 
-def _is_auxiliary(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
     return name not in _MAIN and any(word in name.lower() for word in _WORDS)
 
 

@@ -1,0 +1,184 @@
+"""Whether the gradient is that of the objective that the user declared, over all ranks and micro-batches of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from plumbline.check.evidence.options import SAMPLE_MEAN, SUM, TOKEN_MEAN
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep, RecordedTraining
+from plumbline.check.judge.noted import amount, not_judged
+from plumbline.check.judge.objective_case import ObjectiveCase, PassWeights
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.step_objective import EXACT, NEAR, received_by, steps_together
+from plumbline.check.rank.observers.loss_functions import CLASSES
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import passed
+from plumbline.judge.hypothesis import explain
+from plumbline.report.text import counted, in_words
+
+CHECK = "objective"
+
+ROUNDED = {"bfloat16": 4 * 2.0**-8}
+"""As ``EXACT``, for a loss that is computed in a format with fewer digits than float16."""
+
+MOST_TOLD = 6
+"""Weights that a message tells one by one."""
+
+_NAMES = {TOKEN_MEAN: "mean over all tokens", SAMPLE_MEAN: "mean over all samples", SUM: "sum over all tokens"}
+
+
+class _UnknownError(Exception):
+    """The objective of a step cannot be told; the message says why."""
+
+
+def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield whether the gradient of each step is that of the declared objective, or why that cannot be told."""
+    layout = rank_layout(training)
+    if training.world_size > 1 and not layout.is_data_parallel:
+        yield not_judged(CHECK, f"the objective over all ranks is known for data parallelism only; {layout.reason}")
+        return
+    cases: list[Sequence[ObjectiveCase]] = []
+    reasons = []
+    for steps in steps_together(training.ranks):
+        try:
+            cases.append(_cases(training.objective, steps))
+        except _UnknownError as error:
+            reasons.append(str(error))
+    wrong = next((readings[0] for readings in cases if not any(one.is_right for one in readings)), None)
+    if wrong is not None:
+        yield explain(_failed(wrong), wrong)
+    elif cases:
+        worst = next(one for one in cases[-1] if one.is_right)
+        yield passed(CHECK, f"in {counted(len(cases), 'step')}, {_trained(worst)}")
+    else:
+        yield not_judged(CHECK, reasons[0] if reasons else "no step was recorded")
+
+
+def _trained(case: ObjectiveCase) -> str:
+    micro = max(one.micro_batch for one in case.passes) + 1
+    over = f"over {micro} micro-batches on each of {case.world} ranks" if case.world > 1 else f"over {micro} passes"
+    up_to = ", up to a common factor because the loss has other terms" if case.up_to_a_factor else ""
+    least, most = (some(one.terms for one in case.passes) for some in (min, max))
+    size = f"{amount(least)} to {amount(most)} tokens"
+    if least == most:
+        size = f"{amount(most)} tokens, so a mean of their means would be the same"
+    return f"the gradient is that of the {_NAMES[case.declared]} {over}{up_to}; micro-batches have {size}"
+
+
+def _failed(case: ObjectiveCase) -> Finding:
+    gap, due = case.distance, f"that of the {_NAMES[case.declared]}"
+    apart = f"is not {due}" if gap is None else f"differs from {due} by {in_words(gap, 'share')} of its norm"
+    observed = f"the gradient at step {case.step} {apart}: {_weights(case)}"
+    return Finding(CHECK, Outcome.FAILED, observed, step=case.step)
+
+
+def _weights(case: ObjectiveCase) -> str:
+    """Return the weight of a token, or of a sample, of each micro-batch in words, and what it should be."""
+    by_sample = case.declared == SAMPLE_MEAN
+    what = "sample" if by_sample else "token"
+    factor = case.factor(case.right) if case.up_to_a_factor else 1.0
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for one in case.passes:
+        units = [row[1] for row in one.rows if row[0]] if by_sample else [one.weight / one.terms] if one.terms else []
+        if units:
+            found[one.rank, one.micro_batch] = min(units), max(units)
+    right = factor * (1.0 if case.declared == SUM else 1 / (case.samples if by_sample else case.terms))
+    values = {(f"{least:.4g}", f"{most:.4g}") for least, most in found.values()}
+    if len(values) == 1 and len(next(iter(map(set, values)))) == 1:
+        return f"each {what} weighs {next(iter(values))[0]} instead of {right:.4g}"
+    if len(found) > MOST_TOLD:
+        order = sorted(found, key=lambda place: found[place][1] / right)
+        found = {place: found[place] for place in (order[0], order[-1])}
+    has_passes = max(one.micro_batch for one in case.passes) > 0
+    told = []
+    for (rank, micro), (least, most) in found.items():
+        size = f"{least:.4g}" if f"{least:.4g}" == f"{most:.4g}" else f"{least:.4g} to {most:.4g}"
+        place = [f"in micro-batch {micro}"] if has_passes or case.world == 1 else []
+        place += [f"on rank {rank}"] if case.world > 1 else []
+        told.append(" ".join([size, *place]))
+    return f"a {what} weighs {', '.join(told)} and should weigh {right:.4g}"
+
+
+def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCase]:
+    """Return what a step trains, in each reading of it that cannot be excluded; raise ``_UnknownError`` if none."""
+    if any(bool(other.local.any()) for step in steps for other in step.other_passes):
+        raise _UnknownError("backward passes of several optimizers add to the same gradients")
+    if any(step.weights_move_between_passes for step in steps):
+        raise _UnknownError("the weights change between the backward passes of a step")
+    passes = [(rank, place, one) for rank, step in enumerate(steps) for place, one in enumerate(step.passes)]
+    if not passes:
+        raise _UnknownError("no backward pass was recorded")
+    terms = [_main_term(one) for _, _, one in passes]
+    if len({(name, len(readings)) for name, readings, _ in terms}) > 1:
+        raise _UnknownError("backward passes of one step have different losses")
+    contributions, error = _contributions(steps, [one for *_, one in passes])
+    cases = []
+    for reading in range(len(terms[0][1])):
+        made, tolerance = [], max(EXACT, 4 * error)
+        for (rank, place, one), (_, readings, alone), share in zip(passes, terms, contributions, strict=True):
+            facts = readings[reading]
+            scale = share / one.scale
+            tolerance = max(tolerance, ROUNDED.get(facts.get("dtype", ""), 0.0))
+            rows = tuple((row[0], row[1] * scale, bool(row[2])) for row in facts["rows"] or ())
+            gradient = one.local * scale if alone else None
+            made.append(
+                PassWeights(rank, place, facts["terms"], facts["weight"] * scale, facts["even"], rows, gradient)
+            )
+        if declared == SAMPLE_MEAN and not all(one.rows for one in made if one.terms):
+            raise _UnknownError("which terms of the loss belong to one sample is not known")
+        if not sum(one.terms for one in made) or not all(math.isfinite(one.weight) for one in made):
+            raise _UnknownError("no term of the loss has a weight")
+        alone = all(one[2] for one in terms)
+        cases.append(ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance))
+    return cases
+
+
+def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
+    """Return the name of the one term of a loss that is judged, what its weights may be, and whether it is alone."""
+    noted = one.facts.get("objective", {})
+    terms, calls = noted.get("terms"), noted.get("calls", ())
+    alone = bool(noted.get("alone")) or (terms is not None and len(terms) == 1)
+    if len(calls) > 1:
+        calls = [call for call in calls if call["function"] in CLASSES]
+    if len(calls) == 1 and calls[0].get("own"):
+        return calls[0]["function"], [{**calls[0]["own"], "dtype": calls[0]["dtype"]}], alone
+    if terms is None:
+        raise _UnknownError("the loss is not known: what is differentiated is not a sum of means or sums")
+    written = [term for term in terms if term["levels"] and all(level.get("terms") for level in term["levels"])]
+    if len(calls) or len(written) != 1:
+        names = " + ".join(term["name"] for term in terms)
+        raise _UnknownError(f"the loss is {names}, and it is not known which of its terms is over tokens")
+    return written[0]["name"], written[0]["levels"], alone
+
+
+def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]) -> tuple[list[float], float]:
+    """Return how many times each pass's gradient is in what the optimizer received, and how well that is known."""
+    received = received_by(steps)
+    received = torch.where(received.isnan(), 0.0, received)
+    if any(one.local.shape != received.shape for one in passes):
+        raise _UnknownError("ranks hold different parts of the gradient")
+    if not bool(received.any()) or not bool(received.isfinite().all()):
+        raise _UnknownError("the gradient is zero or not finite")
+    local = torch.stack([one.local.nan_to_num() / one.scale for one in passes])
+    if steps[0].facts.get("masters", {}).get("limit"):
+        raise _UnknownError("the optimizer clips its own copies of the gradients")
+    mean = local.sum(0)
+    common = float(received @ mean / (mean @ mean)) if bool(mean.any()) else 0.0
+    error = float((received - common * mean).norm() / received.norm())
+    # Ranks may be weighted by a script that reduces the gradients itself.
+    if error > EXACT and len(passes) > 1:
+        solved = torch.linalg.lstsq(local.T, received, driver="gelsd")
+        other = float((received - local.T @ solved.solution).norm() / received.norm())
+        if other < error / 4 and int(solved.rank) == len(passes):
+            return [float(one) for one in solved.solution], _known(other)
+    return [common] * len(passes), _known(error)
+
+
+def _known(error: float) -> float:
+    if not error <= NEAR:
+        raise _UnknownError("the gradient that the optimizer received is not a sum of those of the backward passes")
+    return error
