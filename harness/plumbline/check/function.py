@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plumbline.check.evidence.options import RecordingOptions, write_options
-from plumbline.check.judge.script_checks import CheckedTraining, judged_trainings
+from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
+from plumbline.check.evidence.read import read_trainings
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.script_checks import CheckedTraining, judged_trainings, with_resplit
 from plumbline.check.rank.install import make_recorder
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
@@ -70,6 +72,7 @@ def check_function(
     after: int = 0,
     timeout: float = 120.0,
     objective: str = "",
+    resplit: bool = False,
 ) -> CheckedFunction:
     """Call ``train`` on each of ``ranks`` forked processes, record its first optimizer steps, and judge them.
 
@@ -80,27 +83,51 @@ def check_function(
         after: Optimizer steps to skip first.
         timeout: Seconds after which ranks that have not ended are ended.
         objective: What the training is declared to optimise, as ``plumbline check --objective`` takes it.
+        resplit: Train the first step again with its samples split otherwise, as ``plumbline check --resplit`` does.
 
     Raises:
         LaunchError: the ranks cannot be started here.
     """
+    options = RecordingOptions(steps, after, objective=objective, splits=resplit)
     with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
-        write_options(Path(folder), RecordingOptions(steps, after, objective=objective))
-
-        def recorded(_: Any) -> Any:
-            recorder = make_recorder(folder)
-            recorder.install()
-            try:
-                return train()
-            finally:
-                recorder.finish()
-                if error := recorder.progress["error"]:
-                    Path(folder, f"{_OBSTACLE}{os.getpid()}").write_text(f"recording failed: {error}", "utf-8")
-
-        ends = run_on_ranks(recorded, ranks, timeout=timeout)
+        ends = _record(train, ranks, Path(folder), options, timeout)
         obstacles = sorted(Path(folder).glob(f"{_OBSTACLE}*"))
         obstacle = obstacles[0].read_text("utf-8") if obstacles else ""
-        return CheckedFunction(tuple(judged_trainings(Path(folder))), ends, obstacle)
+        trainings = judged_trainings(Path(folder))
+    if resplit:
+
+        def rerun(options: RecordingOptions, deal: Deal) -> Sequence[RecordedTraining]:
+            with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
+                _record(train, ranks, Path(folder), replace(options, stop=False), timeout, deal)
+                return read_trainings(Path(folder))
+
+        trainings = with_resplit(trainings, rerun)
+    return CheckedFunction(tuple(trainings), ends, obstacle)
+
+
+def _record(
+    train: Callable[[], Any],
+    ranks: int,
+    folder: Path,
+    options: RecordingOptions,
+    timeout: float,
+    deal: Deal | None = None,
+) -> tuple[RankEnd, ...]:
+    write_options(folder, options)
+    if deal is not None:
+        write_deal(folder, deal)
+
+    def recorded(_: Any) -> Any:
+        recorder = make_recorder(str(folder))
+        recorder.install()
+        try:
+            return train()
+        finally:
+            recorder.finish()
+            if error := recorder.progress["error"]:
+                Path(folder, f"{_OBSTACLE}{os.getpid()}").write_text(f"recording failed: {error}", "utf-8")
+
+    return run_on_ranks(recorded, ranks, timeout=timeout)
 
 
 def _messages(one: CheckedTraining) -> str:

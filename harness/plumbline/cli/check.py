@@ -42,6 +42,8 @@ def add_to(commands: Any) -> None:
     add("--truth", choices=("float64", "float32"), default="float64", help=truth)
     declared = "judge whether this is what the training optimises, over all ranks and micro-batches of a step"
     add("--objective", choices=("token-mean", "sample-mean", "sum"), default="", help=declared)
+    split = "train the first step again with its samples dealt to other ranks and micro-batches, and compare gradients"
+    flag("--resplit", help=split)
     cost = "take a few steps, print what recording K steps would cost in time, memory and disk space, and stop"
     flag("--dry-run", help=cost)
     flag("--require-full", help="exit with code 2 if less than 99 %% of the gradients and updates could be judged")
@@ -74,6 +76,8 @@ def check(options: argparse.Namespace) -> int:
         )
     if options.every and (options.stop or options.dry_run):
         raise PlanError("--every follows the whole training: remove --stop and --dry-run")
+    if options.resplit and (options.after or options.every or options.dry_run):
+        raise PlanError("--resplit trains the first step again: remove --after, --every and --dry-run")
     refuse_unwritable(options.html, options.json, options.sarif)
     if options.json and importlib.util.find_spec("pydantic") is None:
         raise PlanError("--json needs pydantic: pip install pydantic")
@@ -93,7 +97,7 @@ def check(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name in names}
     follows = options.every or options.stop_when_wrong
     judge_in = partial(_judge_in, options) if follows else None
-    checked = run_and_judge(command, RecordingOptions(**given), options.time_limit, judge_in)
+    checked = run_and_judge(command, RecordingOptions(**given, splits=options.resplit), options.time_limit, judge_in)
     # These import torch, as judging does: the command has begun before.
     from plumbline.check.report.files import write_files
     from plumbline.check.report.terminal import verdict_screen

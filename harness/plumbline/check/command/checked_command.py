@@ -10,15 +10,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plumbline.check.command.running import CommandEnd, CommandError, EndOfCommand, ProcessWatch, run_command
-from plumbline.check.evidence.options import RecordingOptions, write_options
+from plumbline.check.command.running import (
+    CommandEnd,
+    CommandError,
+    EndedBy,
+    EndOfCommand,
+    ProcessWatch,
+    run_command,
+)
+from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
 
 if TYPE_CHECKING:
+    from plumbline.check.evidence.training import RecordedTraining
     from plumbline.check.judge.script_checks import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
@@ -106,7 +115,7 @@ def run_and_judge(
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
-        from plumbline.check.judge.script_checks import judged_trainings
+        from plumbline.check.judge.script_checks import judged_trainings, with_resplit
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)
@@ -114,6 +123,8 @@ def run_and_judge(
         trainings = next((one.trainings for one in windows if one.is_wrong), trainings)
         took = time.monotonic() - begun
         processes = read_processes(folder, watch.ended)
+        if options.splits and end.by is not EndedBy.USER:
+            trainings = with_resplit(trainings, partial(_run_again, command, time_limit))
         return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost, windows)
 
 
@@ -121,6 +132,18 @@ def _windows(judge: Judge) -> tuple[JudgedWindow, ...]:
     with suppress(EndOfCommand):
         judge.look()
     return tuple(judge.judged)
+
+
+def _run_again(
+    command: Sequence[str], time_limit: float | None, options: RecordingOptions, deal: Deal
+) -> Sequence[RecordedTraining]:
+    from plumbline.check.evidence.read import read_trainings
+
+    with _folder() as folder, closing(ProcessWatch(folder)) as watch:
+        write_options(folder, options)
+        write_deal(folder, deal)
+        run_command(command, environment(str(folder)), ENVIRONMENT, watch, time_limit, leaves_nothing=True)
+        return read_trainings(folder)
 
 
 @contextmanager

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "options.json"
+DEAL = "deal.json"
+
+Deal = dict[int, tuple[int, list[list[int]]]]
+"""For each rank, which of its iterators over loaders to give other samples, and those of its first batches."""
 
 WINDOW = "window-"
 """What the folder of a later window is named, before the number of its step."""
@@ -24,6 +28,7 @@ class RecordingOptions:
     ``sample_parameters``: the share of each optimizer's parameters that is judged where it is below 1, else their
     number; 0 is all of them.
     ``objective``: which of ``OBJECTIVES`` the training is declared to optimise, "" without a declaration.
+    ``splits``: note which samples the batches of loaders have; ``without_dropout``: dropout drops nothing.
     ``dry_run``: nothing is replayed; what recording would cost is measured instead.
     """
 
@@ -35,6 +40,8 @@ class RecordingOptions:
     sample_parameters: float = 0.0
     every: int = 0
     objective: str = ""
+    splits: bool = False
+    without_dropout: bool = False
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:
@@ -44,3 +51,15 @@ def write_options(folder: Path, options: RecordingOptions) -> None:
 def read_options(folder: str) -> RecordingOptions:
     """Return the options in ``folder``; without them, raise ``OSError`` or ``ValueError``."""
     return RecordingOptions(**json.loads((Path(folder) / FILE).read_text(encoding="utf-8")))
+
+
+def write_deal(folder: Path, deal: Deal) -> None:
+    (folder / DEAL).write_text(json.dumps(list(deal.items())), encoding="utf-8")
+
+
+def read_deal(folder: str) -> Deal:
+    """Return the samples that loaders are to give to each rank; nothing where the script's own order is kept."""
+    file = Path(folder) / DEAL
+    return (
+        {rank: (number, batches) for rank, (number, batches) in json.loads(file.read_text())} if file.exists() else {}
+    )

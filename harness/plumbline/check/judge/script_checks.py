@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plumbline.check.evidence.read import read_trainings
@@ -20,6 +21,7 @@ from plumbline.check.judge.optimized_parameters import judge_optimized_parameter
 from plumbline.check.judge.precision_used import judge_precision_used
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
+from plumbline.check.judge.resplit import Rerun, judge_resplit
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.update import judge_update
@@ -66,6 +68,12 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
     It raises ``TraceError`` if evidence cannot be read.
     """
     return [_judged(one, folder) for one in read_trainings(folder)]
+
+
+def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[CheckedTraining]:
+    """Return trainings with the finding of a first step that was trained again with its samples split otherwise."""
+    found = judge_resplit([one.training for one in checked], rerun)
+    return [replace(one, findings=[*one.findings, found]) for one in checked]
 
 
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from plumbline.check.evidence.options import read_options
+from plumbline.check.evidence.options import read_deal, read_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.observers.registry import training_observers
+from plumbline.check.rank.observers.splits import SplitObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
@@ -17,6 +18,7 @@ from plumbline.check.rank.optimizer.update_replay import UpdateReplay
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.recording_cost import RecordingCost
+from plumbline.recording.observer import Observer
 from plumbline.recording.process import follow_processes
 
 
@@ -48,5 +50,7 @@ def make_recorder(folder: str) -> TrainingRecorder:
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)
     replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
-    others = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), replays]
+    others: list[Observer] = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), replays]
+    if options.splits:
+        others.append(SplitObserver(read_deal(folder), without_dropout=options.without_dropout))
     return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

@@ -1,0 +1,102 @@
+"""The gradient of a step must not depend on which rank and micro-batch has which sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+WORDS, PASSES = 11, 2
+
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, draws=False):
+        torch.manual_seed(1)
+        self.texts, self.draws = [torch.randint(WORDS, (length,)) for length in torch.randint(3, 12, (24,))], draws
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, place):
+        text = self.texts[place]
+        return text[torch.randperm(len(text))] if self.draws else text
+
+
+class Words(nn.Module):
+    def __init__(self, dropped):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.dropout = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS), nn.Dropout(dropped)
+
+    def forward(self, words):
+        return self.head(self.dropout(self.embedding(words).tanh()))
+
+
+def padded(texts):
+    return nn.utils.rnn.pad_sequence([*texts], batch_first=True, padding_value=-100)
+
+
+def training(count, dropped=0.0, draws=False, loader_of=DataLoader):
+    """Return a function that trains; ``count`` makes the divisor of a micro-batch of those of all."""
+
+    def train():
+        model, data = DistributedDataParallel(Words(dropped)), Texts(draws)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = iter(loader_of(data, 3, sampler=DistributedSampler(data, seed=3), collate_fn=padded))
+        for _ in range(2):
+            step = [next(batches) for _ in range(PASSES)]
+            for texts in step:
+                scores, labels = model(texts.clamp(min=0))[:, :-1], texts[:, 1:]
+                loss = functional.cross_entropy(scores.transpose(1, 2), labels, reduction="sum")
+                (loss / count(labels, [one[:, 1:] for one in step])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def own(labels, step):
+    return (labels >= 0).sum() * PASSES
+
+
+def of_all(labels, step):
+    total = sum((one >= 0).sum() for one in step).float()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def said(plumbline, train):
+    checked = plumbline.check(train, 2, steps=2, resplit=True)
+    assert not any(end.has_failed for end in checked.ends), checked.ends[0].stderr
+    (found,) = [finding for finding in checked.findings if finding.check == "resplit"]
+    print(found.message)
+    return found
+
+
+def test_a_mean_of_means_moves(plumbline):
+    found = said(plumbline, training(own))
+    assert found.message.startswith("The gradient moves by ")
+    assert "if the 12 samples of the first step are dealt" in found.message
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+def test_a_mean_over_all_tokens_does_not_move(plumbline, dropped):
+    found = said(plumbline, training(of_all, dropped))
+    assert found.message.startswith("the gradient of the first step is the same if its 12 samples are dealt")
+
+
+def test_data_that_are_drawn_anew_are_not_judged(plumbline):
+    found = said(plumbline, training(of_all, draws=True))
+    assert found.message.startswith("not judged: the gradient also moves by ")
+
+
+def test_batches_of_no_loader_are_not_judged(plumbline):
+    def by_hand(data, size, **_):
+        return [padded(data[place] for place in range(first, first + size)) for first in range(0, 12, size)]
+
+    found = said(plumbline, training(of_all, loader_of=by_hand))
+    assert found.message == "not judged: the first batch comes from no DataLoader of torch"
