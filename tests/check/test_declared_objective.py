@@ -202,6 +202,12 @@ def divided_later(model, step):
         one.grad *= world() / total
 
 
+def clipped_by_hand(model, step):
+    norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+    for one in model.parameters():
+        one.grad *= 0.01 / norm
+
+
 def unreduced(scores, labels, mask, step):
     each = functional.cross_entropy(scores.transpose(1, 2), labels.clamp(min=0), reduction="none")
     return (each * mask).sum() * world() / over_ranks(tokens(step))
@@ -220,6 +226,7 @@ RIGHT = [
     (training(the_token_mean), "token-mean"),
     (training(by_hand, weighted, wrap=False), "token-mean"),
     (training(lambda *of: ce(*of[:2], "sum"), divided_later), "token-mean"),
+    (training(the_token_mean, clipped_by_hand), "token-mean"),
     (training(unreduced), "token-mean"),
     (training(with_a_penalty), "token-mean"),
     (training(over_samples), "sample-mean"),

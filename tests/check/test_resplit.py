@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+from plumbline.cli.main import main
 
 WORDS, PASSES = 11, 2
 
@@ -73,7 +78,6 @@ def said(plumbline, train):
     checked = plumbline.check(train, 2, steps=2, resplit=True)
     assert not any(end.has_failed for end in checked.ends), checked.ends[0].stderr
     (found,) = [finding for finding in checked.findings if finding.check == "resplit"]
-    print(found.message)
     return found
 
 
@@ -100,3 +104,37 @@ def test_batches_of_no_loader_are_not_judged(plumbline):
 
     found = said(plumbline, training(of_all, loader_of=by_hand))
     assert found.message == "not judged: the first batch comes from no DataLoader of torch"
+
+
+SCRIPT = """
+import torch
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+data = [torch.randint(7, (length,)) for length in torch.randint(2, 9, (8,))]
+padded = lambda texts: torch.stack([pad(text, (0, 9 - len(text)), value=-100) for text in texts])
+model = torch.nn.Sequential(torch.nn.Embedding(7, 8), torch.nn.Linear(8, 7))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for texts in DataLoader(data, 4, collate_fn=padded):
+    loss = cross_entropy(model(texts[:, :-1].clamp(min=0)).transpose(1, 2), texts[:, 1:])
+    (loss / 2).backward()
+optimizer.step()
+"""
+
+
+def test_the_command_runs_again_and_the_declared_objective_is_wrong(tmp_path, capfd):
+    script, file = tmp_path / "train.py", tmp_path / "verdict.json"
+    script.write_text(SCRIPT)
+    options = ["--resplit", "--objective", "token-mean", "--json", str(file)]
+    assert main(["check", *options, "--", sys.executable, str(script)]) == 1
+    found = {one["check"]: one for one in json.loads(file.read_text())["trainings"][0]["findings"]}
+    assert found["objective"]["cause"] == "mean-of-micro-batch-means"
+    assert found["resplit"]["message"].startswith("The gradient moves by ")
+    assert "WRONG: objective: mean of micro batch means" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("also", [["--after", "1"], ["--dry-run"]])
+def test_only_the_first_step_can_be_split_otherwise(also, capsys):
+    assert main(["check", "--resplit", *also, "--", sys.executable, "-c", ""]) == 4
+    assert "--resplit trains the first step again" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -61,7 +62,7 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
 def _trained(case: ObjectiveCase) -> str:
     micro = max(one.micro_batch for one in case.passes) + 1
     over = f"over {micro} micro-batches on each of {case.world} ranks" if case.world > 1 else f"over {micro} passes"
-    up_to = ", up to a common factor because the loss has other terms" if case.up_to_a_factor else ""
+    up_to = ", up to a common factor" if case.up_to_a_factor else ""
     least, most = (some(one.terms for one in case.passes) for some in (min, max))
     size = f"{amount(least)} to {amount(most)} tokens"
     if least == most:
@@ -133,7 +134,9 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
         if not sum(one.terms for one in made) or not all(math.isfinite(one.weight) for one in made):
             raise _UnknownError("no term of the loss has a weight")
         alone = all(one[2] for one in terms)
-        cases.append(ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance))
+        case = ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance)
+        scaled_later = len(steps) * contributions[0] if len(set(contributions)) == 1 else 1.0
+        cases.append(case if case.is_count(scaled_later) else replace(case, up_to_a_factor=True))
     return cases
 
 

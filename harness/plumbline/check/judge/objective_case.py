@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +40,11 @@ class PassWeights:
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveCase(CountedCase):
-    """The weights of one step. ``up_to_a_factor``: the loss has other terms too, so only relations are judged."""
+    """The weights of one step.
+
+    ``up_to_a_factor``: only relations are judged, because the loss has other terms too, or the gradients are scaled
+    after the backward passes by a number that counts nothing, as where they are clipped by hand.
+    """
 
     declared: str
     step: int
@@ -87,6 +91,23 @@ class ObjectiveCase(CountedCase):
         """Return how many times as large as expected all weights are together."""
         total = sum(expected(one, one.terms) for one in self.passes if one.terms)
         return sum(one.weight for one in self.passes) / total if total else math.nan
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """What a script may divide or multiply by."""
+        return {
+            "ranks": self.world,
+            "micro-batches": len(self.passes) / self.world,
+            "micro-batches of all ranks": len(self.passes),
+            "tokens": self.terms,
+            "samples": self.samples,
+        }
+
+    def is_count(self, factor: float) -> bool:
+        """Return whether a factor is a count, the inverse of one, or that times the number of ranks."""
+        counts = [1.0, *(count for count in self.counts.values() if count)]
+        sizes = [*counts, *(times / count for count in counts for times in (1.0, self.world))]
+        return any(abs(factor - size) <= self.tolerance * size for size in sizes)
 
     @property
     def distance(self) -> float | None:
@@ -147,16 +168,8 @@ def _of(objective: str) -> Callable[[ObjectiveCase], bool]:
 def _scaled(case: ObjectiveCase) -> Iterator[Match]:
     if case.is_weighted(case.right, any_factor=True):
         factor = case.factor(case.right)
-        micro = len(case.passes) // case.world
-        counts = {
-            "ranks": case.world,
-            "micro-batches": micro,
-            "micro-batches of all ranks": len(case.passes),
-            "tokens": case.terms,
-            "samples": case.samples,
-        }
         known: dict[str, list[str]] = {form: [] for form in ("the number of {}", "1 / the number of {}")}
-        for words, number in counts.items():
+        for words, number in case.counts.items():
             for form, size in zip(known, (number, 1 / number if number else 0.0), strict=True):
                 if size not in (0.0, 1.0) and abs(factor / size - 1) <= case.tolerance:
                     known[form].append(words)
