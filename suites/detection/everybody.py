@@ -15,6 +15,7 @@ NOT_TRAINERS = {
     "mesh_trainer",
     "model_blocks",
     "otherwise",
+    "own_experts",
     "own_workloads",
     "reporting",
     "resumable",

@@ -14,10 +14,12 @@ from plumbline.core.finding import UNEXPLAINED, Finding, diagnosis
 from plumbline.core.outcome import Outcome, worst
 from plumbline.core.topology import Topology
 from plumbline.subjects.declare import CAPABILITIES, Train
-from plumbline.workloads import WORKLOADS
 
-OWN_WORKLOADS = str(Path(__file__).parent / "own_workloads.py")
-"""The file with the workloads that this suite alone needs."""
+OWN_WORKLOADS = {
+    "muon": str(Path(__file__).parent / "own_workloads.py"),
+    "clipped-experts": str(Path(__file__).parent / "own_experts.py"),
+}
+"""The files with the workloads that this suite alone needs."""
 
 Trainer = Callable[..., Any]
 """A function of a job, or a class whose objects are made of a job and train in ``fit``."""
@@ -28,14 +30,16 @@ class Expectation:
     """The expected verdict on a trainer.
 
     ``families`` are those that count as right for a known-bad one; it has none if it is none of the mistakes that are
-    known by name, and may stay unexplained. ``outcomes`` says how the cells of a known-good one may end. ``cells`` are
-    written ``workload/backend/topology/precision``, each with the name of a check that must fail there, or None.
+    known by name, and may stay unexplained. ``causes`` are the names that count as right. ``outcomes`` says how the
+    cells of a known-good one may end. ``cells`` are written ``workload/backend/topology/precision``, each with the name
+    of a check that must fail there, or None.
     ``vacuous``: that check has no verdict, because nothing moves. ``unseen`` is the reason why no check can see the
     mistake yet, None where one does.
     """
 
     families: tuple[str, ...]
     cells: Mapping[str, str | None]
+    causes: tuple[str, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     unseen: str | None = None
     vacuous: bool = False
@@ -49,6 +53,10 @@ class Expectation:
         """Return whether the diagnosis of ``findings`` is of one of the families that are expected."""
         found = diagnosis(findings)
         return found is not None and found.cause not in (None, UNEXPLAINED) and found.family in self.families
+
+    def caused(self, findings: Sequence[Finding]) -> bool:
+        """Return whether the diagnosis of ``findings`` names one of the causes that are expected."""
+        return self.named(findings) and getattr(diagnosis(findings), "cause", None) in self.causes
 
     def mismatch(self, findings: Sequence[Finding], check: str | None) -> str | None:
         """Return how ``findings`` differ from what is expected on a cell with that ``check``; None if they do not."""
@@ -75,21 +83,22 @@ class Expectation:
 def known_bad(
     *families: str,
     on: Sequence[str] | Mapping[str, str | None],
+    causes: Sequence[str] = (),
     unseen: str | None = None,
     vacuous: bool = False,
     **declared: Any,
 ) -> Callable[[Trainer], Train]:
     """Declare a trainer with a mistake in it; any of ``families`` is a right explanation, or none if there are none.
 
-    ``on`` is its cells, or its cells with the check that must fail on each. ``declared`` is what the trainer says of
-    its way of training, as in ``@subject(...)``.
+    ``causes`` are the names of a right explanation. ``on`` is its cells, or its cells with the check that must fail on
+    each. ``declared`` is what the trainer says of its way of training, as in ``@subject(...)``.
     """
-    return _declare(Expectation(families, _cells(on), unseen=unseen, vacuous=vacuous), declared)
+    return _declare(Expectation(families, _cells(on), tuple(causes), unseen=unseen, vacuous=vacuous), declared)
 
 
 def known_good(*, on: Sequence[str], deviates: bool = False, **declared: Any) -> Callable[[Trainer], Train]:
     """Declare a trainer that is right though it looks wrong: it passes, or deviates as its backend promises."""
-    return _declare(Expectation((), _cells(on), (Outcome.DEVIATES if deviates else Outcome.PASSED,)), declared)
+    return _declare(Expectation((), _cells(on), outcomes=(Outcome.DEVIATES if deviates else Outcome.PASSED,)), declared)
 
 
 def failing(check: str, *places: str, precisions: Sequence[str] = ("32", "64")) -> dict[str, str | None]:
@@ -106,7 +115,7 @@ def cell_of(text: str, name: str) -> Cell:
     """Return the cell that ``workload/backend/topology/precision`` means for the trainer called ``name``."""
     workload, backend, topology, precision = text.split("/")
     nodes, gpus = map(int, topology.split("x"))
-    locator = None if workload in WORKLOADS else OWN_WORKLOADS
+    locator = OWN_WORKLOADS.get(workload)
     return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu", workload_locator=locator)
 
 

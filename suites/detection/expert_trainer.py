@@ -49,6 +49,16 @@ class ExpertParallel(MeshTrainer):
         for gradient in self.gradients().values():
             gradient /= self.job.world_size
 
+    def squared_norm(self):
+        experts = squares(self.of_experts())
+        dist.all_reduce(experts)
+        return squares(self.of_the_rest()) + experts
+
+
+def squares(gradients):
+    """Return the squared norm of some gradients together."""
+    return sum((one.double().square().sum() for one in gradients.values()), torch.zeros((), dtype=torch.float64))
+
 
 class OwnExperts(nn.ModuleDict):
     """The experts of one rank, under the names that they have in the whole model."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mesh_trainer import GatheredForOwnUse, MeshTrainer, part
+from mesh_trainer import GatheredForOwnUse, MeshTrainer, part, summed
 from torch.nn.functional import cross_entropy
 
 
 class SequenceParallel(MeshTrainer):
     """Computes the loss of its own tokens, divided by the number of all; gradients are added over the ranks.
 
-    It knows the language model of ``lm-tokens`` and the transformer.
+    It knows the language model of ``lm-tokens`` and the transformer. ``along`` is the dimension of the mesh.
     """
+
+    along = "sp"
 
     def divide(self, model):
         model.forward = self.transformer if hasattr(model, "attention") else self.running_mean
@@ -20,7 +22,7 @@ class SequenceParallel(MeshTrainer):
     @property
     def places(self):
         """The places of this rank's tokens in the sequence."""
-        return part(self.all_places, 0, self.group("sp"))
+        return part(self.all_places, 0, self.group(self.along))
 
     def compute(self, batch):
         self.length = batch["tokens"].shape[1] - 1
@@ -33,7 +35,7 @@ class SequenceParallel(MeshTrainer):
 
     def gathered(self, x):
         """Return all tokens' (samples, tokens, width)."""
-        return GatheredForOwnUse.apply(x, 1, self.group("sp"), self.length)
+        return GatheredForOwnUse.apply(x, 1, self.group(self.along), self.length)
 
     def running_mean(self, batch):
         model, own = self.model, self.places
@@ -66,9 +68,44 @@ class SequenceParallel(MeshTrainer):
     def count(self, own):
         """Return the number by which this rank's sum of losses is divided: that of all ranks' tokens."""
         total = own.clone()
-        dist.all_reduce(total, group=self.group("sp"))
+        dist.all_reduce(total, group=self.group(self.along))
         return total
 
     def synchronize(self):
         for gradient in self.gradients().values():
-            dist.all_reduce(gradient, group=self.group("sp"))
+            dist.all_reduce(gradient, group=self.group(self.along))
+
+
+class GatheredFromPlaces(torch.autograd.Function):
+    """All ranks' tokens at their places in the sequence; each rank uses them otherwise."""
+
+    @staticmethod
+    def forward(context, x, places, group, length):
+        context.places, context.group = places, group
+        whole = x.new_zeros(x.shape[0], length, *x.shape[2:])
+        whole[:, places] = x.detach()
+        return summed(whole, group)
+
+    @staticmethod
+    def backward(context, gradient):
+        return summed(gradient, context.group)[:, context.places], None, None, None
+
+
+class ContextParallel(SequenceParallel):
+    """The same with an early and a late piece of each sequence on each rank."""
+
+    along = "cp"
+
+    @property
+    def pieces(self):
+        """The places of this rank's two pieces."""
+        group = self.group(self.along)
+        every = self.all_places.tensor_split(2 * group.size())
+        return every[group.rank()], every[-1 - group.rank()]
+
+    @property
+    def places(self):
+        return torch.cat(self.pieces)
+
+    def gathered(self, x):
+        return GatheredFromPlaces.apply(x, self.places, self.group(self.along), self.length)

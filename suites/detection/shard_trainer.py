@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
+from plumbline import FlatPart
+
 
 class Sharded(MeshTrainer):
     """Rows of each tensor are divided over ``shard``, and replicated over ``replicate``, if the mesh has that."""
@@ -59,3 +61,97 @@ class Sharded(MeshTrainer):
     def shards(self):
         """Return this rank's shards of the weights."""
         return [local(parameter) for parameter in self.model.parameters()]
+
+
+class ReplicasReducedLast(Sharded):
+    """Each micro-batch is reduced over shards, and what has been accumulated over replicas, once a step."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.kept = {}
+
+    def after_micro_batch(self, last):
+        for name, whole in self.whole.items():
+            dist.all_reduce(whole.grad, group=self.group("shard"))
+            self.keep(name, part(whole.grad, 0, self.group("shard")).clone(), last)
+            whole.grad = None
+
+    def keep(self, name, own, last):
+        """Add the sum over this group's ranks of a micro-batch's gradient to what was kept of earlier ones."""
+        self.kept[name] = self.kept.get(name, 0) + own
+
+    def synchronize(self):
+        named = dict(self.model.named_parameters())
+        for name, whole in self.whole.items():
+            named[name].grad = self.as_shard(self.averaged(self.kept.pop(name)), whole)
+        self.whole = None
+
+    def averaged(self, kept):
+        """Return the mean over all ranks of what was kept."""
+        if (group := self.group("replicate")) is not None:
+            dist.all_reduce(kept, group=group)
+        return kept / self.job.world_size
+
+
+class FlatPieces(MeshTrainer):
+    """The optimizer of each rank steps its piece of one flat tensor of all parameters."""
+
+    def sizes(self, count):
+        """Return how many of so many entries each rank steps: as many as all others, and the last one the rest."""
+        size = -(-count // self.job.world_size)
+        return [max(0, min(size, count - rank * size)) for rank in range(self.job.world_size)]
+
+    def make_optimizer(self):
+        self.parameters = dict(self.model.named_parameters())
+        whole = flattened(self.parameters.values())
+        self.shares = self.sizes(len(whole))
+        self.begin, size = sum(self.shares[: self.job.rank]), self.shares[self.job.rank]
+        self.own = self.piece(whole).clone()
+        parts, offset = {}, 0
+        for name, parameter in self.parameters.items():
+            low, high = max(offset, self.begin), min(offset + parameter.numel(), self.begin + size)
+            inside = FlatPart(self.own, low - self.begin, high - low, low - offset)
+            parts[name] = inside if low < high else FlatPart(self.own, 0, 0, 0)
+            offset += parameter.numel()
+        self.job.parts(parts)
+        return self.job.optimizer([self.own])
+
+    def piece(self, whole):
+        """Return this rank's piece of a flat tensor of all parameters."""
+        return whole[self.begin : self.begin + self.shares[self.job.rank]]
+
+    def gradients(self):
+        return {"": self.own.grad}
+
+    def synchronize(self):
+        self.own.grad = self.piece(self.reduced(flattened(one.grad for one in self.parameters.values()))).clone()
+
+    def reduced(self, whole):
+        """Return the mean over all ranks of a flat gradient."""
+        dist.all_reduce(whole)
+        return whole / self.job.world_size
+
+    def squared_norm(self):
+        total = torch.as_tensor(super().squared_norm())
+        dist.all_reduce(total)
+        return total
+
+    def step(self):
+        super().step()
+        pieces = [self.own.new_empty(size) for size in self.shares]
+        pieces[self.job.rank] = self.own.detach()
+        for rank, piece in enumerate(pieces):
+            dist.broadcast(piece, rank)
+        whole, offset = torch.cat(pieces), 0
+        for parameter in self.parameters.values():
+            parameter.data.copy_(whole[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.model.zero_grad()
+
+
+def flattened(tensors):
+    """Return tensors as one flat one."""
+    return torch.cat([one.detach().flatten() for one in tensors])
