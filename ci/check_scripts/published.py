@@ -14,8 +14,10 @@ COMMITS = {
     "KellerJordan/modded-nanogpt": "e59ae87f884240fe637e45bc9b3f953954a6a79a",
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
     "davda54/sam": "3c3afdbd71cff2462ec91c734b3d1170bd0f3707",
+    "deepspeedai/DeepSpeedExamples": "45b4b7156c8794a3452a5a7d03dbd8d797068569",
     "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
     "facebookresearch/schedule_free": "70785b53e778d0e872c0bbb75ff4ee54ee10c291",
+    "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
     "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
     "huggingface/peft": "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
     "huggingface/picotron": "59714b1bf25541dbeb6f5a721ed15f6d0768e786",
@@ -29,6 +31,7 @@ COMMITS = {
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "pytorch/ignite": "de08e799cfb55a6cf4aa778575d6bad725385453",
     "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
+    "shivangraval50/distributed-training-lab": "6ac3b7d309cffd97232b7cf953a7fe224d285dca",
     "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
     "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
 }
