@@ -26,7 +26,8 @@ WRONG = {
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",
-    ("ring", "no-gradient-to-neighbours"): "exchanged-otherwise",
+    ("experts", "exchanged-without-gradient"): "backward-wrong",
+    ("ring", "no-gradient-to-neighbours"): "backward-wrong",
     ("ring", "first-not-reduced"): "some-parameters-not-synchronised",
     ("pipeline-by-hand", "gradient-sent-doubled"): "exchanged-otherwise",
 }
@@ -70,6 +71,11 @@ def test_a_mistake_is_named_among_more_parameters_than_are_compared_one_by_one(m
     training = checked("deep", "counted-on-each-rank")
     bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
     assert ("gradients", "exchanged-otherwise") in {(one.check, one.cause) for one in bad}
+
+
+def test_the_function_with_a_wrong_backward_is_named() -> None:
+    bad = [one for one in checked("experts", "exchanged-without-gradient").findings if one.outcome.is_bad]
+    assert "the backward of Exchanged is not the derivative of its forward" in bad[0].message
 
 
 def test_ranks_that_clip_by_norms_of_their_own_parts_are_named() -> None:

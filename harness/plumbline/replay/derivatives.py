@@ -17,14 +17,8 @@ from torch import Tensor
 
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
+from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms, normal
 from plumbline.replay.nested import map_tensors, tensors_in
-
-EPS = 1e-7
-"""How far the inputs of a custom function are moved, in multiples of their size."""
-
-LARGEST = 1e-4
-"""The largest relative error of a custom function's derivative: float64 leaves nine digits of a difference, and some
-inputs may lie at a bend."""
 
 
 class OwnDerivativeError(Exception):
@@ -130,13 +124,16 @@ def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 @contextmanager
-def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
+def custom_functions(
+    constants: Constants, *, verify: bool, exchanged: Callable[[str, Terms], None] | None = None
+) -> Iterator[None]:
     """Give constants to custom autograd functions as to operators, inside the block.
 
     Args:
         constants: those of the forward that runs.
         verify: make sure that functions that do not communicate have the derivative of their values: otherwise it is
             the script's own, as that of a rounding that passes gradients on.
+        exchanged: takes the name of each function that communicates, and this rank's terms of its derivative.
 
     Raises:
         OwnDerivativeError: by the forward, where a function or a hook on a tensor has another derivative.
@@ -149,6 +146,10 @@ def custom_functions(constants: Constants, *, verify: bool) -> Iterator[None]:
         args, kwargs = constants.exchanged((args, kwargs))
         if verify:
             _inside(constants, lambda: _verify(kind, run, args, kwargs))
+        if exchanged is not None:
+            terms = _inside(constants, lambda: exchange_terms(run, args, kwargs))
+            if terms is not None:
+                exchanged(kind.__name__, terms)
         return _inside(constants, lambda: run(*args, **kwargs))
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
@@ -173,39 +174,20 @@ def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
 def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compare the derivative of a custom function with a difference of its values, in a random direction."""
     before = collectives()
-    inputs = [one for one in tensors_in((args, kwargs)) if one.requires_grad and one.is_floating_point()]
+    function = AppliedFunction(run, args, kwargs)
     generator = torch.Generator().manual_seed(0)
-    along = {id(one): _normal(one, generator) * float(one.detach().square().mean().sqrt() or 1.0) for one in inputs}
-
-    def outputs(length: float) -> tuple[list[Tensor], list[Tensor]]:
-        leaves: dict[int, Tensor] = {}
-
-        def moved(one: Tensor) -> Tensor:
-            if id(one) not in along:
-                return one.detach().clone()
-            leaves[id(one)] = (one.detach() + length * along[id(one)]).requires_grad_()
-            return leaves[id(one)].view_as(leaves[id(one)])
-
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            new_args, new_kwargs = map_tensors((args, kwargs), moved)
-            found = [one for one in tensors_in(run(*new_args, **new_kwargs)) if one.requires_grad]
-        return found, [leaves[id(one)] for one in inputs]
-
-    given, leaves = outputs(0.0)
+    along = function.directions(generator)
+    given, leaves = function.outputs(along, 0.0)
     if not given:
         return
-    cotangents = [_normal(one, generator) for one in given]
+    cotangents = [normal(one, generator) for one in given]
     gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)
-    (forth, _), (back, _) = outputs(EPS), outputs(-EPS)
+    changes = function.change(along)
     if collectives() != before:
         return  # what it exchanges is for the comparison of all ranks
-    terms = [(a.detach() - b.detach()) * c / (2 * EPS) for a, b, c in zip(forth, back, cotangents, strict=True)]
-    due = [g * along[id(one)] for g, one in zip(gradients, inputs, strict=True) if g is not None]
+    terms = [one * v for one, v in zip(changes, cotangents, strict=True)]
+    due = [g * direction for g, direction in zip(gradients, along, strict=True) if g is not None]
     apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))
     size = max(sum(float(one.abs().sum()) for one in terms), sum(float(one.abs().sum()) for one in due))
     if apart > LARGEST * size:
         raise OwnDerivativeError(f"the backward of {kind.__name__} is not the derivative of its forward")
-
-
-def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)

@@ -19,6 +19,7 @@ from plumbline.replay.call import TrackedCall, sample
 from plumbline.replay.derivatives import Constants, custom_functions
 from plumbline.replay.draws import Draws, UnknownDrawError
 from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.function_derivatives import Terms
 from plumbline.replay.module_state import ModuleState
 from plumbline.replay.nested import map_tensors
 from plumbline.replay.parameter_copies import ParameterCopies
@@ -112,12 +113,13 @@ def forward_together(
     rounding: Rounding | None = None,
     *,
     verify: bool = False,
+    exchanged: Callable[[str, Terms], None] | None = None,
 ) -> tuple[list[Tensor], list[torch.dtype] | None]:
     """Run ``call`` again while all other ranks run theirs, and return its outputs and the dtypes of its random draws.
 
     Its collectives run. See ``replay`` for the first arguments. ``constants`` are values without a gradient, to be
     recorded or to be used again, ``rounding`` has errors for the result of each operator. ``verify``: refuse a forward
-    that defines a derivative of its own.
+    that defines a derivative of its own. ``exchanged`` takes what is known of functions that communicate.
 
     Raises:
         UnknownDrawError: where it has to be run in the training's own precision first.
@@ -129,7 +131,7 @@ def forward_together(
     functions: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(mode, WideMode) and constants is not None:
         mode.rounding, mode.constants = rounding, constants
-        functions = custom_functions(constants, verify=verify)
+        functions = custom_functions(constants, verify=verify, exchanged=exchanged)
     try:
         with _conditions(call, precision, mode), functions:
             outputs = _forward(call, state, _replacement(call, precision, leaves), mode)

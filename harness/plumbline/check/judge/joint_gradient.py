@@ -10,6 +10,7 @@ from typing import Any
 from plumbline.check.evidence.training import Facts
 from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
 from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters, scaled
+from plumbline.report.text import listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +20,8 @@ class JointGradient(GradientCase):
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
     ``alone``: no other parameter was right at this step. ``began_alike``: other ranks began with the same values of a
-    parameter of this name, and received another gradient for it.
+    parameter of this name, and received another gradient for it. ``functions`` communicate in the forward, and have a
+    backward that is not its derivative.
     """
 
     index: int
@@ -35,6 +37,7 @@ class JointGradient(GradientCase):
     alone: bool
     common_factor: float
     began_alike: bool
+    functions: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -62,6 +65,7 @@ class JointGradient(GradientCase):
             len(every) == len(found["judged"]),
             first if agree else math.nan,
             wrong["began_alike"],
+            tuple(found.get("not_derivatives", ())),
         )
 
     @property
@@ -136,7 +140,7 @@ class JointGradient(GradientCase):
 
     @property
     def figures(self) -> dict[str, Any]:
-        return {**super().figures, "name": self.name}
+        return {**super().figures, "name": self.name, "functions": listed(self.functions)}
 
 
 def _scaled(case: JointGradient) -> Iterator[Match]:
@@ -151,6 +155,10 @@ def _is_a_copy(case: JointGradient) -> bool:
 
 register(
     JointGradient,
+    Hypothesis("backward-wrong", "sync", holds(lambda case: bool(case.functions)),
+        "the backward of {functions} is not the derivative of its forward",
+        "compare this function with a difference of its forward: an all-to-all needs the opposite all-to-all, an "
+        "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input", 700),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "

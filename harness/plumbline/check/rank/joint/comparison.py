@@ -18,6 +18,7 @@ from plumbline.check.rank.joint.weights import JointParameter, JointWeights, lea
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.recording.observer import Facts
 from plumbline.replay.derivatives import InPlace
+from plumbline.replay.function_derivatives import can_be_a_derivative
 from plumbline.replay.precision import ReplayPrecision
 
 STEP = 1e-7
@@ -184,10 +185,10 @@ class _Comparison:
                 if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
                     raise NoAgreementError("ranks called different numbers of collectives in the forward")
 
-    def _all(self, compute: Callable[[], list[float]]) -> list[list[float]]:
+    def _all(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
         """Compute together, and return what each rank has; all ranks give up where one of them failed."""
         try:
-            own: tuple[list[float], str] = compute(), ""
+            own: tuple[list[Any], str] = compute(), ""
         except Exception as error:
             own = [], str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
         found = self._exchange.values(own)
@@ -210,6 +211,7 @@ class _Comparison:
                 found["wrong"], right, unsearched = self._apart(remaining)
                 found["unsearched"] = [self._named(place) for place in unsearched]
                 judged += right
+                found["not_derivatives"] = self._not_derivatives()
                 break
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
@@ -223,6 +225,18 @@ class _Comparison:
         found["judged"] = [self._named(place) for place in sorted(judged)]
         found["doubtful"] = [self._named(place) for place in doubtful]
         return found
+
+    def _not_derivatives(self) -> list[str]:
+        """Return the names of functions that communicate, and whose backward is the derivative of no forward."""
+        self._weights.move({}, 0.0)
+        every = self._all(self._forward.exchanges)
+        names = [[name for name, _ in own] for own in every]
+        if any(own != names[0] for own in names):
+            return []
+        wrong = [
+            name for place, name in enumerate(names[0]) if not can_be_a_derivative([own[place][1] for own in every])
+        ]
+        return list(dict.fromkeys(wrong))
 
     def _read(self, places: Sequence[int]) -> tuple[Reading, Difference]:
         """Return the reading by which all gradients are right, the first one if none is, and its difference."""

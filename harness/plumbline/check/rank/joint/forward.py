@@ -14,6 +14,7 @@ from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall, sample
 from plumbline.replay.derivatives import Constants, InPlace, OwnDerivativeError
+from plumbline.replay.function_derivatives import Terms
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS
 from plumbline.replay.replay import forward_together
@@ -88,6 +89,20 @@ class JointForward:
     def rehearse_roughly(self, unit: float) -> list[float]:
         """Run the calls in float64 with errors as of a format of this unit roundoff, and return the terms of S."""
         return self._terms(self._outputs(self._rough_constants, unit))
+
+    def exchanges(self) -> list[tuple[str, Terms]]:
+        """Return the functions of these calls that communicate, and this rank's terms of their derivatives."""
+        found: list[tuple[str, Terms]] = []
+        for place, one in enumerate(self._calls):
+            forward_together(
+                one.call,
+                ReplayPrecision.FLOAT64,
+                self._weights,
+                self._drawn[place],
+                Constants(),
+                exchanged=lambda name, terms: found.append((name, terms)),
+            )
+        return found
 
     def terms(self, unit: float | None = None) -> list[float]:
         """Return this rank's terms of S at the present weights, by pass; see ``rehearse_roughly`` for ``unit``."""
