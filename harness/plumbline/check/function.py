@@ -90,7 +90,7 @@ def check_function(
     """
     options = RecordingOptions(steps, after, objective=objective, splits=resplit)
     with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
-        ends = _record(train, ranks, Path(folder), options, timeout)
+        ends = record_function(train, ranks, Path(folder), options, timeout)
         obstacles = sorted(Path(folder).glob(f"{_OBSTACLE}*"))
         obstacle = obstacles[0].read_text("utf-8") if obstacles else ""
         trainings = judged_trainings(Path(folder))
@@ -98,21 +98,22 @@ def check_function(
 
         def rerun(options: RecordingOptions, deal: Deal) -> Sequence[RecordedTraining]:
             with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
-                _record(train, ranks, Path(folder), replace(options, stop=False), timeout, deal)
+                record_function(train, ranks, Path(folder), replace(options, stop=False), timeout, deal)
                 return read_trainings(Path(folder))
 
         trainings = with_resplit(trainings, rerun)
     return CheckedFunction(tuple(trainings), ends, obstacle)
 
 
-def _record(
+def record_function(
     train: Callable[[], Any],
     ranks: int,
     folder: Path,
     options: RecordingOptions,
-    timeout: float,
+    timeout: float = 120.0,
     deal: Deal | None = None,
 ) -> tuple[RankEnd, ...]:
+    """Call ``train`` on forked ranks and record it in ``folder``, as ``check_function`` does, without judging it."""
     write_options(folder, options)
     if deal is not None:
         write_deal(folder, deal)

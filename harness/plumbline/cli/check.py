@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import fields
@@ -28,6 +29,11 @@ def add_to(commands: Any) -> None:
     add("--after", type=at_least(0), default=0, metavar="N", help=skipped)
     later = "then record one step in N, and judge it while the training runs: a line about each on standard error"
     add("--every", type=at_least(2), default=0, metavar="N", help=later)
+    resumed = "interrupt the training after K steps, resume it, and compare it with one that is not interrupted; write "
+    resumed += "{folder} in COMMAND where it names the folder for checkpoints"
+    add("--resume-after", type=at_least(1), default=0, metavar="K", help=resumed)
+    again = "the command line that resumes the training (default: COMMAND again)"
+    add("--resume-command", default="", metavar="LINE", help=again)
     flag("--stop-when-wrong", help="stop the script as soon as a recorded step is judged wrong")
     flag("--stop", help="stop the script after the recorded steps (default: let it finish)")
     add(
@@ -78,6 +84,10 @@ def check(options: argparse.Namespace) -> int:
         raise PlanError("--every follows the whole training: remove --stop and --dry-run")
     if options.resplit and (options.after or options.every or options.dry_run):
         raise PlanError("--resplit trains the first step again: remove --after, --every and --dry-run")
+    if options.resume_after and (options.every or options.resplit or options.dry_run or options.after):
+        raise PlanError("--resume-after: remove --every, --resplit, --after and --dry-run")
+    if options.resume_command and not options.resume_after:
+        raise PlanError("--resume-command needs --resume-after K")
     refuse_unwritable(options.html, options.json, options.sarif)
     if options.json and importlib.util.find_spec("pydantic") is None:
         raise PlanError("--json needs pydantic: pip install pydantic")
@@ -97,7 +107,14 @@ def check(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name in names}
     follows = options.every or options.stop_when_wrong
     judge_in = partial(_judge_in, options) if follows else None
-    checked = run_and_judge(command, RecordingOptions(**given, splits=options.resplit), options.time_limit, judge_in)
+    recording = RecordingOptions(**given, splits=options.resplit)
+    if options.resume_after:
+        from plumbline.check.command.interrupted import run_interrupted
+
+        again = command_in(["--", *shlex.split(options.resume_command)]) if options.resume_command else command
+        checked = run_interrupted(command, again, recording, options.resume_after, _say, options.time_limit)
+    else:
+        checked = run_and_judge(command, recording, options.time_limit, judge_in)
     # These import torch, as judging does: the command has begun before.
     from plumbline.check.report.files import write_files
     from plumbline.check.report.terminal import verdict_screen

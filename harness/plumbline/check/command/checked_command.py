@@ -24,7 +24,7 @@ from plumbline.check.command.running import (
     ProcessWatch,
     run_command,
 )
-from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
+from plumbline.check.evidence.options import INTERRUPTED, Deal, RecordingOptions, write_deal, write_options
 
 if TYPE_CHECKING:
     from plumbline.check.evidence.training import RecordedTraining
@@ -124,7 +124,8 @@ def run_and_judge(
         took = time.monotonic() - begun
         processes = read_processes(folder, watch.ended)
         if options.splits and end.by is not EndedBy.USER:
-            trainings = with_resplit(trainings, partial(_run_again, command, time_limit))
+            rerun = partial(record, command, time_limit=time_limit)
+            trainings = with_resplit(trainings, lambda options, deal: rerun(options, deal).trainings)
         return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost, windows)
 
 
@@ -134,16 +135,31 @@ def _windows(judge: Judge) -> tuple[JudgedWindow, ...]:
     return tuple(judge.judged)
 
 
-def _run_again(
-    command: Sequence[str], time_limit: float | None, options: RecordingOptions, deal: Deal
-) -> Sequence[RecordedTraining]:
+@dataclass(frozen=True)
+class RecordedCommand:
+    """A command that ran with recording on, and what it left; ``interrupted``: it ended because it was asked to."""
+
+    end: CommandEnd
+    trainings: Sequence[RecordedTraining]
+    interrupted: bool
+
+
+def record(
+    command: Sequence[str], options: RecordingOptions, deal: Deal | None = None, time_limit: float | None = None
+) -> RecordedCommand:
+    """Run a command and record it, without judging it.
+
+    Raises:
+        CommandError: the command cannot be started, or there is no folder for evidence.
+        TraceError: evidence cannot be read.
+    """
     from plumbline.check.evidence.read import read_trainings
 
     with _folder() as folder, closing(ProcessWatch(folder)) as watch:
         write_options(folder, options)
-        write_deal(folder, deal)
-        run_command(command, environment(str(folder)), ENVIRONMENT, watch, time_limit, leaves_nothing=True)
-        return read_trainings(folder)
+        write_deal(folder, deal or {})
+        end = run_command(command, environment(str(folder)), ENVIRONMENT, watch, time_limit, leaves_nothing=True)
+        return RecordedCommand(end, read_trainings(folder), any(folder.glob(f"{INTERRUPTED}*")))
 
 
 @contextmanager

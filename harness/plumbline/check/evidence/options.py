@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "options.json"
+INTERRUPTED = "interrupted-"
+"""What the file of a rank is named, before its number, that is about to end because it was asked to."""
 DEAL = "deal.json"
 
 Deal = dict[int, tuple[int, list[list[int]]]]
@@ -29,6 +31,8 @@ class RecordingOptions:
     number; 0 is all of them.
     ``objective``: which of ``OBJECTIVES`` the training is declared to optimise, "" without a declaration.
     ``splits``: note which samples the batches of loaders have; ``without_dropout``: dropout drops nothing.
+    ``state``: note what a checkpoint has to bring back. ``replays``: compute gradients and updates again.
+    ``interrupt_after``: end the process when an optimizer is about to take a step after so many; 0 never does.
     ``dry_run``: nothing is replayed; what recording would cost is measured instead.
     """
 
@@ -42,6 +46,9 @@ class RecordingOptions:
     objective: str = ""
     splits: bool = False
     without_dropout: bool = False
+    state: bool = False
+    replays: bool = True
+    interrupt_after: int = 0
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:

@@ -16,16 +16,19 @@ from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.likely_mistakes import judge_lost_ties, judge_rounded_updates, judge_unused_losses
+from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
 from plumbline.check.judge.precision_used import judge_precision_used
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.judge.resplit import Rerun, judge_resplit
+from plumbline.check.judge.resumption import CHECK as RESUMPTION
+from plumbline.check.judge.resumption import judge_resumption
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.update import judge_update
-from plumbline.core.finding import Finding
+from plumbline.core.finding import Finding, in_reading_order
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.consequences import SCRIPT_RULES
 from plumbline.judge.judge import KINDS, Kind, judge
@@ -74,6 +77,19 @@ def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[Check
     """Return trainings with the finding of a first step that was trained again with its samples split otherwise."""
     found = judge_resplit([one.training for one in checked], rerun)
     return [replace(one, findings=[*one.findings, found]) for one in checked]
+
+
+def with_resumption(
+    checked: Sequence[CheckedTraining], whole: Sequence[RecordedTraining], interrupted: int, obstacle: str = ""
+) -> list[CheckedTraining]:
+    """Return resumed trainings with what they do otherwise than the ``whole`` one, which nothing interrupted.
+
+    ``interrupted`` is the number of steps after which the training was interrupted. ``obstacle`` says why the two
+    cannot be compared, "" if they can.
+    """
+    resumed = [one.training for one in checked]
+    found = [not_judged(RESUMPTION, obstacle)] if obstacle else [*judge_resumption(whole, resumed, interrupted)]
+    return [replace(one, findings=in_reading_order([*one.findings, *found])) for one in checked]
 
 
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:

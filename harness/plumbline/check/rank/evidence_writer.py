@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from plumbline.check.evidence.options import WINDOW
+from plumbline.check.evidence.options import INTERRUPTED, WINDOW
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep
 from plumbline.evidence.rank_file import write_file
 
@@ -83,6 +83,16 @@ class EvidenceWriter:
         """Wait until so many ranks have written their end, at most so many seconds."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._ends() < ranks:
+            time.sleep(0.02)
+
+    def wait_for_interrupted(self, rank: int, ranks: int, seconds: float) -> None:
+        """Note that this rank is about to end, and wait until so many are, at most so many seconds."""
+        with open(os.path.join(self._folder, f"{INTERRUPTED}{rank}"), "w", encoding="utf-8"):
+            pass
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if sum(one.name.startswith(INTERRUPTED) for one in os.scandir(self._folder)) >= ranks:
+                return
             time.sleep(0.02)
 
     def _ends(self) -> int:

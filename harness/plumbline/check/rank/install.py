@@ -8,6 +8,7 @@ from collections.abc import Callable
 from plumbline.check.evidence.options import read_deal, read_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.observers.registry import training_observers
+from plumbline.check.rank.observers.resumable_state import ResumableStateObserver
 from plumbline.check.rank.observers.splits import SplitObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
@@ -49,8 +50,11 @@ def make_recorder(folder: str) -> TrainingRecorder:
     options = read_options(folder)
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)
-    replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
-    others: list[Observer] = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), replays]
+    replays: list[Observer] = [UpdateReplay(sample)] if options.replays else []
+    replays = [RecordingCost()] if options.dry_run else replays
+    others: list[Observer] = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), *replays]
+    if options.state:
+        others.append(ResumableStateObserver())
     if options.splits:
         others.append(SplitObserver(read_deal(folder), without_dropout=options.without_dropout))
     return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

@@ -208,6 +208,8 @@ class TrainingRecorder:
             with torch.no_grad(), paused():
                 self._observers.tell(lambda one: one.first_step(optimizer))
         self._optimizers.begin(optimizer)
+        if 0 < self._options.interrupt_after <= self._optimizers.taken(optimizer):
+            self._interrupt()
         if self._recording and self._optimizers.taken(optimizer) >= self._window[1]:
             self._stop()
 
@@ -223,7 +225,7 @@ class TrainingRecorder:
         self._world = _world()
         parameters = parameters_of(optimizer)
         self._sample.add(parameters)
-        if not self._has_memory and not self._options.dry_run:
+        if not self._has_memory and self._options.replays and not self._options.dry_run:
             require_memory(self._names.roots, parameters, self._sample, self._options)
             self._has_memory = True
         number = self._optimizers.number(optimizer)
@@ -309,6 +311,14 @@ class TrainingRecorder:
         self._window = begin, begin + 1
         self._writer = self._first_writer.of_window(begin)
         self._ended = self._finished = False
+
+    def _interrupt(self) -> None:
+        """End the process as a crash does, but together with the other ranks, so that all have saved what they save."""
+        rank, ranks = _world()
+        self._first_writer.wait_for_interrupted(rank, ranks, END_TIMEOUT_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def _end_process(self) -> None:
         """End the process with all others of its group: those that are behind may still need it."""

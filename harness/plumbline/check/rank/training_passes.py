@@ -51,7 +51,7 @@ class TrainingPasses:
         joint: JointSteps,
         layouts: MasterLayouts,
     ) -> None:
-        self._replays = not options.dry_run
+        self._replays = options.replays and not options.dry_run
         self._sample = sample
         self._optimizers = optimizers
         self._names = names

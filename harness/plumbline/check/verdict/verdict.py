@@ -11,6 +11,7 @@ from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import CHECK as OBJECTIVE
+from plumbline.check.judge.resumption import CHECK as RESUMPTION
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
@@ -75,7 +76,7 @@ def answer_of(one: CheckedTraining) -> Answer:
     coverage = one.coverage
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
-    if one.training.objective and _unanswered(one):
+    if _unanswered(one):
         return Answer.NOT_JUDGED
     has_passed = any(each.check == GRADIENTS and each.outcome is Outcome.PASSED for each in one.findings)
     if not has_passed or not coverage.gradients.entries or coverage.nothing_moved:
@@ -85,10 +86,13 @@ def answer_of(one: CheckedTraining) -> Answer:
 
 
 def _unanswered(one: CheckedTraining) -> str:
-    """Return why it is not known whether the declared objective is trained, "" if it is known."""
-    known = [finding for finding in one.findings if finding.check == OBJECTIVE]
-    skipped = next((finding for finding in known if finding.outcome is Outcome.SKIPPED), None)
-    return "" if skipped is None else skipped.message.removeprefix("not judged: ")
+    """Return what the user asked for and is not known, and why; "" if all of it is known.
+
+    A declared objective is asked for, and so is a training that is interrupted and resumed.
+    """
+    asked = (RESUMPTION, OBJECTIVE) if one.training.objective else (RESUMPTION,)
+    skipped = (each for each in one.findings if each.check in asked and each.outcome is Outcome.SKIPPED)
+    return next((f"{each.check}: {each.message.removeprefix('not judged: ')}" for each in skipped), "")
 
 
 def is_accusation(finding: Finding) -> bool:
@@ -111,8 +115,8 @@ def sentence_on(one: CheckedTraining) -> str:
     wrong = next(accusations(one), None)
     if wrong is not None:
         return f"{_cause(wrong)}{_noise(wrong)}"
-    if one.training.objective and (why := _unanswered(one)):
-        return f"objective: {why}"
+    if why := _unanswered(one):
+        return why
     gradients = [finding for finding in one.findings if finding.check == GRADIENTS]
     if not gradients:
         return "no gradient was judged"

@@ -1,0 +1,78 @@
+"""Interrupts a user's training, starts it again, and compares it with one that was not interrupted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plumbline.check.command.checked_command import CheckedCommand, record, run_and_judge
+from plumbline.check.command.running import EndedBy
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from plumbline.check.evidence.training import RecordedTraining
+
+FOLDER = "{folder}"
+"""What stands in a command for the folder to which the training saves."""
+
+
+def run_interrupted(
+    command: Sequence[str],
+    again: Sequence[str],
+    options: RecordingOptions,
+    steps: int,
+    say: Callable[[str], None],
+    time_limit: float | None = None,
+) -> CheckedCommand:
+    """Train three times: until ``steps`` steps are taken, again from what was saved, and without an interruption.
+
+    Args:
+        command: what starts the training, with ``FOLDER`` in it.
+        again: what resumes it.
+        options: what to record of the resumed training.
+        steps: the number of steps after which the first training ends, before it begins another one.
+        say: is given a line before each training.
+        time_limit: seconds for each training.
+
+    Raises:
+        PlanError: a command does not say where the training saves.
+        CommandError: a command cannot be started, or there is no folder for evidence.
+        TraceError: evidence cannot be read.
+    """
+    for one in (command, again):
+        if not any(FOLDER in word for word in one):
+            raise PlanError(
+                f"--resume-after: write {FOLDER} in the command where it names the folder for checkpoints; each "
+                "training is given a folder of its own"
+            )
+    with tempfile.TemporaryDirectory(prefix="plumbline-saved-", ignore_cleanup_errors=True) as saved:
+        say(f"plumbline: 1 of 3: training until step {steps}")
+        first = record(
+            _in(command, f"{saved}/interrupted"),
+            RecordingOptions(steps + 1, interrupt_after=steps, replays=False),
+            time_limit=time_limit,
+        )
+        say("plumbline: 2 of 3: resuming")
+        resumed = run_and_judge(_in(again, f"{saved}/interrupted"), replace(options, state=True), time_limit)
+        if not resumed.trainings or resumed.end.by is EndedBy.USER:
+            return resumed
+        whole: Sequence[RecordedTraining] = ()
+        why = "" if first.interrupted else f"the training ended before step {steps}, so it was not interrupted"
+        if not why and not any(Path(f"{saved}/interrupted").rglob("*")):
+            why = f"the training saved nothing in {FOLDER} in its first {steps} steps"
+        if not why:
+            say("plumbline: 3 of 3: training without an interruption")
+            # As many steps more: a resumed training may have left out batches.
+            recording = RecordingOptions(steps + 2 * options.steps, stop=True, state=True, replays=False)
+            whole = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit).trainings
+    from plumbline.check.judge.script_checks import with_resumption
+
+    return replace(resumed, trainings=with_resumption(resumed.trainings, whole, steps, why))
+
+
+def _in(command: Sequence[str], folder: str) -> list[str]:
+    return [word.replace(FOLDER, folder) for word in command]

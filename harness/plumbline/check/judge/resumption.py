@@ -1,0 +1,319 @@
+"""Whether a training that was interrupted and started again goes on as one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
+from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.report.text import counted, listed
+
+CHECK = "resumption"
+STATE = "resumable-state"
+
+_LOADED_NOTHING = "check that a checkpoint had been saved, that the command finds it, and that its weights are loaded"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Two trainings: ``whole`` from its first step on, ``resumed`` from its first step after ``interrupted`` steps.
+
+    ``begin`` is the step of the whole training from which the resumed one goes on.
+    """
+
+    whole: RecordedTraining
+    resumed: RecordedTraining
+    interrupted: int
+    begin: int
+
+    @property
+    def same_ranks(self) -> bool:
+        return self.whole.world_size == self.resumed.world_size
+
+    def pairs(self) -> Iterator[tuple[int, int, RecordedStep, RecordedStep]]:
+        """Yield each resumed step: its place, the rank, the step of the whole training, and the resumed one itself.
+
+        On other numbers of ranks, each is compared with rank 0 of the whole training.
+        """
+        others = {one.rank: _by_number(one.steps) for one in self.whole.ranks}
+        for rank in self.resumed.ranks:
+            expected = others.get(rank.rank if self.same_ranks else 0, {})
+            for step in rank.steps:
+                other = expected.get((step.optimizer, self.begin + step.number))
+                if other is not None:
+                    yield step.number, rank.rank, other, step
+
+
+def judge_resumption(
+    whole: Sequence[RecordedTraining], resumed: Sequence[RecordedTraining], interrupted: int
+) -> Iterator[Finding]:
+    """Yield what the resumed training does otherwise, the first cause first; or that it goes on as the whole one."""
+    why = _why_not(whole, resumed)
+    if why:
+        yield not_judged(CHECK, why)
+        return
+    begin = _begin(whole[0], resumed[0], interrupted)
+    pair = Resumption(whole[0], resumed[0], interrupted, interrupted if begin is None else begin)
+    wrong = (_weights(pair) if begin is None else None) or _state(pair) or _settings(pair) or _samples(pair)
+    wrong = wrong or _loss_scale(pair)
+    if wrong is not None:
+        yield wrong
+        return
+    steps = {place for place, *_ in pair.pairs()}
+    if not steps:
+        yield not_judged(CHECK, f"the uninterrupted training ended before step {pair.begin + 1}")
+        return
+    rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
+    older = "" if pair.begin == interrupted else f", the last one that was saved before step {interrupted},"
+    yield passed(
+        CHECK,
+        f"from step {pair.begin}{older} the resumed training has the weights, optimizer state, {rows}learning rates "
+        f"and loss scales of the uninterrupted one, in {len(steps)} steps",
+    )
+    if _draws_otherwise(pair):
+        yield headline_note(
+            CHECK,
+            "The generators of random numbers are not restored: after the restart, dropout draws other masks than in "
+            "the uninterrupted training. Save and restore torch.get_rng_state() on each rank if both should be equal.",
+        )
+
+
+def _why_not(whole: Sequence[RecordedTraining], resumed: Sequence[RecordedTraining]) -> str:
+    for found, which in ((whole, "uninterrupted"), (resumed, "resumed")):
+        if len(found) != 1:
+            return f"the {which} command recorded {len(found)} trainings, and must have one"
+        if not all(rank.steps and STATE in rank.steps[0].facts for rank in found[0].ranks):
+            return f"the {which} training recorded no state"
+    return ""
+
+
+def _by_number(steps: Sequence[RecordedStep]) -> dict[tuple[int, int], RecordedStep]:
+    return {(step.optimizer, step.number): step for step in steps}
+
+
+def _begin(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int) -> int | None:
+    """Return the last step of the whole training whose weights the resumed one begins with on all ranks, if any."""
+    found: set[int] | None = None
+    with_shards = whole.world_size == resumed.world_size
+    for rank in resumed.ranks:
+        own = rank.steps[0]
+        other = next((one for one in whole.ranks if one.rank == rank.rank), whole.ranks[0])
+        same = {
+            step.number
+            for step in other.steps
+            if step.optimizer == own.optimizer
+            and 0 < step.number <= interrupted
+            and _same_weights(own, step, with_shards=with_shards)
+        }
+        found = same if found is None else found & same
+    return max(found, default=None) if found else None
+
+
+def _same_weights(one: RecordedStep, other: RecordedStep, *, with_shards: bool) -> bool:
+    mine, theirs = _weights_of(one, with_shards=with_shards), _weights_of(other, with_shards=with_shards)
+    shared = [name for name in mine if name in theirs and mine[name][0] is not None]
+    return bool(shared) and all(mine[name][0] == theirs[name][0] for name in shared)
+
+
+Name = tuple[str, tuple[int, ...]]
+"""A parameter's name and shape."""
+
+
+def _weights_of(step: RecordedStep, *, with_shards: bool) -> dict[Name, tuple[str | None, list[float] | None]]:
+    named = zip(step.parameters, step.facts[STATE]["weights"], strict=False)
+    return {(p.name, p.shape): (digest, made) for p, (digest, made, shard) in named if with_shards or not shard}
+
+
+def _states_of(step: RecordedStep, *, with_shards: bool) -> dict[Name, Facts]:
+    known = _weights_of(step, with_shards=with_shards)
+    named = zip(step.parameters, step.facts[STATE]["state"], strict=False)
+    return {(p.name, p.shape): state for p, state in named if (p.name, p.shape) in known}
+
+
+def _weights(pair: Resumption) -> Finding:
+    """Return what is wrong with weights that no step of the whole training begins with."""
+    firsts = [rank.steps[0] for rank in pair.resumed.ranks]
+    start = [pair.whole.ranks[rank if pair.same_ranks else 0].steps[0] for rank in range(len(firsts))]
+    last = [_step_at(pair, rank, pair.interrupted) for rank in range(len(firsts))]
+    fresh = [rank for rank, own in enumerate(firsts) if _same_weights(own, start[rank], with_shards=pair.same_ranks)]
+    loaded = [
+        rank
+        for rank, own in enumerate(firsts)
+        if (saved := last[rank]) is not None and _same_weights(own, saved, with_shards=pair.same_ranks)
+    ]
+    where = {"step": pair.interrupted, "family": "checkpoint"}
+    if len(fresh) == len(firsts):
+        return failed_with_hint(
+            CHECK, "the resumed training begins with the weights of the first start", _LOADED_NOTHING,
+            cause="weights-not-loaded", **where,
+        )  # fmt: skip
+    if loaded and len(loaded) < len(firsts):
+        others = sorted({*range(len(firsts))} - {*loaded})
+        return failed_with_hint(
+            CHECK, f"the saved weights are loaded on some ranks, but not on rank {listed(others)}",
+            "load the checkpoint on every rank, or broadcast the weights", cause="loaded-on-some-ranks",
+            rank=others[0], **where,
+        )  # fmt: skip
+    name, distance = _worst(firsts[0], last[0], with_shards=pair.same_ranks)
+    return failed_with_hint(
+        CHECK,
+        "the resumed training begins with weights that no step of the uninterrupted one had; from those before step "
+        f"{pair.interrupted}, they differ by {distance:.2g} of their norm",
+        "check that all weights are saved, in their own dtype, and that nothing changes them after loading",
+        cause="weights-of-another-step", parameter=name, **where,
+    )  # fmt: skip
+
+
+def _step_at(pair: Resumption, rank: int, number: int) -> RecordedStep | None:
+    found = pair.whole.ranks[rank if pair.same_ranks else 0].steps
+    return next((one for one in found if one.number == number and not one.optimizer), None)
+
+
+def _worst(own: RecordedStep, other: RecordedStep | None, *, with_shards: bool) -> tuple[str | None, float]:
+    worst: tuple[str | None, float] = (None, 0.0)
+    theirs = {} if other is None else _weights_of(other, with_shards=with_shards)
+    for name, (_, mine) in _weights_of(own, with_shards=with_shards).items():
+        expected = theirs.get(name, (None, None))[1]
+        if mine is not None and expected is not None:
+            left, right = torch.tensor(mine), torch.tensor(expected)
+            distance = float((left - right).norm() / right.norm().clamp_min(1e-30))
+            worst = max(worst, (name[0], distance), key=lambda one: one[1])
+    return worst
+
+
+def _state(pair: Resumption) -> Finding | None:
+    for place, rank, expected, step in pair.pairs():
+        if place:
+            continue
+        mine, theirs = (_states_of(one, with_shards=pair.same_ranks) for one in (step, expected))
+        shared = [name for name in mine if name in theirs]
+        missing = [name for name in shared if theirs[name] and not mine[name]]
+        other = [(name, _differing(mine[name], theirs[name])) for name in shared if name not in missing]
+        other = [(name, keys) for name, keys in other if keys]
+        where = {"step": pair.begin, "rank": rank, "family": "checkpoint"}
+        if missing and len(missing) == len([name for name in shared if theirs[name]]):
+            return failed_with_hint(
+                CHECK, "the optimizer's state is not restored: it is empty after the restart",
+                "save optimizer.state_dict(), and load it after the model has its parameters",
+                cause="optimizer-state-dropped", **where,
+            )  # fmt: skip
+        if missing:
+            return failed_with_hint(
+                CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters",
+                "save the whole state: with sharded optimizers, gather it from all ranks first",
+                cause="optimizer-state-in-part", parameter=missing[0][0], **where,
+            )  # fmt: skip
+        if other:
+            (name, _), keys = other[0]
+            return failed_with_hint(
+                CHECK, f"{listed(keys)} of {counted(len(other), 'parameter')} differ in the restored optimizer",
+                "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
+                cause="optimizer-state-altered", parameter=name, **where,
+            )  # fmt: skip
+    return None
+
+
+def _differing(mine: Facts, theirs: Facts) -> list[str]:
+    return sorted(name for name, value in theirs.items() if mine.get(name) != value)
+
+
+def _settings(pair: Resumption) -> Finding | None:
+    for place, rank, expected, step in pair.pairs():
+        for mine, theirs in zip(step.facts[STATE]["groups"], expected.facts[STATE]["groups"], strict=False):
+            keys = [name for name in theirs if name in mine and mine[name] != theirs[name]]
+            if not keys:
+                continue
+            name = "lr" if "lr" in keys else keys[0]
+            first = pair.whole.ranks[0].steps[place].facts[STATE]["groups"]
+            again = any(one.get(name) == mine[name] for one in first)
+            what = "the learning rate" if name == "lr" else name
+            return failed_with_hint(
+                CHECK,
+                f"{what} is {mine[name]:.6g} in step {place} after the restart, and {theirs[name]:.6g} in step "
+                f"{pair.begin + place} of the uninterrupted training"
+                + (", as in its first steps" if again and place < pair.begin else ""),
+                "save and load the scheduler's state_dict, and let it continue at the saved step",
+                cause="scheduler-not-restored" if again else "rates-not-restored",
+                family="checkpoint", step=pair.begin + place, rank=rank,
+            )  # fmt: skip
+    return None
+
+
+def _samples(pair: Resumption) -> Finding | None:
+    """Compare the rows of each step: those of each rank or, on another number of ranks, those of all together."""
+    mine, theirs = _rows_by_step(pair.resumed, pair.same_ranks), _rows_by_step(pair.whole, pair.same_ranks)
+    resumed = sorted(mine)
+    for place, rank in resumed:
+        expected = theirs.get((pair.begin + place, rank))
+        if expected is None or not expected or mine[place, rank] == expected:
+            continue
+        offset = next(
+            (
+                begin
+                for begin in sorted({number for number, _ in theirs})
+                if all(theirs.get((begin + each, who)) == mine[each, who] for each, who in resumed)
+            ),
+            None,
+        )
+        cause, what = _position(offset, pair.begin)
+        return failed_with_hint(
+            CHECK, f"step {place} after the restart has other samples than step {pair.begin + place} of the "
+            f"uninterrupted training: {what}",
+            "save the epoch and the position in it; on resuming, call set_epoch, and skip the batches that were used",
+            cause=cause, family="checkpoint", step=pair.begin + place, rank=rank if pair.same_ranks else None,
+        )  # fmt: skip
+    return None
+
+
+def _position(offset: int | None, begin: int) -> tuple[str, str]:
+    if offset is None:
+        return "order-drawn-anew", "their order was drawn anew, or begins at another place of an epoch"
+    if offset == 0:
+        return "trained-all-over-again", "those of the first steps, which are used twice"
+    if offset < begin:
+        return "batch-again-after-resuming", f"those of step {offset} on, some of which are used twice"
+    return "batch-left-out-after-resuming", f"those of step {offset} on, so that some are left out"
+
+
+def _rows_by_step(training: RecordedTraining, of_each: bool) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank in training.ranks:
+        for step in rank.steps:
+            if not step.optimizer:
+                found.setdefault((step.number, rank.rank if of_each else 0), []).extend(_rows(step))
+    return found if of_each else {place: sorted(rows) for place, rows in found.items()}
+
+
+def _rows(step: RecordedStep) -> list[int]:
+    forwards = [one for each in step.passes for one in each.facts.get("batches", {}).get("forwards", ())]
+    return [row for one in forwards if one.get("training", True) for row in one.get("hashes", ())]
+
+
+def _loss_scale(pair: Resumption) -> Finding | None:
+    for place, rank, expected, step in pair.pairs():
+        mine, theirs = ({one.scale for one in each.passes} for each in (step, expected))
+        if mine and theirs and mine != theirs:
+            return failed_with_hint(
+                CHECK,
+                f"the loss scale is {max(mine):g} in step {place} after the restart, and {max(theirs):g} in step "
+                f"{pair.begin + place} of the uninterrupted training",
+                "save and load the GradScaler's state_dict", cause="scale-not-restored", family="checkpoint",
+                step=pair.begin + place, rank=rank,
+            )  # fmt: skip
+    return None
+
+
+def _draws_otherwise(pair: Resumption) -> bool:
+    return pair.same_ranks and any(
+        _drawn_from(step) != _drawn_from(expected) for _, _, expected, step in pair.pairs() if _drawn_from(expected)
+    )
+
+
+def _drawn_from(step: RecordedStep) -> list[Mapping[str, str]]:
+    forwards = [one for each in step.passes for one in each.facts.get("generators", {}).get("forwards", ())]
+    return [{name: one["states"][name] for name in one["drew"]} for one in forwards if one["drew"]]

@@ -1,0 +1,152 @@
+"""``plumbline check --resume-after K``: a training that is interrupted and resumed, beside an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.evidence.read import read_trainings
+from plumbline.check.function import record_function
+from plumbline.check.judge.resumption import judge_resumption
+from plumbline.cli.main import main
+from plumbline.core.outcome import Outcome
+
+SCRIPT = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parent)!r})
+from test_resume_after import train
+
+train(*sys.argv[1:])
+"""
+
+
+def train(folder, mistake=""):
+    """Train for nine epochs of six batches; save after every fourth step, and go on from what was saved."""
+    Path(folder).mkdir(exist_ok=True)
+    file = Path(folder) / "saved.pt"
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    done = 0
+    if file.exists() and mistake != "loads nothing":
+        saved = torch.load(file)
+        done = saved["done"]
+        for name, part in parts.items():
+            if mistake != f"no {name}":
+                part.load_state_dict(saved[name])
+        if mistake == "no scheduler":
+            optimizer.param_groups[0]["lr"] = 0.01
+        if mistake == "count lost":
+            for state in optimizer.state.values():
+                state["step"].zero_()
+        if mistake != "no generator":
+            torch.set_rng_state(saved["generator"])
+    begin = 0 if mistake == "begins data again" else done
+    begin += bool(done) * ((mistake == "leaves a batch out") - (mistake == "a batch again"))
+    for epoch in range(begin // 6, 9):
+        order = RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
+        loader = DataLoader(data, batch_size=4, sampler=order, generator=torch.Generator())
+        for place, (x, y) in enumerate(loader):
+            if epoch * 6 + place < begin:
+                continue
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            done += 1
+            if done % 4 == 0 and mistake != "saves nothing":
+                saved = {name: part.state_dict() for name, part in parts.items()}
+                if mistake == "rounds":
+                    saved["model"] = {name: one.bfloat16() for name, one in saved["model"].items()}
+                torch.save({**saved, "done": done, "generator": torch.get_rng_state()}, file)
+
+
+def found_in(tmp_path, mistake, steps=8):
+    """Return the findings about a training with a mistake, which is interrupted after so many steps."""
+
+    def recorded(name, folder, options):
+        evidence = tmp_path / name
+        evidence.mkdir()
+        record_function(lambda: train(tmp_path / folder, mistake), 1, evidence, options)
+        return read_trainings(evidence)
+
+    recorded("first", "interrupted", RecordingOptions(steps + 1, interrupt_after=steps, replays=False))
+    resumed = recorded("second", "interrupted", RecordingOptions(4, state=True))
+    whole = recorded("third", "whole", RecordingOptions(steps + 8, state=True, replays=False))
+    return list(judge_resumption(whole, resumed, steps))
+
+
+def test_a_training_that_goes_on_as_if_nothing_had_happened_is_right(tmp_path):
+    (finding,) = found_in(tmp_path, "")
+    assert finding.outcome is Outcome.PASSED
+    assert "from step 8 the resumed training has the weights" in finding.message
+
+
+def test_an_older_checkpoint_is_compared_where_it_was_saved(tmp_path):
+    (finding,) = found_in(tmp_path, "", steps=11)
+    assert finding.outcome is Outcome.PASSED
+    assert "from step 8, the last one that was saved before step 11" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        ("loads nothing", "weights-not-loaded"),
+        ("rounds", "weights-of-another-step"),
+        ("no optimizer", "optimizer-state-dropped"),
+        ("count lost", "optimizer-state-altered"),
+        ("no scheduler", "scheduler-not-restored"),
+        ("begins data again", "trained-all-over-again"),
+        ("a batch again", "batch-again-after-resuming"),
+        ("leaves a batch out", "batch-left-out-after-resuming"),
+    ],
+)
+def test_what_is_not_restored_is_named(tmp_path, mistake, cause):
+    (finding,) = found_in(tmp_path, mistake)
+    assert (finding.outcome, finding.cause) == (Outcome.FAILED, cause)
+
+
+def test_other_masks_of_dropout_are_a_note(tmp_path):
+    passed, note = found_in(tmp_path, "no generator")
+    assert passed.outcome is note.outcome is Outcome.PASSED
+    assert "generators of random numbers are not restored" in note.message
+
+
+def test_the_command_trains_three_times_and_has_one_verdict(tmp_path, capfd):
+    script, file = tmp_path / "train.py", tmp_path / "check.json"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "{folder}"]
+    assert main(["check", "--resume-after", "8", "--json", str(file), "--", *command]) == 0
+    document = json.loads(file.read_text())
+    assert document["verdict"] == "right"
+    findings = [one for one in document["trainings"][0]["findings"] if one["check"] == "resumption"]
+    assert [one["outcome"] for one in findings] == ["passed"]
+    assert "3 of 3: training without an interruption" in capfd.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("mistake", "steps", "why"), [("saves nothing", 8, "saved nothing"), ("", 99, "ended before step 99")]
+)
+def test_what_cannot_be_compared_is_not_judged(tmp_path, mistake, steps, why):
+    script, file = tmp_path / "train.py", tmp_path / "check.json"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "{folder}", mistake]
+    assert main(["check", "--resume-after", str(steps), "--json", str(file), "--", *command]) == 2
+    assert why in json.loads(file.read_text())["sentence"]
+
+
+def test_a_command_without_a_folder_is_refused(capsys):
+    assert main(["check", "--resume-after", "4", "--", "true"]) == 4
+    assert "write {folder} in the command" in capsys.readouterr().err
