@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -59,14 +60,14 @@ class Divided(Optimizer):
                     if "momentum" not in state or (self.mistake == "anew" and owner == 1):
                         state["momentum"] = torch.zeros_like(p)
                     update = muon_update(p.grad, state["momentum"])
-                    if self.mistake == "shape" and world > 1:
-                        update /= world**0.5
                 before = p.clone()
                 if not (self.mistake == "decay-lost" and world > 1):
                     p.mul_(decay)
                 if self.mistake == "decay-twice" and world > 1:
                     p.sub_(before, alpha=1 - decay)
                 dist.all_reduce(update)
+                if self.mistake == "averaged":
+                    update /= world
                 p.sub_(update, alpha=group["lr"])
 
 
@@ -104,8 +105,6 @@ class OnShards(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -127,6 +126,71 @@ class OnShards(Optimizer):
                 else:
                     update *= max(1, p.size(0) / p.size(1)) ** 0.5
                 p.sub_(distribute_tensor(update, p.device_mesh, p.placements), alpha=group["lr"])
+
+
+class Whole(Optimizer):
+    """An optimizer that steps each whole matrix; of a DTensor it gathers the gradient, and keeps a whole state."""
+
+    def __init__(self, params: Any, lr: float = 0.01, every: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                update = self.update(gradient, state, group)
+                if hasattr(p, "device_mesh"):
+                    update = distribute_tensor(update, p.device_mesh, p.placements)
+                p.sub_(update, alpha=group["lr"])
+
+    def update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Shampoo(Whole):
+    """Gupta, Koren, Singer 2018: the gradient between the inverse fourth roots of its two second moments."""
+
+    def update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["factors"] = [torch.eye(size, dtype=gradient.dtype) * 1e-2 for size in gradient.shape]
+            state["roots"] = [torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
+            state["step"] = 0
+        state["factors"][0] += gradient @ gradient.T
+        state["factors"][1] += gradient.T @ gradient
+        if state["step"] % group["every"] == 0:
+            for place, factor in enumerate(state["factors"]):
+                values, vectors = torch.linalg.eigh(factor)
+                state["roots"][place] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+        state["step"] += 1
+        left, right = state["roots"]
+        return left @ gradient @ right
+
+
+class Soap(Whole):
+    """Vyas et al. 2024: Adam in the eigenbasis of Shampoo's second moments; the first step only begins these."""
+
+    def update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        first = not state
+        if first:
+            state |= {"factors": [torch.zeros(size, size, dtype=gradient.dtype) for size in gradient.shape], "step": 0}
+            state |= {"mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
+        for factor, product in zip(state["factors"], (gradient @ gradient.T, gradient.T @ gradient), strict=True):
+            factor.lerp_(product, 0.05)
+        if first:
+            state["bases"] = [torch.linalg.eigh(factor)[1] for factor in state["factors"]]
+            return torch.zeros_like(gradient)
+        left, right = state["bases"]
+        state["step"] += 1
+        state["mean"].lerp_(gradient, 0.1)
+        state["square"].lerp_((left.T @ gradient @ right).square(), 0.05)
+        mean = left.T @ state["mean"] @ right / (1 - 0.9 ** state["step"])
+        update = left @ (mean / ((state["square"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8)) @ right.T
+        if state["step"] % group["every"] == 0:
+            pairs = zip(state["factors"], state["bases"], strict=True)
+            state["bases"] = [torch.linalg.qr(factor @ basis)[0] for factor, basis in pairs]
+        return update
 
 
 def perceptron(*sizes: int) -> nn.Sequential:

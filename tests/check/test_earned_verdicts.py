@@ -401,16 +401,16 @@ def test_an_optimizer_whose_step_communicates_but_leaves_ranks_apart_is_wrong(ju
     assert "not-synchronised" in causes(training)
 
 
-def test_updates_that_communicate_are_not_in_the_share_of_what_was_judged(judged):
+def test_updates_that_communicate_are_judged_in_a_world_of_one_rank(judged):
     def train():
         model = DistributedDataParallel(small())
         matrices = AveragesInStep([one for one in model.parameters() if one.dim() == 2], "shares")
         fit(model, matrices, torch.optim.SGD([one for one in model.parameters() if one.dim() == 1], 0.1))
 
     training, answer, sentence = judged(train)
-    assert answer is Answer.RIGHT_IN_PART
-    assert sentence.startswith("100 % of gradients, 12.2 % of updates judged")
-    assert [one.why for one in training.coverage.updates.left_out] == ["its step communicates with other ranks"]
+    assert answer is Answer.RIGHT
+    assert sentence.startswith("100 % of gradients and updates judged")
+    assert not training.coverage.updates.left_out
 
 
 def test_gradients_divided_by_hand_are_right_although_some_are_zero_at_first(judged):

@@ -74,10 +74,10 @@ class NearReplay:
         name = one.facts["class"]
         if self.is_right:
             return f"the rounding of {name} could hide a wrong update" if self.hides_shards else ""
-        if self.mistake or (one.facts["of_torch"] and not one.facts["hooks"] and in_noise(error, noise) > limit()):
-            return ""
         if one.facts["hooks"]:
             return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
+        if self.mistake or (one.facts["of_torch"] and in_noise(error, noise) > limit()):
+            return ""
         if one.facts["of_torch"]:
             return f"the rounding of {name} could hide a wrong update"
         return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"

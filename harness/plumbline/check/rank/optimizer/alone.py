@@ -39,7 +39,9 @@ def _own_group() -> Any:
         return None
     everyone = dist.group.WORLD
     if everyone not in _GROUPS:
-        _GROUPS[everyone] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        # NCCL would split the group of all ranks where a device is bound to it, which all of them have to do together.
+        backend = "gloo" if getattr(everyone, "bound_device_id", None) is not None else None
+        _GROUPS[everyone] = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     return _GROUPS[everyone]
 
 

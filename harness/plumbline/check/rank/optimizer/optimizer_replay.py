@@ -130,8 +130,14 @@ def exactly_stepped(
     """Return the weights after a step in float64 throughout, and whether the class itself computes in 16 bits."""
     if is_entry_by_entry(optimizer):
         return stepped(optimizer, group, given, exact=True), False
-    with Widened() as widened:
-        after = stepped(optimizer, group, given, exact=True, attributes=attributes)
+    widened = Widened()
+    try:
+        with widened:
+            after = stepped(optimizer, group, given, exact=True, attributes=attributes)
+    except NotReplayable:
+        raise
+    except Exception:  # the class needs the precision that it asks for
+        return stepped(optimizer, group, given, exact=True, attributes=attributes), False
     return after, widened.lowered and given.weights.dtype not in (torch.float16, torch.bfloat16)
 
 

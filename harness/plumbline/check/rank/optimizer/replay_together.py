@@ -8,6 +8,7 @@ first one, and then its rounding is the optimizer's own. Known mistakes are step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.optimizer.alone import alone, as_only_rank, on_own_mesh, own_mesh
-from plumbline.check.rank.optimizer.optimizer_replay import Guard, NotReplayable, exactly_stepped, replaying, stepping
+from plumbline.check.rank.optimizer.optimizer_replay import (
+    Guard,
+    NotReplayable,
+    exactly_stepped,
+    is_of_torch,
+    replaying,
+    stepping,
+)
 from plumbline.check.rank.optimizer.twin import StepInput, stepped
 from plumbline.check.rank.optimizer.whole_input import WholeInput, described, like_shard
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
@@ -158,16 +166,16 @@ class _Replay:
 
     def due(self, of: WholeInput) -> WholeDue | str:
         """Return what the step should come to, or why that is not known: the same kind of answer on all ranks."""
-        try:
+        given: StepInput | None = None
+        with self._agreed() as agreed:
             given = of.gathered()
-        except NotReplayable as error:  # on all ranks, which have said the same
-            return str(error)
+        if agreed.why or given is None:
+            return agreed.why
         found: WholeDue | None = None
         with self._agreed() as agreed:
             found = self._alone(given, averaged=of.has_own_gradients)
-        if agreed.why:
+        if agreed.why or found is None:
             return agreed.why
-        assert found is not None
         if self._has_parts:
             self._add_by_shard(found)
             self._add_communicating(found)
@@ -204,7 +212,9 @@ class _Replay:
     def _step(self, given: StepInput, *, exact: bool = False, **options: Any) -> Tensor:
         """Return the whole weights after a step in a world of one rank."""
         optimizer, group = self._optimizer, {**self._group, **options}
-        with alone(), replaying(optimizer, self._guard, communicates=True):
+        # The classes of torch communicate only by DTensors.
+        world = nullcontext() if is_of_torch(optimizer) else alone()
+        with world, replaying(optimizer, self._guard, communicates=True):
             if self._on_mesh:
                 given = self._as_dtensors(given)
             if exact:
@@ -239,9 +249,9 @@ class _Replay:
             due.others[f"scaled {factor:.4g}"] = right + (factor - 1) * rest
 
     def _factors(self) -> set[float]:
-        """Return by what an update is off if the learning rate is scaled by the shape of a shard, or of ranks."""
+        """Return by what an update is off if ranks average it, or scale the learning rate by the shape of a shard."""
         world, whole_shape, own = dist.get_world_size(), self._parameter.shape, local(self._parameter).shape
-        factors = {1 / world, world**0.5, world**-0.5}
+        factors = {1 / world}
         if len(own) > 1 and own.numel():
             factors |= {scale(*own[:2]) / scale(*whole_shape[:2]) for scale in _SCALES}
         return factors - {1.0, float(world)}
@@ -285,9 +295,10 @@ class _Agreed:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if error is not None and not isinstance(error, NotReplayable):
+        if isinstance(error, AbsentRankError) or not (error is None or isinstance(error, Exception)):
             return False
-        said = self._values("" if error is None else str(error))
+        own = str(error) if isinstance(error, NotReplayable) else f"{type(error).__name__}: {error}"
+        said = self._values("" if error is None else own)
         self.why = next(filter(None, said), "")
         return True
 

@@ -1,0 +1,142 @@
+"""Updates of optimizers of whole matrices, in shards or divided over ranks: right ones are judged, mistakes named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from matrix_optimizers import Divided, Gathered, OnShards, Shampoo, Soap, ddp, in_parts, sharded, training
+from torch.optim.optimizer import Optimizer
+
+from plumbline.check.function import check_function
+from plumbline.check.judge.near_replay import ALIKE, NearReplay
+from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
+from plumbline.core.finding import Finding
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+
+SIZES = (12, 24, 8)
+EQUAL = (16, 16, 16, 16)
+
+
+def wrong(train: Callable[[], None]) -> list[Finding]:
+    (training,) = check_function(train, 2, steps=2).trainings
+    return [one for one in training.findings if one.outcome.is_bad]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "sizes"),
+    [
+        (lambda p: torch.optim.Muon(p, lr=0.02), sharded, SIZES),
+        (lambda p: Soap(p, every=2), sharded, (8, 8)),
+        (Divided, ddp, SIZES),
+        (Gathered, ddp, EQUAL),
+        (Shampoo, ddp, SIZES),
+    ],
+)  # fmt: skip
+def test_the_whole_update_of_a_right_optimizer_is_judged(make, wrap, sizes):
+    check_function(training(make, wrap, sizes=sizes), 2, steps=2).assert_right(require_full=True)
+
+
+def test_muon_on_tensor_parallel_shards_is_judged():
+    train = training(torch.optim.Muon, in_parts, sizes=(8, 16, 8, 4), same=2)
+    check_function(train, 4, steps=2).assert_right(require_full=True)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        ("nobody", "not-stepped-on-any-rank"),
+        ("all-sum", "updates-summed"),
+        ("anew", "state-begun-anew"),
+        ("averaged", "scaled-update"),
+        ("decay-lost", "weight-decay-lost"),
+        ("decay-twice", "weight-decay-doubled"),
+    ],
+)
+def test_a_mistake_in_dividing_matrices_over_ranks_is_named(mistake, cause):
+    found = wrong(training(lambda p: Divided(p, mistake=mistake), ddp, sizes=EQUAL))
+    assert [(one.check, one.cause) for one in found] == [("update", cause)], found
+
+
+@pytest.mark.parametrize(("mistake", "cause"), [("by-shard", "stepped-shard-by-shard"), ("shape", "scaled-update")])
+def test_a_matrix_that_is_taken_by_shards_is_named(mistake, cause):
+    found = wrong(training(lambda p: OnShards(p, mistake=mistake), sharded, sizes=(8, 24)))
+    assert [(one.check, one.cause) for one in found] == [("update", cause)], found
+
+
+def _forgotten_on_a_rank(optimizer: Optimizer) -> None:
+    if dist.get_rank() == 1:
+        optimizer.state.clear()
+
+
+def _forgotten_on_all_ranks(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def _exchanged(optimizer: Optimizer) -> None:
+    """Each rank gets the momentum of the next one."""
+    for state in optimizer.state.values():
+        own = state["momentum_buffer"].to_local()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        own.copy_(parts[(dist.get_rank() + 1) % len(parts)])
+
+
+def _swapped(optimizer: Optimizer) -> None:
+    """Two matrices of a rank get each other's momentum."""
+    first, second, *_ = [*optimizer.state.values()] * 2
+    first["momentum"], second["momentum"] = second["momentum"], first["momentum"]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "between", "causes"),
+    [
+        (Divided, ddp, _forgotten_on_a_rank, ["state-begun-anew"]),
+        (Divided, ddp, _forgotten_on_all_ranks, []),
+        (Divided, ddp, _swapped, ["states-permuted"]),
+        (torch.optim.Muon, sharded, _exchanged, ["states-permuted"]),
+    ],
+)  # fmt: skip
+def test_a_state_that_is_not_the_last_steps_is_named(make, wrap, between, causes):
+    found = wrong(training(make, wrap, sizes=EQUAL, between=between))
+    assert [one.cause for one in found] == causes, found
+
+
+class Clipping(Divided):
+    """Clips by the norm of all matrices together, which no replay of one matrix can know."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([one.norm() for one in own]).norm()
+        for one in own:
+            one.div_(norm)
+            dist.all_reduce(one)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_update_that_depends_on_other_parameters_is_not_judged():
+    (checked,) = check_function(training(Clipping, ddp), 2, steps=2).trainings
+    assert not [one for one in checked.findings if one.outcome.is_bad]
+    assert checked.coverage.updates.part == 0
+    assert answer_of(checked) is Answer.RIGHT_IN_PART
+    assert "0 % of updates" in sentence_on(checked)
+
+
+def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():
+    hidden = NearReplay(0.0, tight=1e-2, unit=1e-7, others={"by-shard": (1e-2, 1e-2)})
+    known = NearReplay(0.0, tight=1e-7, unit=1e-7, others={"by-shard": (1e-2, 1e-2)})
+    assert hidden.hides_shards
+    assert not known.hides_shards
+
+
+def test_an_update_near_to_no_known_mistake_is_like_none():
+    others = {"by-shard": (2 * ALIKE, 1.0), "still": (1.0, 1.0)}
+    assert NearReplay(1.0, tight=1e-7, unit=1e-7, others=others).mistake == ""
+    assert NearReplay(1.0, tight=1e-7, unit=1e-7, others=others | {"still": (ALIKE / 2, 1.0)}).mistake == "still"
