@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,8 @@ class StepInput:
     def of(optimizer: Optimizer, parameter: Tensor) -> StepInput:
         """Return what this rank holds of a parameter, which has a gradient."""
         assert parameter.grad is not None
-        state = map_state(optimizer.state[parameter], local) if parameter in optimizer.state else None
+        own = state_of(optimizer, parameter)
+        state = None if own is None else map_state(own, local)
         return StepInput(local(parameter.detach()), local(parameter.grad.detach()), state)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StepInput:
@@ -160,6 +161,34 @@ def _copied_attribute(value: Any, exact: bool) -> Any:
     if isinstance(value, Tensor):
         return _copied(value, exact)
     return value if is_of_ranks(value) else copy.copy(value)
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int = 1) -> Mapping[str, Any] | None:
+    """Return the state of a parameter, None where this rank has none.
+
+    The first parameter of a group may hold the state of all as one stack, of which each of ``ranks`` has a run of rows.
+    """
+    group = next((each["params"] for each in optimizer.param_groups if _holds(each["params"], parameter)), [parameter])
+    stack = optimizer.state.get(group[0], {})
+    rows = -(-len(group) // ranks)
+    if not _is_stack(stack, group, rows) or any(one in optimizer.state for one in group[1:]):
+        return optimizer.state.get(parameter)
+    number = next(place for place, one in enumerate(group) if one is parameter)
+    if number // rows != rank:
+        return None
+    row = slice(number % rows, number % rows + 1)
+    return {key: one[row] if isinstance(one, Tensor) and one.dim() else one for key, one in stack.items()}
+
+
+def _holds(parameters: Sequence[Tensor], parameter: Tensor) -> bool:
+    return any(one is parameter for one in parameters)
+
+
+def _is_stack(state: Mapping[str, Any], group: Sequence[Tensor], rows: int) -> bool:
+    shape = group[0].shape
+    tensors = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
+    is_of_all = all(one.dim() == len(shape) + 1 and len(one) == rows for one in tensors)
+    return is_of_all and any(one.shape[1:] == shape for one in tensors) and all(one.shape == shape for one in group)
 
 
 def is_of_ranks(value: Any) -> bool:

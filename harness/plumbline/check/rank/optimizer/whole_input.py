@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.optimizer.optimizer_replay import NotReplayable
-from plumbline.check.rank.optimizer.twin import StepInput
+from plumbline.check.rank.optimizer.twin import StepInput, state_of
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local, whole
@@ -151,8 +151,9 @@ def like_shard(tensor: Tensor, parameter: Any) -> Tensor:
 
 
 def _state(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return state
+    if local(parameter) is not parameter:
+        return state_of(optimizer, parameter) or {}
+    return state_of(optimizer, parameter, dist.get_rank(), dist.get_world_size()) or {}
 
 
 def _described(value: Any) -> list[Any]:
