@@ -96,6 +96,31 @@ class Gathered(Divided):
                     one.copy_(new)
 
 
+class Stacked(Optimizer):
+    """Muon over matrices of one shape: each rank has some rows of their stack, and of the momentum's, as nanochat."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            params = group["params"]
+            rows = -(-len(params) // world)
+            empty = [torch.zeros_like(params[0])] * (rows * world - len(params))
+            gradients = torch.stack([*(p.grad for p in params), *empty])[rank * rows :][:rows]
+            weights = torch.stack([*params, *empty])[rank * rows :][:rows]
+            state = self.state[params[0]]
+            if not state:
+                state["momentum"] = torch.zeros_like(gradients)
+            weights.sub_(muon_update(gradients, state["momentum"]), alpha=group["lr"])
+            gathered = [torch.empty_like(weights) for _ in range(world)]
+            dist.all_gather(gathered, weights)
+            for p, new in zip(params, torch.cat(gathered), strict=False):
+                p.copy_(new)
+
+
 class OnShards(Optimizer):
     """Muon over DTensors: gathers the matrix, or not (``mistake``), and steps its shard."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matrix_optimizers import Divided, Gathered, OnShards, Shampoo, Soap, ddp, in_parts, sharded, training
+from matrix_optimizers import Divided, Gathered, OnShards, Shampoo, Soap, Stacked, ddp, in_parts, sharded, training
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.function import check_function
@@ -34,6 +34,7 @@ def wrong(train: Callable[[], None]) -> list[Finding]:
         (lambda p: Soap(p, every=2), sharded, (8, 8)),
         (Divided, ddp, SIZES),
         (Gathered, ddp, EQUAL),
+        (Stacked, ddp, EQUAL),
         (Shampoo, ddp, SIZES),
     ],
 )  # fmt: skip

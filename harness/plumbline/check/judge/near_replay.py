@@ -20,6 +20,12 @@ Chosen: an update is known to three digits from rounded weights. One that is lik
 by this.
 """
 
+LARGE = 0.1
+"""How much a step by shards has to change of an update, at least, to be called wrong.
+
+Chosen: it withholds an accusation where a state is quantised in blocks, which begin anew in each shard.
+"""
+
 _SCALED = "scaled "
 
 
@@ -49,7 +55,12 @@ class NearReplay:
         """The known mistake that the update is like, "" if it is right or like none."""
         if self.is_right:
             return ""
-        alike = {name: far / apart for name, (far, apart) in self.others.items() if apart > limit() * self.tight}
+        least = {"by-shard": LARGE * self.others.get("still", (0.0, 0.0))[1]}
+        alike = {
+            name: far / apart
+            for name, (far, apart) in self.others.items()
+            if apart > max(limit() * self.tight, least.get(name, 0.0))
+        }
         name = min(alike, key=alike.__getitem__, default="")
         return name if name and alike[name] <= ALIKE else ""
 
