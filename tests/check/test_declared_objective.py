@@ -114,7 +114,7 @@ def prime_rl_2358(scores, labels, mask, step):
 
 
 def by_world(scores, labels, mask, step):
-    """The factor that undoes the mean over ranks is left in, although nothing averages (as NeMo-RL#3791)."""
+    """The factor that undoes the mean over ranks is there twice."""
     return ce(scores, labels, "sum") / over_ranks(tokens(step)) * world() ** 2
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from plumbline.check.judge.resplit import Split
 from plumbline.cli.main import main
 
 WORDS, PASSES = 11, 2
@@ -81,9 +82,15 @@ def said(plumbline, train):
     return found
 
 
+def test_samples_are_dealt_to_batches_of_the_same_sizes():
+    split = Split({0: [[1, 2, 3], [4, 5, 6]], 1: [[7, 8, 9], [10]]}, {0: 0, 1: 2})
+    assert split.dealt_otherwise() == {0: (0, [[1, 5, 8], [2, 6, 9]]), 1: (2, [[3, 7, 10], [4]])}
+    assert split.ordered_otherwise()[0] == (0, [[6, 5, 4], [3, 2, 1]])
+
+
 def test_a_mean_of_means_moves(plumbline):
     found = said(plumbline, training(own))
-    assert found.message.startswith("The gradient moves by ")
+    assert found.message.startswith("The gradient moves by about ")
     assert "if the 12 samples of the first step are dealt" in found.message
 
 
@@ -95,7 +102,7 @@ def test_a_mean_over_all_tokens_does_not_move(plumbline, dropped):
 
 def test_data_that_are_drawn_anew_are_not_judged(plumbline):
     found = said(plumbline, training(of_all, draws=True))
-    assert found.message.startswith("not judged: the gradient also moves by ")
+    assert found.message.startswith("not judged: the gradient also moves by about ")
 
 
 def test_batches_of_no_loader_are_not_judged(plumbline):
@@ -130,7 +137,7 @@ def test_the_command_runs_again_and_the_declared_objective_is_wrong(tmp_path, ca
     assert main(["check", *options, "--", sys.executable, str(script)]) == 1
     found = {one["check"]: one for one in json.loads(file.read_text())["trainings"][0]["findings"]}
     assert found["objective"]["cause"] == "mean-of-micro-batch-means"
-    assert found["resplit"]["message"].startswith("The gradient moves by ")
+    assert found["resplit"]["message"].startswith("The gradient moves by about ")
     assert "WRONG: objective: mean of micro batch means" in capfd.readouterr().err
 
 

@@ -19,7 +19,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import passed
 from plumbline.judge.hypothesis import explain
-from plumbline.report.text import counted, in_words
+from plumbline.report.text import counted
 
 CHECK = "objective"
 
@@ -72,9 +72,14 @@ def _trained(case: ObjectiveCase) -> str:
 
 def _failed(case: ObjectiveCase) -> Finding:
     gap, due = case.distance, f"that of the {_NAMES[case.declared]}"
-    apart = f"is not {due}" if gap is None else f"differs from {due} by {in_words(gap, 'share')} of its norm"
+    apart = f"is not {due}" if gap is None else f"differs from {due} by about {percent(gap)} of its norm"
     observed = f"the gradient at step {case.step} {apart}: {_weights(case)}"
     return Finding(CHECK, Outcome.FAILED, observed, step=case.step)
+
+
+def percent(share: float) -> str:
+    """Return a distance in two digits: norms of projections are not known to more."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def _weights(case: ObjectiveCase) -> str:
@@ -91,17 +96,27 @@ def _weights(case: ObjectiveCase) -> str:
     values = {(f"{least:.4g}", f"{most:.4g}") for least, most in found.values()}
     if len(values) == 1 and len(next(iter(map(set, values)))) == 1:
         return f"each {what} weighs {next(iter(values))[0]} instead of {right:.4g}"
-    if len(found) > MOST_TOLD:
-        order = sorted(found, key=lambda place: found[place][1] / right)
-        found = {place: found[place] for place in (order[0], order[-1])}
-    has_passes = max(one.micro_batch for one in case.passes) > 0
-    told = []
+    told: dict[str, str] = {}
     for (rank, micro), (least, most) in found.items():
         size = f"{least:.4g}" if f"{least:.4g}" == f"{most:.4g}" else f"{least:.4g} to {most:.4g}"
-        place = [f"in micro-batch {micro}"] if has_passes or case.world == 1 else []
-        place += [f"on rank {rank}"] if case.world > 1 else []
-        told.append(" ".join([size, *place]))
-    return f"a {what} weighs {', '.join(told)} and should weigh {right:.4g}"
+        told[_place(case, rank, micro)] = size
+    for rank in range(case.world if case.world > 1 else 0):
+        own = {place: told[place] for place in (_place(case, rank, micro) for on, micro in found if on == rank)}
+        if len(own) > 1 and len(set(own.values())) == 1:
+            told = {place: size for place, size in told.items() if place not in own}
+            told[f"on rank {rank}"] = next(iter(own.values()))
+    if len(told) > MOST_TOLD:
+        order = sorted(told, key=lambda place: float(told[place].rpartition(" ")[2]))
+        told = {place: told[place] for place in (order[0], order[-1])}
+    return (
+        f"a {what} weighs {', '.join(f'{size} {place}' for place, size in told.items())} and should weigh {right:.4g}"
+    )
+
+
+def _place(case: ObjectiveCase, rank: int, micro: int) -> str:
+    has_passes = any(one.micro_batch for one in case.passes)
+    place = [f"in micro-batch {micro}"] if has_passes or case.world == 1 else []
+    return " ".join([*place, *([f"on rank {rank}"] if case.world > 1 else [])])
 
 
 def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCase]:

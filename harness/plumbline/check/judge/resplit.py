@@ -10,12 +10,12 @@ from torch import Tensor
 
 from plumbline.check.evidence.options import Deal, RecordingOptions
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.declared_objective import percent
 from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import received_by
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import passed
-from plumbline.report.text import in_words
 
 CHECK = "resplit"
 
@@ -103,7 +103,7 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
     if not first.shape == ordered.shape == dealt.shape or not bool(first.any()):
         raise _UnknownError("the gradient is zero, or the script trained other parameters when it ran again")
     order, move = (float((one - first).norm() / first.norm()) for one in (ordered, dealt))
-    by_order = in_words(order, "share") if order >= LEAST else f"{order:.1g}"
+    by_order = f"about {percent(order)}" if order >= LEAST else f"{order:.1g}"
     if not order <= UNSTEADY:
         raise _UnknownError(
             f"the gradient also moves by {by_order} of its norm if each micro-batch keeps its samples in another "
@@ -117,7 +117,7 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
         )
     return headline_note(
         CHECK,
-        f"The gradient moves by {in_words(move, 'share')} of its norm if the {samples} samples of the first step are "
+        f"The gradient moves by about {percent(move)} of its norm if the {samples} samples of the first step are "
         f"dealt to other ranks and micro-batches, and by {by_order} if they are only ordered otherwise. A loss that is "
         "divided by the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. "
         "Declare the objective with --objective to have it judged.",
