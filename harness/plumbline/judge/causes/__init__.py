@@ -29,11 +29,15 @@ from plumbline.judge.causes.gradient_hypotheses import (
     clipping,
     coupling,
     data,
+    experts,
     meshes,
     normalisation,
+    norms,
     optimizers,
     parameters,
+    shards,
     stages,
+    way_back,
 )
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase

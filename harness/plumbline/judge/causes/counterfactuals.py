@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from operator import methodcaller
 
 import torch
 from torch import nn
@@ -34,6 +33,8 @@ class Counterfactuals:
         self.cell = analysis.cell
         self.analysis = analysis
         self._parts: dict[tuple[int, Layout], Parts] = {}
+        self.found_on_the_way: dict[bool, tuple[tuple[str, ...], float]] = {}
+        """Through which layers, and with which factor, an earlier step's gradient could be explained."""
 
     def layout(self, index: int) -> Layout:
         """Return which samples each group and device computed at a step."""
@@ -139,16 +140,36 @@ class Counterfactuals:
             finally:
                 oracle.data = data
 
-    def with_positions_in_parts(self, index: int, count: int) -> Iterator[Tensors]:
-        """Yield the step's gradient if position embeddings number each of ``count`` parts from 0.
+    def with_weights_scaled(self, index: int, names: Collection[str], factor: float) -> Tensors:
+        """Return the step's gradient at weights of which some are multiplied."""
+        with self.at(index) as oracle:
+            before = self.analysis.steps[index].ranks[0].before
+            oracle.load({name: value * factor if name in names else value for name, value in before.items()})
+            return mean_gradient(oracle.group_gradients(self.layout(index)))
+
+    def with_gradient_scaled(self, index: int, layers: Collection[str], factor: float) -> Tensors:
+        """Return the step's gradient where what comes back to the outputs of some layers is multiplied."""
+
+        def scale(layer: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+            return output.detach() + factor * (output - output.detach())
+
+        with self.at(index) as oracle:
+            handles = [oracle.model.get_submodule(name).register_forward_hook(scale) for name in layers]
+            try:
+                return mean_gradient(oracle.group_gradients(self.layout(index)))
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def with_positions(self, index: int, renumber: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Tensors]:
+        """Yield the step's gradient if position embeddings number the positions 0, 1, ... otherwise.
 
         Yields nothing if the model has no such embedding.
         """
-        for way in ("chunk", "tensor_split"):
-            with self.at(index) as oracle, _renumbered(oracle.model, methodcaller(way, count)) as done:
-                gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
-            if done:
-                yield gradient
+        with self.at(index) as oracle, _renumbered(oracle.model, renumber) as done:
+            gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
+        if done:
+            yield gradient
 
     def is_coupled(self, index: int) -> bool:
         """Return whether samples depend on each other: the right gradient is not a weighted sum of theirs."""
@@ -181,10 +202,8 @@ class Counterfactuals:
 
 
 @contextmanager
-def _renumbered(
-    model: nn.Module, divide: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-) -> Iterator[list[nn.Module]]:
-    """Renumber embeddings of the positions 0, 1, ... so that each part begins with 0; yield those found."""
+def _renumbered(model: nn.Module, otherwise: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[nn.Module]]:
+    """Renumber embeddings of the positions 0, 1, ...; yield those found."""
     found: list[nn.Module] = []
 
     def renumber(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
@@ -193,7 +212,7 @@ def _renumbered(
         if not len(every) or not bool((positions == every).all()):
             return None
         found.append(layer)
-        return (torch.cat([torch.arange(len(part)) for part in divide(every)]).expand_as(positions),)
+        return (otherwise(every).expand_as(positions),)
 
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
     handles = [layer.register_forward_pre_hook(renumber) for layer in layers]

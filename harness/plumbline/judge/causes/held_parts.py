@@ -12,6 +12,7 @@ from torch import Tensor
 from plumbline.evidence.trace import Block, Step, Tensors, block_index
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.oracle.noise import distance
+from plumbline.judge.oracle.oracle import mean_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +46,15 @@ class HeldParts:
     def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
         """Return the index of each sibling's block of a tensor, by rank; empty if siblings hold it whole.
 
-        If several siblings have the same block, the first one counts.
+        If several siblings have the same block, the first one counts. If one has all entries, the others' blocks are
+        empty.
         """
         indices: dict[int, tuple[slice, ...]] = {}
         for rank, own in self.blocks.items():
             if name in own and (index := block_index(own[name])) not in indices.values():
                 indices[rank] = index
+            elif name not in own and any(name in other for other in self.blocks.values()):
+                indices[rank] = tuple(map(slice, self.case.expected.contract[name].shape))
         return indices
 
     @property
@@ -60,9 +64,23 @@ class HeldParts:
     def on(self, rank: int, gradient: Tensors) -> Tensors:
         """Return what a sibling holds of a gradient; whole tensors are the first rank's."""
         indices = {name: self.blocks_of(name) for name in gradient}
-        own = {name: gradient[name][index[rank]] for name, index in indices.items() if rank in index}
+        own = {name: block_of(gradient[name], index[rank]) for name, index in indices.items() if rank in index}
         whole = {name: gradient[name] for name, index in indices.items() if not index}
         return {**own, **whole} if rank == self.first else own
+
+    def blocks_on(self, rank: int, gradient: Tensors) -> list[Tensor]:
+        """Return views of the blocks that a sibling has of a gradient, in the gradient's order."""
+        indices = {name: self.blocks_of(name) for name in gradient}
+        return [block_of(gradient[name], index[rank]) for name, index in indices.items() if rank in index]
+
+    def are_runs(self, gradient: Tensors) -> bool:
+        """Say whether blocks are runs of entries of flattened tensors."""
+        return any(len(index) < gradient[name].dim() for name in gradient for index in self.blocks_of(name).values())
+
+    def assembled_blocks(self, parts: dict[int, Tensors], like: Tensors) -> Tensors:
+        """Return each tensor with blocks from the ranks' ``parts``; tensors without blocks are those of ``like``."""
+        made = self.assembled(parts, like)
+        return {name: made[name] if self.blocks_of(name) else value for name, value in like.items()}
 
     def assembled(self, parts: dict[int, Tensors], like: Tensors) -> Tensors:
         """Return each tensor with each sibling's block taken from that rank's ``parts``.
@@ -71,9 +89,10 @@ class HeldParts:
         """
         made = {}
         for name, value in like.items():
-            total = parts[self.first].get(name, torch.zeros_like(value)).clone()
+            total = parts[self.first].get(name, torch.zeros_like(value)).clone(memory_format=torch.contiguous_format)
             for rank, index in self.blocks_of(name).items():
-                total[index] = parts[rank][name][index] if name in parts[rank] else 0.0
+                block = block_of(total, index)
+                block.copy_(block_of(parts[rank][name], index) if name in parts[rank] else torch.zeros_like(block))
             made[name] = total
         return made
 
@@ -88,3 +107,27 @@ class HeldParts:
             noise = analysis.noise.at(name, self.case.expected.units[name])
             if any(distance(other, first) > analysis.limit * noise for other in others):
                 yield name, first, others
+
+
+def block_of(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+    """Return a block of a tensor, a view if that is contiguous; an index of one dimension counts its entries."""
+    return (tensor.reshape(-1) if len(index) < tensor.dim() else tensor)[index]
+
+
+def _data_rank(case: OracleGradientCase, rank: int) -> int:
+    return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
+
+
+def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
+    """Return the mean of the right gradients of the samples of some ranks."""
+    shares = sorted({_data_rank(case, rank) for rank in ranks})
+    return mean_gradient([[groups[share] for share in shares if share < len(groups)] for groups in case.expected.parts])
+
+
+def own_experts(case: OracleGradientCase) -> dict[str, int]:
+    """Return the rank of each parameter that only some of the ranks that hold a model together have."""
+    cell = case.counterfactuals.cell
+    (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
+    recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
+    holders = {n: [rank for rank in group if n in recorded[rank].before] for n in case.expected.contract}
+    return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}

@@ -45,13 +45,15 @@ class StagePattern:
     """What the wrong gradients of all steps have in common, stage by stage.
 
     ``wrong_ranks`` hold the parameters ``wrong``, whose gradients are wrong. ``factors`` has the number that multiplies
-    each rank's right gradients. ``ranks`` are all ranks that hold parameters.
+    each rank's right gradients, and ``factors_by_step`` those of single steps, without repetition. ``ranks`` are all
+    ranks that hold parameters.
     """
 
     ranks: tuple[int, ...] = ()
     wrong_ranks: tuple[int, ...] = ()
     wrong: tuple[str, ...] = ()
     factors: Mapping[int, float] = field(default_factory=dict)
+    factors_by_step: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def in_part(self) -> bool:
@@ -65,13 +67,17 @@ class StagePattern:
             "wrong_ranks": ranks_in_words(self.wrong_ranks),
             "held": names_in_words(self.wrong),
             "stage_factors": _listed(
-                [f"{self.factors[ranks[0]]:.4g} × the right ones on {ranks_in_words(ranks)}" for ranks in self._alike()]
+                [f"{self._factors_on(ranks[0])} × the right ones on {ranks_in_words(ranks)}" for ranks in self._alike()]
             ),
         }
 
     def _alike(self) -> Iterable[list[int]]:
         wrong = [rank for rank in self.wrong_ranks if rank in self.factors]
-        return (list(ranks) for _, ranks in groupby(wrong, key=lambda rank: f"{self.factors[rank]:.4g}"))
+        return (list(ranks) for _, ranks in groupby(wrong, key=self._factors_on))
+
+    def _factors_on(self, rank: int) -> str:
+        found = self.factors_by_step[rank]
+        return " or ".join(found) if len(found) < 3 else f"{found[0]} to {found[-1]}"
 
 
 def stage_pattern(
@@ -79,15 +85,16 @@ def stage_pattern(
 ) -> StagePattern:
     """Return the pattern of ``gradients``, pairs of right and observed ones; the tensors ``wrong`` are wrong."""
     names = [name for name in held.holders if name in set(wrong)]
-    factors = {}
+    factors, by_step = {}, {}
     for rank in held.ranks:
         own = held.only_on(rank) or held.first_on(rank)
         pairs = [({n: right[n] for n in own if n in right}, observed) for right, observed in gradients]
         found = [factor_between(right, observed) for right, observed in pairs if any(map(norm, right.values()))]
         if found:
             factors[rank] = statistics.median(found)
+            by_step[rank] = tuple(dict.fromkeys(f"{factor:.4g}" for factor in sorted(found)))
     ranks = {held.holders[name][0] for name in names}
-    return StagePattern(held.ranks, tuple(sorted(ranks)), tuple(names), factors)
+    return StagePattern(held.ranks, tuple(sorted(ranks)), tuple(names), factors, by_step)
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

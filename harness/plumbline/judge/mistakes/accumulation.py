@@ -38,6 +38,11 @@ def _some_only_last(case: GradientCase) -> Predictions:
         yield SomeParameters(Combination(lambda r, b, n: float(b == n - 1)))
 
 
+def _some_first_missing(case: GradientCase) -> Predictions:
+    for lost in range(1, case.micro_batches - 1):
+        yield SomeParameters(Combination(lambda r, b, n, lost=lost: float(b >= lost)))  # type: ignore[misc]
+
+
 def _first_missing(case: GradientCase) -> Predictions:
     for lost in range(1, case.micro_batches):
         yield from _kept(lost, case.micro_batches, case)
@@ -130,6 +135,9 @@ register(
     GradientMistake("micro-batch-missing", "accumulation", _some_only_last,
         "those of the last of {micro_batches} micro-batches for some parameters",
         "do not zero the gradients of these parameters for every micro-batch", 335),
+    GradientMistake("first-micro-batches-missing", "accumulation", _some_first_missing,
+        "right for some parameters, and without the first of {micro_batches} micro-batches for others",
+        "check what clears the gradients of these parameters within the window", 333),
     GradientMistake("some-micro-batches-not-synchronised", "accumulation", _partly_synchronised,
         "averaged over ranks for some of {micro_batches} micro-batches and rank {rank}'s own for others",
         "run all micro-batches but the last inside no_sync(), and the last one outside", 320),

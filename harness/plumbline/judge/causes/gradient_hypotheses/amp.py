@@ -11,8 +11,12 @@ from plumbline.core.precision import PRECISIONS, Precision
 from plumbline.judge.causes.combinations import scaled, total_distance
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match, register
-from plumbline.judge.oracle.noise import distance, limit, norm
+from plumbline.judge.oracle.noise import absolute_sum, distance, length, limit, norm
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+
+ROUGH = 10.0
+"""Roundings to 16 bits add up to more than this part of half a unit in the last place: their root mean square is 0.6 of
+it. It says only by which name wrong gradients are called."""
 
 FIRST_SCALE = 2.0**16
 """The initial scale of torch.amp.GradScaler."""
@@ -80,6 +84,31 @@ def _size(case: OracleGradientCase, name: str) -> float:
     return sum(map(norm, parts)) / len(parts)
 
 
+def _rounded_on_the_way(case: OracleGradientCase) -> Gradients:
+    """Match if each entry is as near to right as sums of 16-bit numbers are, and errors do not follow the gradient.
+
+    Sums are rounded in an order that is not known, so entries cannot be predicted. Only a rounding, of each part or of
+    a partial sum, is small for small entries and has nothing to do with their sign.
+    """
+    right, raw = case.expected.contract, case.expected.raw
+    count = len(case.shares)
+    if count < 2 or not case.is_finite or not length(raw):
+        return
+    shortened = length(right) / length(raw)
+    errors = {name: case.observed[name] - value for name, value in right.items()}
+    sizes = {name: absolute_sum(part[name] / count for part in case.shares if name in part) for name in right}
+    size, apart = length(sizes) * shortened, length(errors)
+    along = abs(sum(float((errors[name] * value).sum()) for name, value in right.items()))
+    for dtype in (torch.float16, torch.bfloat16):
+        unit = torch.finfo(dtype).eps / 2
+        bound = (count + 2) * unit * shortened
+        near = all(
+            bool((errors[name].abs() <= bound * sizes[name] + unit * 1e-3 * norm(sizes[name])).all()) for name in right
+        )
+        if near and apart > unit * size / ROUGH and along < apart * length(right) / 2:
+            yield Match()
+
+
 def _rounded_inputs(case: OracleGradientCase) -> Gradients:
     counterfactuals = case.counterfactuals
     for name, column in counterfactuals.analysis.oracle.data.columns.items():
@@ -137,6 +166,9 @@ register(
     GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
         "right to 16 bits, and every entry is a 16-bit number",
         "check whether the all-reduce compresses gradients to 16 bits", 65),
+    GradientHypothesis("rounded-to-16-bits", "amp", _rounded_on_the_way,
+        "right to 16 bits: each entry is off by the rounding of its parts or of their partial sums",
+        "check whether the all-reduce, or the buffer in which gradients accumulate, adds in 16 bits", 62),
     GradientHypothesis("computed-in-lower-precision", "amp", _lower_precision,
         "as far from the right ones as those of a lower precision",
         "check for an autocast, a cast or TF32 that this precision does not ask for", 60),

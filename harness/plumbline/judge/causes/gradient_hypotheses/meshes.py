@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 
 import torch
+from torch import Tensor
 
-from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
-from plumbline.judge.causes.held_parts import HeldParts
+from plumbline.judge.causes.combinations import mean, scaled
+from plumbline.judge.causes.held_parts import HeldParts, block_of, mean_over
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import holds, register
+from plumbline.judge.mistakes.case import Combination, SomeParameters, Weight
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
@@ -38,15 +40,6 @@ def _partial_sums(case: OracleGradientCase) -> Gradients:
         yield {**case.expected.raw, **parts}
 
 
-def _data_rank(case: OracleGradientCase, rank: int) -> int:
-    return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
-
-
-def _mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
-    shares = sorted({_data_rank(case, rank) for rank in ranks})
-    return mean_gradient([[groups[share] for share in shares if share < len(groups)] for groups in case.expected.parts])
-
-
 def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
     held, cell = HeldParts(case), case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
@@ -54,7 +47,7 @@ def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
         return
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(len(mesh.names))):
         group_of = {rank: group for group in mesh.groups(*along) for rank in group}
-        parts = {rank: _mean_over(case, group_of[rank]) for rank in held.siblings}
+        parts = {rank: mean_over(case, group_of[rank]) for rank in held.siblings}
         yield held.assembled(parts, case.expected.raw)
 
 
@@ -65,44 +58,12 @@ def _blocks_averaged(case: OracleGradientCase) -> Gradients:
     for base in (case.expected.raw, mean_gradient(case.own_parts(case.rank))):
         total = {name: base.get(name, torch.zeros_like(right)).clone() for name, right in case.expected.raw.items()}
         for name, value in total.items():
-            indices = held.blocks_of(name).values()
-            blocks = [value[index] for index in indices]
+            blocks = [block_of(value, index) for index in held.blocks_of(name).values()]
             if len({block.shape for block in blocks}) == 1:
                 average = torch.stack(blocks).mean(0)
-                for index in indices:
-                    value[index] = average
+                for block in blocks:
+                    block.copy_(average)
         yield total
-
-
-def _own_experts(case: OracleGradientCase) -> dict[str, int]:
-    """Return the rank of each parameter that only some of the ranks that hold a model together have."""
-    cell = case.counterfactuals.cell
-    (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
-    recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
-    holders = {n: [rank for rank in group if n in recorded[rank].before] for n in case.expected.contract}
-    return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}
-
-
-def _of_holders_samples(case: OracleGradientCase) -> Gradients:
-    if case.clip_norm is not None or case.world == 1:
-        return
-    holders = _own_experts(case)
-    parts = {rank: _mean_over(case, (rank,)) for rank in set(holders.values())}
-    for factor in (1.0, 1 / case.world) if holders else ():
-        own = {n: factor * parts[rank].get(n, torch.zeros_like(case.expected.raw[n])) for n, rank in holders.items()}
-        yield {**case.expected.raw, **own}
-
-
-def _rest_missing(case: OracleGradientCase) -> Gradients:
-    if (experts := _own_experts(case)) and len(experts) < len(case.expected.contract):
-        yield {name: value for name, value in case.expected.contract.items() if name in experts}
-
-
-def _missing_elsewhere(case: OracleGradientCase) -> Gradients:
-    missing = {name for name, value in case.observed.items() if not norm(value)}
-    ranks = [step.gradients for step in case.ranks]
-    if missing and all(any(name in own and norm(own[name]) for own in ranks) for name in missing):
-        yield {name: value for name, value in case.expected.contract.items() if name not in missing}
 
 
 def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
@@ -114,14 +75,32 @@ def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
             yield from case.with_nearer(scaled(factor, case.expected.raw))
 
 
-def _experts_scaled(case: OracleGradientCase) -> Gradients:
-    total = dict(case.expected.raw)
-    for name in _own_experts(case) if case.clip_norm is None else ():
-        factor = factor_between({name: total[name]}, case.observed)
-        if factor < 0 or total[name].numel() < CONCLUSIVE:
-            return
-        total[name] = factor * total[name]
-    yield total
+def _partly_averaged(case: OracleGradientCase) -> Gradients:
+    """Predict that some micro-batches are averaged only over the ranks along some dimensions of the mesh."""
+    cell = case.counterfactuals.cell
+    mesh, analysis = cell.contract.mesh(cell.topology), case.counterfactuals.analysis
+    if case.clip_norm is not None or case.world == 1 or case.micro_batches == 1:
+        return
+    for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
+        group = next(group for group in mesh.groups(*along) if HeldParts(case).first in group)
+        own = {analysis.judged_as(rank) if case.is_staged else rank for rank in group}
+        for place in range(case.micro_batches):
+            for only in (True, False):
+                yield from case.predicted(Combination(_partly(own, case.world / len(own), place, only)))
+
+
+def _partly(ranks: set[int], factor: float, place: int, only: bool) -> Weight:
+    return lambda r, b, n: factor * (r in ranks) if (b == place) == only else 1.0
+
+
+def _added_again(case: OracleGradientCase) -> Gradients:
+    """Predict that the sum so far is added over ranks with the same samples after every micro-batch."""
+    for size in _sizes(case) if case.micro_batches > 1 else ():
+        for base in (float(size), 1 / size):
+            for least in (0, 1, -1):
+                again = Combination(lambda r, b, n, base=base, least=least: base ** (n - 1 - b + least))  # type: ignore[misc]
+                yield from case.predicted(again)
+                yield from case.predicted(SomeParameters(again))
 
 
 def _counted_again(case: OracleGradientCase) -> Gradients:
@@ -139,34 +118,78 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
                 yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), raw)
 
 
+def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[list[Tensor]]]:
+    """Yield the places that each rank may have of a sequence, rank by rank and piece by piece."""
+    every, pieces = torch.arange(length), case.counterfactuals.cell.contract.sequence_pieces or 1
+    for size in _sizes(case):
+        for parts in (every.chunk(size * pieces), every.tensor_split(size * pieces)):
+            if len(parts) != size * pieces:
+                continue
+            yield [[part] for part in parts] if pieces == 1 else [[parts[r], parts[-1 - r]] for r in range(size)]
+
+
+def _masks(case: OracleGradientCase) -> Iterator[tuple[str, Tensor]]:
+    columns = case.counterfactuals.analysis.oracle.data.columns
+    yield from ((name, column) for name, column in columns.items() if column.dtype == torch.bool and column.dim() == 2)
+
+
 def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
     """Predict the mean of each part's mean, where ranks have parts of sequences that a column masks."""
-    counterfactuals = case.counterfactuals
-    for size in _sizes(case):
-        for name, column in counterfactuals.analysis.oracle.data.columns.items():
-            if column.dtype == torch.bool and column.dim() == 2:
-                places = torch.arange(column.shape[1])
-                for parts in (places.chunk(size), places.tensor_split(size)):
-                    masks = [column & torch.isin(places, part) for part in parts if len(part)]
-                    if all(bool(mask.any()) for mask in masks):
-                        own = [counterfactuals.with_column(case.index, name, mask) for mask in masks]
-                        yield clipped(mean(own), case.clip_norm)
+    for name, column in _masks(case):
+        for ranks in _places_of_ranks(case, column.shape[1]):
+            places = torch.arange(column.shape[1])
+            masks = [column & torch.isin(places, torch.cat(own)) for own in ranks if any(map(len, own))]
+            if all(bool(mask.any()) for mask in masks):
+                parts = [case.counterfactuals.with_column(case.index, name, mask) for mask in masks]
+                yield clipped(mean(parts), case.clip_norm)
+
+
+def _seams_missing(case: OracleGradientCase) -> Gradients:
+    """Predict a loss without the last token of each piece but the last one."""
+    for name, column in _masks(case):
+        for ranks in _places_of_ranks(case, column.shape[1]):
+            ends = sorted(int(piece[-1]) for own in ranks for piece in own if len(piece))[:-1]
+            mask = column.clone()
+            mask[:, ends] = False
+            if bool(mask.any()) and ends:
+                made = case.counterfactuals.with_column(case.index, name, mask)
+                yield from case.if_wrong(clipped(made, case.clip_norm))
 
 
 def _positions_again(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
-        for gradient in case.counterfactuals.with_positions_in_parts(case.index, size):
+        for way in ("chunk", "tensor_split"):
+            for gradient in case.counterfactuals.with_positions(case.index, _from_zero(way, size)):
+                yield clipped(gradient, case.clip_norm)
+
+
+def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
+    return lambda every: torch.cat([torch.arange(len(part)) for part in getattr(every, way)(count)])
+
+
+def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
+    """Predict that each rank numbers its pieces as one run: from zero, or as its part of a sequence in one piece."""
+    for parts in ("from zero", "in order") if case.counterfactuals.cell.contract.sequence_pieces else ():
+        for gradient in case.counterfactuals.with_positions(case.index, _in_one_run(case, parts == "from zero")):
             yield clipped(gradient, case.clip_norm)
+
+
+def _in_one_run(case: OracleGradientCase, from_zero: bool) -> Callable[[Tensor], Tensor]:
+    def renumbered(every: Tensor) -> Tensor:
+        positions = every.clone()
+        for ranks in list(_places_of_ranks(case, len(every)))[-1:]:
+            runs = every.tensor_split(len(ranks))
+            for own, run in zip(ranks, runs, strict=True):
+                places = torch.cat(own)
+                if from_zero or len(run) == len(places):
+                    positions[places] = torch.arange(len(places)) if from_zero else run
+        return positions
+
+    return renumbered
 
 
 register(
     OracleGradientCase,
-    GradientHypothesis("nothing-but-experts-trained", "unused-params", _rest_missing,
-        "right for parameters that only one rank holds, and zero or absent for those that all ranks hold",
-        "check that the optimizer has the layers around the experts, and a backward reaches them on each rank", 958),
-    GradientHypothesis("missing-where-another-rank-has-it", "unused-params", _missing_elsewhere,
-        "right, but zero or absent on rank {rank} for parameters that have a gradient on another rank",
-        "send an expert's gradient to every rank that holds it, before the step", 952),
     GradientHypothesis("parts-of-a-sum", "sync", _partial_sums,
         "rank {rank}'s part of a sum over ranks that see the same samples, for parameters that all of them hold",
         "sum the parts over the group before the step, and do not label partial gradients as replicated",
@@ -193,9 +216,18 @@ register(
     GradientHypothesis("blocks-averaged-with-each-other", "sync", _blocks_averaged,
         "averaged over ranks that hold different blocks of a tensor",
         "check over which dimension of the mesh the gradient is reduced", 331),
-    GradientHypothesis("of-the-holders-samples", "sync", _of_holders_samples,
-        "right, but for parameters that only one rank holds they are those of that rank's samples",
-        "include the gradient of what an expert computes for other ranks", 326),
+    GradientHypothesis("some-micro-batches-not-synchronised", "sync", _partly_averaged,
+        "averaged over all ranks for some of {micro_batches} micro-batches, and over only some ranks for others",
+        "add micro-batches before they are reduced along the last dimension of the mesh, not after it", 319.2),
+    GradientHypothesis("reduced-with-every-micro-batch", "accumulation", _added_again,
+        "added again, with every micro-batch, over the ranks that compute with the same samples",
+        "reduce once a step, after the last backward pass: earlier sums are added again", 314),
+    GradientHypothesis("tokens-at-seams-missing", "data", _seams_missing,
+        "those of a loss without the last token of each piece of a sequence",
+        "shift labels before sequences are divided, so that the last token of a piece has its label", 474),
+    GradientHypothesis("positions-of-other-places", "data", _positions_of_other_places,
+        "those of a training in which the tokens of a rank's pieces have the positions of other tokens",
+        "divide positions as tokens are divided, into an early and a late piece for each rank", 204),
     GradientHypothesis("positions-from-zero", "data", _positions_again,
         "those of a training in which each part of a sequence is numbered from zero",
         "add the first position of the rank's part to its positions", 205),
@@ -203,9 +235,6 @@ register(
         holds(lambda case: any(True for _ in HeldParts(case).unlike())),
         "wrong, and different on ranks that see the same samples, for parameters that each of them holds whole",
         "check whether activations or their gradients are parts of a sum that is not taken over these ranks", 98),
-    GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
-        "right, but for parameters that only one rank holds they are right in direction and not in length",
-        "check what an expert's gradient is divided by: ranks, or the rows that use it", 33),
     GradientHypothesis("exchanged-otherwise", "sync",
         holds(lambda case: case.pattern.every_step and not case.pattern.only_scaled and bool(_sizes(case))),
         "not a known combination of the samples' gradients, and several ranks compute each sample together",

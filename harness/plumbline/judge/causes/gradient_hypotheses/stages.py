@@ -7,9 +7,10 @@ from itertools import chain, combinations
 import torch
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, scaled
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match, register
+from plumbline.judge.mistakes.case import Combination
 from plumbline.judge.oracle.noise import distance, length
 from plumbline.judge.oracle.oracle import clipped
 
@@ -51,6 +52,27 @@ def _stages_scaled(case: OracleGradientCase) -> Gradients:
             parts = [use * factors.get(rank, 1.0) for use, rank in zip(uses, ranks, strict=True)]
             total = {**total, name: torch.stack(parts).sum(0)}
     yield total
+
+
+def _stages_scaled_by_step(case: OracleGradientCase) -> Gradients:
+    """Predict a factor for each stage that may be another one at each step, such as the length of a window."""
+    if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
+        return
+    raw, total = case.expected.raw, dict(case.expected.raw)
+    for rank in case.held.ranks:
+        own = {name: raw[name] for name in case.held.first_on(rank) & raw.keys()}
+        if sum(value.numel() for value in own.values()) >= CONCLUSIVE:
+            total.update(scaled(factor_between(own, case.observed), own))
+    yield total
+
+
+def _divided_again(case: OracleGradientCase) -> Gradients:
+    """Predict that what is accumulated is divided by the micro-batches of a batch, after each batch of the window."""
+    parts = case.batch_parts
+    batches = case.micro_batches // parts
+    for divided in (0, 1) if parts > 1 and batches > 1 else ():
+        weight = Combination(lambda r, b, n: float(parts) ** -(batches - 1 - b // parts + divided))  # noqa: B023
+        yield from case.predicted(weight)
 
 
 def _own_norms(case: OracleGradientCase) -> dict[int, Tensors]:
@@ -138,6 +160,13 @@ register(
     GradientHypothesis("stage-scaled", "averaging", _stages_scaled,
         "{stage_factors} ({held}), and right on all other ranks",
         "check whether a backward counts twice there, or whether something scales what stages exchange", 338),
+    GradientHypothesis("divided-again-with-every-batch", "accumulation", _divided_again,
+        "divided again by the {batch_parts} micro-batches of a batch after each batch of the window",
+        "scale the loss, or scale gradients once, after the last batch of the window", 643),
+    GradientHypothesis("stage-scaled", "averaging", _stages_scaled_by_step,
+        "{stage_factors} ({held}), which differs by step, and right on all other ranks",
+        "check whether each stage divides once more what it receives, by the micro-batches or the length of a window",
+        36),
     GradientHypothesis("stage-wrong", "sync", _stage_wrong,
         "wrong for the parameters on {wrong_ranks} ({held}), and right for all others",
         "check what this stage receives, and through which activations its backward goes", 35),

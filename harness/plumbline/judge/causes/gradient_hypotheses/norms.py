@@ -1,0 +1,174 @@
+"""Clipping by a norm that was put together wrongly from what ranks hold: without a part, or averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations
+
+from plumbline.evidence.trace import Tensors
+from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.causes.held_parts import HeldParts, own_experts
+from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
+from plumbline.judge.hypothesis import register
+from plumbline.judge.oracle.noise import length
+
+
+@dataclass(frozen=True, eq=False)
+class HeldNorms:
+    """What each of the ranks that hold one model together has of its gradient: parts of its own, and what all have."""
+
+    case: OracleGradientCase
+
+    @cached_property
+    def held(self) -> HeldParts:
+        return HeldParts(self.case)
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        return {} if self.case.is_staged else own_experts(self.case)
+
+    @cached_property
+    def own(self) -> Mapping[int, Tensors]:
+        """The parts that only this rank has, by rank; nothing if ranks hold all alike."""
+        raw = self.case.expected.raw
+        if self.case.in_stages:
+            return {r: {n: raw[n] for n in self.case.held.on(r) & raw.keys()} for r in self.case.held.ranks}
+        if self.held.in_blocks:
+            blocks = {r: self.held.blocks_on(r, raw) for r in self.held.siblings}
+            return {r: {str(number): block for number, block in enumerate(own)} for r, own in blocks.items()}
+        ranks = sorted(set(self.experts.values()))
+        return {rank: {n: raw[n] for n, holder in self.experts.items() if holder == rank} for rank in ranks}
+
+    @cached_property
+    def common(self) -> Tensors:
+        """What every rank has."""
+        raw = self.case.expected.raw
+        if self.case.in_stages:
+            return {}
+        return {
+            name: value for name, value in raw.items() if not self.held.blocks_of(name) and name not in self.experts
+        }
+
+    def squared(self, rank: int) -> float:
+        return length(self.own[rank]) ** 2
+
+    @property
+    def common_squared(self) -> float:
+        return length(self.common) ** 2
+
+    def norm_on(self, rank: int) -> float:
+        """Return the norm of all that a rank has."""
+        return math.sqrt(self.squared(rank) + self.common_squared)
+
+    def clipped_by(self, size: float) -> Tensors:
+        """Return the gradient as clipped by a wrong norm."""
+        return scaled(self._factor(size), self.case.expected.raw)
+
+    def clipped_by_each(self, sizes: Mapping[int, float]) -> Tensors:
+        """Return the gradient with what each rank has clipped by another norm."""
+        parts = {rank: self.clipped_by(size) for rank, size in sizes.items()}
+        raw = self.case.expected.raw
+        if self.case.in_stages:
+            return {name: parts[self.case.held.holders[name][0]][name] for name in raw}
+        if self.held.in_blocks:
+            return self.held.assembled(parts, raw)
+        return {name: parts[self.experts.get(name, self.case.rank)][name] for name in raw}
+
+    def _factor(self, size: float) -> float:
+        return min(1.0, (self.case.clip_norm or 0.0) / (size + 1e-6))
+
+
+def _clipping(predict: Callable[[HeldNorms], Iterator[Tensors]]) -> Callable[[OracleGradientCase], Gradients]:
+    """Return the prediction for gradients that are clipped, where several ranks have parts of their own."""
+
+    def predict_clipped(case: OracleGradientCase) -> Gradients:
+        norms = HeldNorms(case)
+        if case.clip_norm is not None and len(norms.own) > 1:
+            yield from predict(norms)
+
+    return predict_clipped
+
+
+def _left_out(norms: HeldNorms) -> Iterator[Tensors]:
+    """Predict a norm without what all ranks have, without what only some have, or without what one of them has."""
+    every = sum(map(norms.squared, norms.own))
+    if norms.common_squared:
+        yield norms.clipped_by(math.sqrt(norms.common_squared))
+        yield norms.clipped_by(math.sqrt(every))
+    for rank in norms.own:
+        yield norms.clipped_by(math.sqrt(max(0.0, every - norms.squared(rank)) + norms.common_squared))
+
+
+def _combined_otherwise(combine: Callable[[list[float]], float]) -> Callable[[HeldNorms], Iterator[Tensors]]:
+    def predict(norms: HeldNorms) -> Iterator[Tensors]:
+        yield norms.clipped_by(combine([norms.norm_on(rank) for rank in norms.own]))
+        yield norms.clipped_by(
+            math.hypot(combine([math.sqrt(norms.squared(r)) for r in norms.own]), length(norms.common))
+        )
+
+    return predict
+
+
+def _mean(sizes: list[float]) -> float:
+    return sum(sizes) / len(sizes)
+
+
+def _on_each_rank(norms: HeldNorms) -> Iterator[Tensors]:
+    yield norms.clipped_by_each({rank: norms.norm_on(rank) for rank in norms.own})
+
+
+def _along_a_dimension(norms: HeldNorms) -> Iterator[Tensors]:
+    """Predict that the squares of what each rank has are added along some dimensions of the mesh only."""
+    cell = norms.case.counterfactuals.cell
+    mesh = cell.contract.mesh(cell.topology)
+    everyone = norms.held.siblings if norms.held.in_blocks else ()
+    first = {rank: mesh.coordinates(rank) for rank in everyone}
+    for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
+        group_of = {rank: group for group in mesh.groups(*along) for rank in group}
+        sums = {rank: sum(_squares_like(norms, other, first) for other in group_of[rank]) for rank in everyone}
+        for times in {1, len(group_of[norms.held.first])} if everyone else ():
+            yield norms.clipped_by_each({r: math.sqrt(sums[r] + times * norms.common_squared) for r in everyone})
+
+
+def _squares_like(norms: HeldNorms, rank: int, siblings: Mapping[int, Mapping[str, int]]) -> float:
+    """Return the squares of what a rank has; one of another replica has what a sibling has."""
+    if rank in siblings:
+        return norms.squared(rank)
+    cell = norms.case.counterfactuals.cell
+    along = cell.contract.mesh(cell.topology).coordinates(rank)
+    shared = _varying(siblings)
+    return next(
+        (norms.squared(one) for one, at in siblings.items() if all(at[name] == along[name] for name in shared)), 0.0
+    )
+
+
+def _varying(siblings: Mapping[int, Mapping[str, int]]) -> set[str]:
+    """Return the dimensions along which siblings differ."""
+    names = next(iter(siblings.values())).keys()
+    return {name for name in names if len({at[name] for at in siblings.values()}) > 1}
+
+
+register(
+    OracleGradientCase,
+    GradientHypothesis("left-out-of-the-norm", "clipping", _clipping(_left_out),
+        "clipped by a norm that leaves out a part of the model: what only some ranks hold, or what all of them hold",
+        "add the squared norms of all parameters: divided, whole, and experts, each once", 557),
+    GradientHypothesis("norms-averaged", "clipping", _clipping(_combined_otherwise(_mean)),
+        "clipped by the mean of the norms of what each rank holds",
+        "add the squared norms over the ranks that hold different parts, and do not average norms", 555),
+    GradientHypothesis("norms-added", "clipping", _clipping(_combined_otherwise(sum)),
+        "clipped by the sum of the norms of what each rank holds",
+        "add the squared norms over ranks, and take the root of their sum", 554),
+    GradientHypothesis("largest-norm-only", "clipping", _clipping(_combined_otherwise(max)),
+        "clipped by the largest of the norms of what each rank holds",
+        "add the squared norms over ranks, and take the root of their sum", 553),
+    GradientHypothesis("norm-of-some-shards", "clipping", _clipping(_along_a_dimension),
+        "clipped on each rank by a norm that was added along only some dimensions of the mesh",
+        "add the squared norms over all ranks that hold different parts, and over no others", 535),
+    GradientHypothesis("clipped-by-what-each-rank-holds", "clipping", _clipping(_on_each_rank),
+        "clipped on each rank by the norm of what it holds",
+        "add the squared norms of what only some ranks hold over these ranks before taking the root", 528),
+)  # fmt: skip
