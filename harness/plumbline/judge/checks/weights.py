@@ -68,8 +68,21 @@ def _distances(analysis: TraceAnalysis) -> Iterator[Deviation]:
     for global_step, rank, step in differing(taken, "after"):
         for name, value in step.after.items() if rank else ():
             reference = analysis.steps[global_step.index].ranks[0].after[name]
+            if analysis.is_staged and value.equal(step.before[name]):
+                value = _afterwards(analysis, global_step.index, rank).get(name, value)
             unit = rounding_unit([reference.double()], analysis.epsilon)
             yield Deviation(in_noise(distance(value, reference), unit), global_step.index, name, rank)
+
+
+def _afterwards(analysis: TraceAnalysis, index: int, rank: int) -> Tensors:
+    """Return the weights with which a rank goes on after a step.
+
+    Of a weight that several ranks hold, one of them may take the step, and send it to the others, whose optimizers
+    leave it as it is.
+    """
+    if index + 1 < len(analysis.recorded_steps):
+        return analysis.recorded_steps[index + 1].ranks[rank].before
+    return analysis.recorded.ranks[rank].final or {}
 
 
 def stillness(analysis: TraceAnalysis) -> Finding:
