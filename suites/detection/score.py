@@ -17,7 +17,8 @@ class Tried:
 
     ``family`` is that of the file the trainer lies in, ``right`` for the known-good. ``caught``: a check ended badly;
     ``named``: with a cause and a right family, as far as the judge can see the mistake at all (``unseen`` if not) and
-    the mistake is one of those that are known by name (``nameless`` if not).
+    the mistake is one of those that are known by name (``nameless`` if not). ``caused``: named, and by a right cause;
+    ``cause`` is the one that was named, None where there was none.
     ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
     ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
     where nothing was measured (samples are counted, exact workloads compare bits).
@@ -29,19 +30,21 @@ class Tried:
     cell: str
     caught: bool
     named: bool
+    caused: bool
     unseen: bool
     steps: int | None
     precision: str = "32"
     error: float | None = None
     nameless: bool = False
+    cause: str | None = None
     mesh: str | None = None
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
     """Return the score as lines of Markdown: a table by family, the totals last."""
     lines = [
-        "| family | trainers | cells | caught | family right | median steps | most steps |",
-        "|---|---|---|---|---|---|---|",
+        "| family | trainers | cells | caught | family right | cause right | median steps | most steps |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     bad = [one for one in tried if one.family != "right"]
     for family in sorted({one.family for one in bad}):
@@ -62,6 +65,7 @@ def table(tried: Sequence[Tried]) -> list[str]:
     meshes = [[one for one in tried if one.mesh is not None] for tried in (seen, good)]
     return [
         *lines,
+        *_not_caused(seen),
         *margins("precision", seen, good, lambda one: (one.precision,)),
         "",
         "where ranks hold parts of a model or of a sequence:",
@@ -70,6 +74,19 @@ def table(tried: Sequence[Tried]) -> list[str]:
         "",
         *margins("mesh, precision", *meshes, lambda one: (one.mesh, one.precision)),
     ]
+
+
+def _not_caused(seen: Sequence[Tried]) -> list[str]:
+    """Return the caught mistakes that no right cause names, with the causes that were named instead."""
+    wrong = [one for one in seen if one.caught and not one.caused and not one.nameless]
+    if not wrong:
+        return []
+    lines = ["not named by a right cause:", "", "| trainer | cells | cause in its place |", "|---|---|---|"]
+    for trainer in sorted({one.trainer for one in wrong}):
+        own = [one for one in wrong if one.trainer == trainer]
+        instead = ", ".join(sorted({one.cause or "none" for one in own}))
+        lines.append(f"| {trainer} | {len(own)} of {sum(one.trainer == trainer for one in seen)} | {instead} |")
+    return [*lines, ""]
 
 
 def margins(
@@ -113,6 +130,7 @@ def _row(family: str, tried: list[Tried]) -> str:
         f"{len(seen)}{unseen}",
         f"{sum(one.caught for one in seen)}",
         f"{sum(one.named for one in seen)}{nameless}",
+        f"{sum(one.caused for one in seen)}",
         _steps(seen, statistics.median),
         _steps(seen, max),
     )
@@ -131,6 +149,7 @@ def _by_trainer(tried: list[Tried]) -> list[Tried]:
             "",
             all(o.caught for o in own),
             all(o.named for o in own),
+            all(o.caused for o in own),
             False,
             None,
             nameless=own[0].nameless,
@@ -144,9 +163,10 @@ def _alarmed(good: list[Tried]) -> list[bool]:
 
 
 def _score(tried: list[Tried]) -> str:
-    named = [one.named for one in tried if not one.nameless]
+    named = [one for one in tried if not one.nameless]
     caught = f"caught {sum(one.caught for one in tried)} of {len(tried)}"
-    return f"{caught}, family right {sum(named)} of {len(named)}"
+    families = f"family right {sum(one.named for one in named)} of {len(named)}"
+    return f"{caught}, {families}, cause right {sum(one.caused for one in named)} of {len(named)}"
 
 
 def _steps(tried: list[Tried], summary) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from plumbline.core.backend import Held
+from plumbline.core.finding import diagnosis
 from plumbline.engine.examine import examine
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
@@ -61,6 +62,8 @@ def test_detection(expectation, file, cell, check, pool, tmp_path, record_proper
             "cell": cell.id,
             "caught": bool(bad),
             "named": expectation.named(findings),
+            "caused": expectation.caused(findings),
+            "cause": named.cause if (named := diagnosis(findings)) else None,
             "nameless": not expectation.families,
             "unseen": expectation.unseen is not None,
             "steps": min(steps, default=None),

@@ -60,12 +60,12 @@ def score(program):
 
 
 def test_a_trainer_counts_as_caught_if_all_of_its_cells_are(score):
-    def one(trainer, cell, caught, named=True, family="sync", unseen=False, steps=1):
-        return score.Tried(family, trainer, cell, caught, named, unseen, steps)
+    def one(trainer, cell, caught, named=True, family="sync", unseen=False, steps=1, caused=None):
+        return score.Tried(family, trainer, cell, caught, named, named if caused is None else caused, unseen, steps)
 
     lines = score.table(
         [
-            one("a", "1", True),
+            one("a", "1", True, caused=False),
             one("a", "2", True, named=False, steps=3),
             one("b", "1", True),
             one("b", "2", False, named=False, steps=None),
@@ -74,16 +74,17 @@ def test_a_trainer_counts_as_caught_if_all_of_its_cells_are(score):
             one("alarm", "1", True, family="right"),
         ]
     )
-    assert "trainers: caught 1 of 2, family right 0 of 2, false alarms 1 of 2" in lines
-    assert "cells: caught 3 of 4, family right 2 of 4, false alarms 1 of 2" in lines
+    assert "trainers: caught 1 of 2, family right 0 of 2, cause right 0 of 2, false alarms 1 of 2" in lines
+    assert "cells: caught 3 of 4, family right 2 of 4, cause right 1 of 4, false alarms 1 of 2" in lines
     assert "not examined yet: c" in lines
     assert "steps needed: 1 in the median, 3 at most" in lines
-    assert "| sync | 2 | 4 | 3 | 2 | 1 | 3 |" in lines
+    assert "| sync | 2 | 4 | 3 | 2 | 1 | 1 | 3 |" in lines
+    assert "| a | 2 of 2 | none |" in lines
 
 
 def test_each_mesh_has_margins_of_its_own(score):
     def one(trainer, mesh, caught, error, precision="32"):
-        return score.Tried("sync", trainer, "cell", caught, caught, False, 1, precision, error, mesh=mesh)
+        return score.Tried("sync", trainer, "cell", caught, caught, caught, False, 1, precision, error, mesh=mesh)
 
     right = [one("good", "tp", False, 0.2), one("good", "tp", False, 0.1), one("good", None, False, 0.5)]
     wrong = [one("bad", "tp", True, 20.0), one("bad", "pp", True, 9.0, "bf16"), one("bad", None, True, 5.0)]
