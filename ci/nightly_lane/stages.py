@@ -11,7 +11,9 @@ from nightly_lane.piece import Piece
 RIGHT_TRAINERS = ("reference", "train-loop", "torch")
 RELEASED = ("lightning", "fabric", "accelerate", "transformers", "ignite")
 
-BY_PARTS = "stages or tensor_parallel or sharded or expert_parallel or sequence_parallel or three_dimensions"
+BY_PARTS = (
+    "stages or tensor_parallel or sharded or expert_parallel or sequence_parallel or three_dimensions or trackers"
+)
 DETECTION = {
     "right trainers": "right",
     "meshes": f"not right and ({BY_PARTS})",

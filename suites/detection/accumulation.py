@@ -31,7 +31,7 @@ def backward(job, model, scaler, batch, divisor):
     scaler.scale(loss).backward()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=CELLS)
 def not_divided(job):
     """The losses of a window are added and not divided by their number."""
     model = wrapped(job)
@@ -45,7 +45,7 @@ def not_divided(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["divided-twice"], on=CELLS)
 def divided_twice(job):
     """The loss is divided by the window's length, and the trainer divides again."""
     model = wrapped(job)
@@ -59,7 +59,11 @@ def divided_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on={**any_check(*CELLS), "accumulation/ddp/1x3/32": "gradients"})
+@known_bad(
+    "accumulation",
+    causes=["short-window-divided-by-full-length"],
+    on={**any_check(*CELLS), "accumulation/ddp/1x3/32": "gradients"},
+)
 def short_window_divided_by_the_full_length(job):
     """The last window of an epoch has fewer micro-batches, and is divided by as many as the others."""
     model = wrapped(job)
@@ -73,7 +77,7 @@ def short_window_divided_by_the_full_length(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["only-last-micro-batch"], on=CELLS)
 def zeroed_for_every_micro_batch(job):
     """Only the last micro-batch of a window counts."""
     model = wrapped(job)
@@ -89,6 +93,7 @@ def zeroed_for_every_micro_batch(job):
 
 @known_bad(
     "accumulation",
+    causes=["first-micro-batches-missing"],
     on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/16"), "validation/ddp/1x3/32": "gradients"},
 )
 def validation_wipes_the_window(job):
@@ -115,6 +120,7 @@ def validation_wipes_the_window(job):
     "rng",
     "batch-coupling",
     "buffers",
+    causes=["in-evaluation-mode"],
     on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/32"), "validation/none/1x1/32": "gradients"},
 )
 def validation_leaves_evaluation_mode(job):
@@ -134,7 +140,9 @@ def validation_leaves_evaluation_mode(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on={**any_check(*CELLS), "accumulation/none/1x1/32": "steps"})
+@known_bad(
+    "accumulation", causes=["short-last-window-dropped"], on={**any_check(*CELLS), "accumulation/none/1x1/32": "steps"}
+)
 def short_last_window_dropped(job):
     """What is left at the end of an epoch is never stepped."""
     model = wrapped(job)
@@ -149,7 +157,7 @@ def short_last_window_dropped(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["short-last-window-dropped"], on=CELLS)
 def short_last_window_never_loaded(job):
     """Only as many batches are drawn as make whole windows."""
     model = wrapped(job)
@@ -165,7 +173,7 @@ def short_last_window_never_loaded(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["window-over-the-end-of-the-epoch"], on=CELLS)
 def window_runs_over_the_end_of_the_epoch(job):
     """Micro-batches are counted over the whole training: a window may begin in one epoch and end in the next."""
     model = wrapped(job)
@@ -181,7 +189,7 @@ def window_runs_over_the_end_of_the_epoch(job):
                 optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["stepped-every-micro-batch"], on=CELLS)
 def stepped_for_every_micro_batch(job):
     """``accumulate`` is ignored."""
     model = wrapped(job)
@@ -194,7 +202,7 @@ def stepped_for_every_micro_batch(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["stepped-every-micro-batch"], on=CELLS)
 def stepped_for_every_micro_batch_zeroed_for_every_window(job):
     """A step for every micro-batch, each on all that has been added up in the window so far."""
     model = wrapped(job)
@@ -208,7 +216,7 @@ def stepped_for_every_micro_batch_zeroed_for_every_window(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", causes=["windows-of-another-length"], on=CELLS)
 def window_one_too_long(job):
     """The counter is compared before it is raised: windows are one micro-batch too long."""
     model = wrapped(job)
@@ -224,7 +232,7 @@ def window_one_too_long(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", "sync", on=DDP)
+@known_bad("accumulation", "sync", causes=["some-micro-batches-not-synchronised"], on=DDP)
 def synchronised_with_the_first_micro_batch(job):
     """``no_sync`` has the wrong end: the first micro-batch is averaged, the others are not."""
     model = ddp(job)
@@ -238,7 +246,7 @@ def synchronised_with_the_first_micro_batch(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", "sync", on=DDP)
+@known_bad("accumulation", "sync", causes=["not-synchronised"], on=DDP)
 def never_synchronised_in_a_short_window(job):
     """Synchronisation waits for a full window: the short one at the end stays on its rank."""
     model = ddp(job)
@@ -252,7 +260,7 @@ def never_synchronised_in_a_short_window(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", "averaging", on=DDP)
+@known_bad("accumulation", "averaging", causes=["reduced-with-every-micro-batch"], on=DDP)
 def summed_for_every_micro_batch_divided_once(job):
     """The sum so far is added up over the ranks with every micro-batch, and divided at the end."""
     model = alone(job)
@@ -270,7 +278,10 @@ def summed_for_every_micro_batch_divided_once(job):
 
 
 @known_bad(
-    "accumulation", "optimizer", on={**any_check(*CELLS[:2], "mlp/none/1x1/64"), **failing("gradients", "mlp/ddp/1x2")}
+    "accumulation",
+    "optimizer",
+    causes=["previous-step-not-zeroed"],
+    on={**any_check(*CELLS[:2], "mlp/none/1x1/64"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def never_zeroed(job):
     """Gradients add up over all steps."""
@@ -284,7 +295,7 @@ def never_zeroed(job):
             scaler.update()
 
 
-@known_bad("accumulation", on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
+@known_bad("accumulation", causes=["accumulates-unasked"], on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
 def accumulates_although_nobody_asked(job):
     """Every second batch is stepped, with both batches' gradients."""
     model = wrapped(job)
@@ -297,25 +308,25 @@ def accumulates_although_nobody_asked(job):
                 optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=ITERATED, data="iterations")
+@known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=ITERATED, data="iterations")
 def window_not_divided(job):
     """The sum over the window, not its mean."""
     by_iterations(job, divisor=1)
 
 
-@known_bad("accumulation", on=ITERATED, data="iterations")
+@known_bad("accumulation", causes=["divided-twice"], on=ITERATED, data="iterations")
 def window_divided_by_its_square(job):
     """The loss is divided by the window's length twice."""
     by_iterations(job, divisor=job.accumulate**2)
 
 
-@known_bad("accumulation", on=ITERATED, data="iterations")
+@known_bad("accumulation", causes=["short-last-window-dropped"], on=ITERATED, data="iterations")
 def one_batch_a_window(job):
     """``accumulate`` is not looked at: as many steps, each of one batch."""
     by_iterations(job, accumulate=1)
 
 
-@known_bad("accumulation", "data", on=ITERATED, data="iterations")
+@known_bad("accumulation", "data", causes=["stepped-every-micro-batch"], on=ITERATED, data="iterations")
 def iterations_counted_in_batches(job):
     """A step for every batch, and as many of them as all windows have batches."""
     by_iterations(job, accumulate=1, steps=job.steps * job.accumulate)

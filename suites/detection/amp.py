@@ -17,7 +17,7 @@ def wrapped(job):
     return ddp(job) if job.world_size > 1 else job.model()
 
 
-@known_bad("amp", on={**any_check(*HALF), "mlp/ddp/1x2/16": "gradients"})
+@known_bad("amp", causes=["loss-scale-left-in"], on={**any_check(*HALF), "mlp/ddp/1x2/16": "gradients"})
 def steps_on_scaled_gradients(job):
     """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
     model = wrapped(job)
@@ -32,7 +32,11 @@ def steps_on_scaled_gradients(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on={"several-optimizers/none/1x1/16": "gradients", "several-optimizers/ddp/1x2/16": "gradients"})
+@known_bad(
+    "amp",
+    causes=["unscaled-by-a-lowered-scale"],
+    on={"several-optimizers/none/1x1/16": "gradients", "several-optimizers/ddp/1x2/16": "gradients"},
+)
 def scale_lowered_between_two_optimizers(job):
     """``scaler.update()`` after each: the overflow of one halves the scale by which the other is divided."""
     model = wrapped(job)
@@ -48,7 +52,7 @@ def scale_lowered_between_two_optimizers(job):
                 optimizer.zero_grad()
 
 
-@known_bad("amp", on=HALF)
+@known_bad("amp", causes=["loss-scale-left-in"], on=HALF)
 def loss_scaled_twice(job):
     """The trainer scales the loss, and the step function it calls does so again; it is unscaled once."""
     model = wrapped(job)
@@ -63,7 +67,7 @@ def loss_scaled_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=HALF)
+@known_bad("amp", causes=["unscaled-twice"], on=HALF)
 def unscaled_twice(job):
     """Gradients are divided by the scale by hand, and by the scaler again."""
     model = wrapped(job)
@@ -80,7 +84,7 @@ def unscaled_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on={**any_check(*OVERFLOW), "overflow/ddp/1x3/16": "ranks-agree"})
+@known_bad("amp", causes=["overflow-decided-alone"], on={**any_check(*OVERFLOW), "overflow/ddp/1x3/16": "ranks-agree"})
 def overflow_decided_on_each_rank_alone(job):
     """Each rank looks for infinities in its own gradient, and those that found none take the step."""
     model = alone(job)
@@ -99,7 +103,7 @@ def overflow_decided_on_each_rank_alone(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=OVERFLOW)
+@known_bad("amp", causes=["overflow-decided-alone"], on=OVERFLOW)
 def infinities_spread_to_ranks_that_step(job):
     """The same, with infinities left in what is averaged: who found none himself steps on them."""
     model = alone(job)
@@ -116,7 +120,11 @@ def infinities_spread_to_ranks_that_step(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x3/16": "gradients"})
+@known_bad(
+    "amp",
+    causes=["not-finite"],
+    on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x3/16": "gradients"},
+)
 def infinities_ignored(job):
     """Nobody looks for infinities, the step is taken whatever came of it."""
     model = wrapped(job)
@@ -133,7 +141,7 @@ def infinities_ignored(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+@known_bad("amp", causes=["infinities-zeroed"], on=[*OVERFLOW, "overflow/none/1x1/16"])
 def infinities_set_to_zero(job):
     """Infinities are replaced by zeros, and the step is taken with the rest."""
     model = wrapped(job)
@@ -150,7 +158,7 @@ def infinities_set_to_zero(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+@known_bad("amp", causes=["moved-when-skipped"], on=[*OVERFLOW, "overflow/none/1x1/16"])
 def weights_decay_when_the_step_is_skipped(job):
     """Decay is applied by hand after each attempt, also after one that was skipped."""
     model = wrapped(job)
@@ -170,7 +178,11 @@ def weights_decay_when_the_step_is_skipped(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"})
+@known_bad(
+    "amp",
+    causes=["skipped-without-overflow"],
+    on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"},
+)
 def overflow_left_in_the_gradients(job):
     """Gradients are zeroed after a step that is taken: once they are infinite they stay so, and no step is taken."""
     model = wrapped(job)
@@ -187,7 +199,7 @@ def overflow_left_in_the_gradients(job):
                 optimizer.zero_grad()
 
 
-@known_bad("amp", on=OVERFLOW)
+@known_bad("amp", causes=["scale-not-lowered"], on=OVERFLOW)
 def scale_never_lowered(job):
     """There is no ``scaler.update()``: what overflowed once overflows again."""
     model = wrapped(job)
@@ -204,6 +216,7 @@ def scale_never_lowered(job):
 
 @known_bad(
     "amp",
+    causes=["schedule-steps-when-skipped"],
     on={
         **any_check("overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"),
         "overflow-schedule/ddp/1x3/16": "learning-rate",
@@ -225,7 +238,7 @@ def schedule_goes_on_when_the_step_is_skipped(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=["mlp/ddp/1x2/16", "mlp/ddp/1x3/16"])
+@known_bad("amp", causes=["scales-differ"], on=["mlp/ddp/1x2/16", "mlp/ddp/1x3/16"])
 def another_scale_on_each_rank(job):
     """Each rank has a loss scale of its own, and scaled gradients are averaged."""
     model = ddp(job)
@@ -241,7 +254,11 @@ def another_scale_on_each_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on={**any_check("mlp/ddp/1x2/16", "mlp/none/1x1/16"), "mlp/ddp/1x2/16": "skipped-steps"})
+@known_bad(
+    "amp",
+    causes=["skipped-for-nothing"],
+    on={**any_check("mlp/ddp/1x2/16", "mlp/none/1x1/16"), "mlp/ddp/1x2/16": "skipped-steps"},
+)
 def finite_steps_skipped(job):
     """The test for overflow is the wrong way round in the second step: a finite gradient is thrown away."""
     model = wrapped(job)
@@ -262,13 +279,21 @@ def finite_steps_skipped(job):
             steps += 1
 
 
-@known_bad("amp", on={**any_check("overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"})
+@known_bad(
+    "amp",
+    causes=["scale-not-lowered"],
+    on={**any_check("overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"},
+)
 def own_scale_never_lowered(job):
     """It is so large that every step is skipped, and remains: DeepSpeed 0.19.8 with ZeRO and torch_autocast."""
     own_scaler(job, first=2.0**40, factor=1.0)
 
 
-@known_bad("amp", on={"overflow/ddp/1x3/16": "skipped-steps", "overflow/none/1x1/16": "skipped-steps"})
+@known_bad(
+    "amp",
+    causes=["moved-when-skipped"],
+    on={"overflow/ddp/1x3/16": "skipped-steps", "overflow/none/1x1/16": "skipped-steps"},
+)
 def weights_decay_at_skipped_steps(job):
     """The decay is the trainer's own, and is applied whether or not the step is taken."""
 
@@ -281,14 +306,16 @@ def weights_decay_at_skipped_steps(job):
     own_scaler(job, skip=decay)
 
 
-@known_bad("amp", on=["overflow/ddp/1x2/16", "overflow/none/1x1/16"])
+@known_bad("amp", causes=["skipped-unseen"], on=["overflow/ddp/1x2/16", "overflow/none/1x1/16"])
 def steps_skipped_without_a_word(job):
     """What is skipped is seen by nobody: fewer steps were taken than there are batches."""
     own_scaler(job, skip=lambda model, optimizer, scale: None)
 
 
 @known_bad(
-    "amp", on={**any_check("mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"), "mlp/ddp/1x2/64": "gradients"}
+    "amp",
+    causes=["computed-in-lower-precision"],
+    on={**any_check("mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"), "mlp/ddp/1x2/64": "gradients"},
 )
 def trains_in_float32(job):
     """Asked for float64, the model and its data are cast to float32."""
@@ -308,6 +335,7 @@ def trains_in_float32(job):
 
 @known_bad(
     "amp",
+    causes=["computed-in-lower-precision"],
     on={**any_check("mlp/none/1x1/32", "mlp/ddp/1x2/32", "contrastive/ddp/1x2/32"), "mlp/ddp/1x2/32": "gradients"},
 )
 def autocast_nobody_asked_for(job):
@@ -326,6 +354,7 @@ def autocast_nobody_asked_for(job):
 @known_bad(
     "amp",
     "averaging",
+    causes=["rounded-to-16-bits"],
     on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/1x4/32", "lm-tokens/ddp/1x3/32"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def averaged_in_bfloat16(job):
@@ -343,7 +372,7 @@ def averaged_in_bfloat16(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=failing("gradients", "mlp/ddp/1x2", precisions=["16"]))
+@known_bad("amp", causes=["not-finite"], on=failing("gradients", "mlp/ddp/1x2", precisions=["16"]))
 class ScaleThatAlwaysOverflows(BaseTrainer):
     """The loss is multiplied by 2⁴⁰, gradients are divided again, and the step is taken whatever came of it."""
 
@@ -361,7 +390,7 @@ class ScaleThatAlwaysOverflows(BaseTrainer):
         self.optimizer.step()
 
 
-@known_bad("amp", on={"mlp/ddp/1x2/16": "ranks-agree"})
+@known_bad("amp", causes=["overflow-decided-alone"], on={"mlp/ddp/1x2/16": "ranks-agree"})
 class InfinityOnOneRank(ManualAverage):
     """One rank finds an infinity after the all-reduce, and skips alone."""
 
@@ -374,7 +403,7 @@ class InfinityOnOneRank(ManualAverage):
             next(self.model.parameters()).grad.fill_(float("inf"))
 
 
-@known_bad("amp", on={"mlp/ddp/1x2/16": "training"})
+@known_bad("amp", causes=["moved-when-skipped"], on={"mlp/ddp/1x2/16": "training"})
 class WeightsMoveWhenTheStepIsSkipped(BaseTrainer):
     """The scale begins too high: the scaler skips steps, and the weights move all the same."""
 
@@ -403,6 +432,7 @@ class AutocastIgnored(BaseTrainer):
 
 @known_bad(
     "amp",
+    causes=["computed-in-lower-precision"],
     on={
         **failing("gradients", "mlp/none/1x1", "lm-tokens/ddp/1x2", "cnn-batchnorm/ddp/1x2", precisions=["64"]),
         **failing("gradients", "linear-exact/ddp/1x3", precisions=["64"]),

@@ -19,6 +19,7 @@ ANYWHERE = [
 
 @known_bad(
     "averaging",
+    causes=["summed-over-ranks"],
     on={
         **any_check(*ANYWHERE),
         **failing(
@@ -48,7 +49,11 @@ def summed_not_averaged(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2", "linear-exact/ddp/1x3")})
+@known_bad(
+    "averaging",
+    causes=["averaged-twice"],
+    on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2", "linear-exact/ddp/1x3")},
+)
 def divided_although_ddp_averages(job):
     """DDP has averaged; the trainer divides by the world size again."""
     model = ddp(job)
@@ -63,7 +68,9 @@ def divided_although_ddp_averages(job):
 
 
 @known_bad(
-    "averaging", on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2"), "adam/ddp/1x3/32": "gradients"}
+    "averaging",
+    causes=["summed-over-ranks"],
+    on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2"), "adam/ddp/1x3/32": "gradients"},
 )
 def loss_times_world(job):
     """The loss is multiplied by the world size, to make up for an average that is meant to be there."""
@@ -77,7 +84,7 @@ def loss_times_world(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+@known_bad("averaging", causes=["divided-by-another-count"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def divided_by_gpus_of_a_node(job):
     """The sum over all ranks is divided by the number of gpus on one node."""
     model = alone(job)
@@ -92,7 +99,7 @@ def divided_by_gpus_of_a_node(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"])
+@known_bad("averaging", causes=["divided-by-another-count"], on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"])
 def averaged_by_one_too_many(job):
     """The sum over the ranks is divided by world + 1."""
     model = alone(job)
@@ -107,7 +114,7 @@ def averaged_by_one_too_many(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/1x3/32", "lm-tokens/ddp/1x2/32"])
+@known_bad("averaging", causes=["some-tensors-summed"], on=["mlp/ddp/1x3/32", "lm-tokens/ddp/1x2/32"])
 def weights_divided_biases_summed(job):
     """Only matrices are divided; vectors keep the sum."""
     model = alone(job)
@@ -125,6 +132,7 @@ def weights_divided_biases_summed(job):
 
 @known_bad(
     "averaging",
+    causes=["applied-once-a-rank"],
     on={
         **any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "cnn-batchnorm/ddp/1x2/32"),
         **failing("update", "mlp/ddp/1x2"),
@@ -146,7 +154,7 @@ def shared_parameter_memory(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
+@known_bad("averaging", causes=["applied-once-a-rank"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
 def shared_parameter_memory_in_turns(job):
     """The same, each rank seeing what the ranks before it have done already."""
     model = alone(job)
@@ -163,7 +171,7 @@ def shared_parameter_memory_in_turns(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x3/32"])
+@known_bad("averaging", causes=["applied-once-a-rank"], on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x3/32"])
 def stepped_once_a_rank(job):
     """One process steps for every rank, with the same average each time."""
     model = ddp(job)
@@ -176,7 +184,9 @@ def stepped_once_a_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "lm-tokens/fsdp/2x2/32"])
+@known_bad(
+    "averaging", causes=["summed-over-ranks"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "lm-tokens/fsdp/2x2/32"]
+)
 def shards_summed_not_averaged(job):
     """fully_shard is told to divide by nothing, and the loss is not divided either."""
     model = sharded(job)
@@ -190,7 +200,7 @@ def shards_summed_not_averaged(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+@known_bad("averaging", causes=["averaged-twice"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def divided_before_shards_are_averaged(job):
     """The loss is divided by the world size, as if fully_shard added up."""
     model = sharded(job)
@@ -219,7 +229,7 @@ def share_memory(job, model):
         shutil.rmtree(names[0])
 
 
-@known_bad("averaging", on={"transformer/ddp/1x3/32": "gradients"})
+@known_bad("averaging", causes=["some-tensors-averaged-twice"], on={"transformer/ddp/1x3/32": "gradients"})
 class TiedWeightAveragedTwice(ManualAverage):
     """Parameters are found layer by layer, and the tied one is found twice."""
 
@@ -228,7 +238,7 @@ class TiedWeightAveragedTwice(ManualAverage):
         self.model.tokens.weight.grad /= self.job.world_size
 
 
-@known_bad("averaging", on={"embedding-sparse/ddp/1x3/32": "gradients"})
+@known_bad("averaging", causes=["some-tensors-summed"], on={"embedding-sparse/ddp/1x3/32": "gradients"})
 class SparseGradientsSummed(ManualAverage):
     """The sparse gradients are added up over the ranks and not divided."""
 

@@ -23,7 +23,11 @@ def gather(outputs):
     return torch.cat(everybody)
 
 
-@known_bad("batch-coupling", on={**any_check(*CONTRASTIVE), **failing("gradients", "contrastive/ddp/1x2")})
+@known_bad(
+    "batch-coupling",
+    causes=["gathered-without-gradient"],
+    on={**any_check(*CONTRASTIVE), **failing("gradients", "contrastive/ddp/1x2")},
+)
 def negatives_gathered_without_gradient(job):
     """The loss sees all ranks' outputs, and only this rank's own send a gradient back."""
     model = ddp(job)
@@ -37,7 +41,7 @@ def negatives_gathered_without_gradient(job):
             optimizer.zero_grad()
 
 
-@known_bad("batch-coupling", on=CONTRASTIVE)
+@known_bad("batch-coupling", causes=["gathered-without-gradient"], on=CONTRASTIVE)
 def own_rows_against_gathered_columns(job):
     """Each rank compares its own samples with everybody's, which were gathered without a gradient."""
     model = ddp(job)
@@ -52,7 +56,7 @@ def own_rows_against_gathered_columns(job):
             optimizer.zero_grad()
 
 
-@known_bad("batch-coupling", on=CONTRASTIVE)
+@known_bad("batch-coupling", causes=["of-other-samples"], on=CONTRASTIVE)
 def targets_without_the_ranks_offset(job):
     """Own samples against everybody's, with targets that count from 0 on every rank."""
     model = ddp(job)
@@ -69,6 +73,7 @@ def targets_without_the_ranks_offset(job):
 
 @known_bad(
     "batch-coupling",
+    causes=["each-device-alone"],
     on={
         **any_check("contrastive/dp/1x2/32", "contrastive/dp/1x3/64", "contrastive/ddp2/2x2/32"),
         **failing("gradients", "contrastive/dp/1x2", "contrastive/ddp2/2x2"),
@@ -114,7 +119,7 @@ class _CombinedForwardLocalBackward(torch.autograd.Function):
         return inner * (weight * scale)[:, None, None], (gradient * normal).sum(dims), gradient.sum(dims), None
 
 
-@known_bad("batch-coupling", on=BATCHNORM)
+@known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
 def sync_batchnorm_with_a_local_backward(job):
     """Statistics are those of all ranks on the way forward, and those of one on the way back."""
     model = ddp(job)
@@ -131,7 +136,7 @@ def sync_batchnorm_with_a_local_backward(job):
             optimizer.zero_grad()
 
 
-@known_bad("batch-coupling", on=BATCHNORM)
+@known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
 def sync_batchnorm_without_gradient(job):
     """The ranks' statistics are averaged outside the graph: nothing flows back through them."""
     model = ddp(job)
@@ -158,6 +163,7 @@ def normalise_by_all_ranks(x, layer):
 @known_bad(
     "batch-coupling",
     "buffers",
+    causes=["in-evaluation-mode"],
     on={**any_check("cnn-batchnorm/none/1x1/32", *BATCHNORM), **failing("gradients", "cnn-batchnorm/ddp/1x2")},
 )
 def left_in_evaluation_mode(job):
@@ -171,7 +177,7 @@ def left_in_evaluation_mode(job):
             optimizer.zero_grad()
 
 
-@known_bad("batch-coupling", "buffers", on=BATCHNORM)
+@known_bad("batch-coupling", "buffers", causes=["in-evaluation-mode"], on=BATCHNORM)
 def one_rank_in_evaluation_mode(job):
     """Rank 0 evaluates after the first step and goes on in evaluation mode."""
     model = alone(job)
@@ -189,6 +195,7 @@ def one_rank_in_evaluation_mode(job):
 @known_bad(
     "batch-coupling",
     "accumulation",
+    causes=["each-forward-alone"],
     on={
         **any_check("cnn-batchnorm/none/1x1/32", "contrastive/none/1x1/64"),
         **failing("gradients", "contrastive/none/1x1", "cnn-batchnorm/none/1x1", "contrastive/ddp/1x2"),
@@ -221,7 +228,12 @@ class LossOfEachDevice(DeviceReplicas):
         return sum(losses) / len(losses)
 
 
-@known_bad("batch-coupling", "loss-normalisation", on=failing("gradients", "contrastive/dp/1x2", "lm-tokens/ddp2/2x2"))
+@known_bad(
+    "batch-coupling",
+    "loss-normalisation",
+    causes=["each-device-alone"],
+    on=failing("gradients", "contrastive/dp/1x2", "lm-tokens/ddp2/2x2"),
+)
 class DevicesOneAfterAnother(LossOfEachDevice):
     """The samples depend on each other, or weigh differently."""
 

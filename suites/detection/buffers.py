@@ -10,7 +10,7 @@ from otherwise import floating, with_own_buffers
 CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
 
-@known_bad("buffers", on=CELLS)
+@known_bad("buffers", causes=["buffers-not-broadcast"], on=CELLS)
 def never_broadcast(job):
     """Every rank keeps running statistics of its own samples, for ever."""
     model = ddp(job, broadcast_buffers=False)
@@ -22,7 +22,9 @@ def never_broadcast(job):
             optimizer.zero_grad()
 
 
-@known_bad("buffers", on={**any_check(*CELLS), **failing("buffers", "cnn-batchnorm/ddp/1x2")})
+@known_bad(
+    "buffers", causes=["buffers-not-broadcast"], on={**any_check(*CELLS), **failing("buffers", "cnn-batchnorm/ddp/1x2")}
+)
 def averaged_by_hand_without_buffers(job):
     """A trainer that averages gradients by hand and never thinks of buffers."""
     model = alone(job)
@@ -35,7 +37,7 @@ def averaged_by_hand_without_buffers(job):
             optimizer.zero_grad()
 
 
-@known_bad("buffers", on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
+@known_bad("buffers", causes=["buffers-updated-otherwise"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def reset_in_every_epoch(job):
     """Running statistics begin anew with each epoch."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -50,7 +52,7 @@ def reset_in_every_epoch(job):
             optimizer.zero_grad()
 
 
-@known_bad("buffers", on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
+@known_bad("buffers", causes=["statistics-updated-again"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def updated_twice_a_step(job):
     """A second forward in training mode, to log a figure, updates the running statistics again."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -66,7 +68,7 @@ def updated_twice_a_step(job):
                     layer.running_mean.mul_(1 - layer.momentum)
 
 
-@known_bad("buffers", on=CELLS)
+@known_bad("buffers", causes=["buffers-updated-otherwise"], on=CELLS)
 def summed_over_the_ranks(job):
     """Floating buffers are added up over the ranks and not divided."""
     model = ddp(job, broadcast_buffers=False)
@@ -81,7 +83,7 @@ def summed_over_the_ranks(job):
                     dist.all_reduce(buffer)
 
 
-@known_bad("buffers", on=["cnn-batchnorm/fsdp/1x2/32", "cnn-batchnorm/fsdp/1x3/64"])
+@known_bad("buffers", causes=["buffers-not-broadcast"], on=["cnn-batchnorm/fsdp/1x2/32", "cnn-batchnorm/fsdp/1x3/64"])
 def left_alone_by_fully_shard(job):
     """As with ``never_broadcast``: fully_shard shares out weights, and nothing else."""
     model = sharded(job)
@@ -93,13 +95,13 @@ def left_alone_by_fully_shard(job):
             optimizer.zero_grad()
 
 
-@known_bad("buffers", on=CELLS, buffers="per-rank")
+@known_bad("buffers", causes=["buffers-broadcast"], on=CELLS, buffers="per-rank")
 def own_buffers_broadcast(job):
     """It declares buffers of each rank, and DistributedDataParallel broadcasts them as usual."""
     with_own_buffers(job, model=ddp(job))
 
 
-@known_bad("buffers", on=CELLS, buffers="per-rank")
+@known_bad("buffers", causes=["buffers-averaged"], on=CELLS, buffers="per-rank")
 def own_buffers_averaged_once(job):
     """Buffers are each rank's own, apart from one average over the ranks in the middle of training."""
 
@@ -112,7 +114,7 @@ def own_buffers_averaged_once(job):
     with_own_buffers(job, between)
 
 
-@known_bad("buffers", on=CELLS, buffers="per-rank")
+@known_bad("buffers", causes=["buffers-updated-otherwise"], on=CELLS, buffers="per-rank")
 def own_buffers_set_back(job):
     """Running statistics begin anew with each epoch."""
 
@@ -125,7 +127,7 @@ def own_buffers_set_back(job):
     with_own_buffers(job, between)
 
 
-@known_bad("buffers", on=CELLS, buffers="per-rank")
+@known_bad("buffers", causes=["statistics-updated-again"], on=CELLS, buffers="per-rank")
 def own_buffers_of_one_rank_updated_twice(job):
     """The last rank moves its statistics twice a step."""
 
@@ -137,7 +139,7 @@ def own_buffers_of_one_rank_updated_twice(job):
     with_own_buffers(job, between)
 
 
-@known_bad("sync", on=CELLS, buffers="per-rank")
+@known_bad("sync", causes=["not-synchronised"], on=CELLS, buffers="per-rank")
 def own_buffers_and_own_gradients(job):
     """The declaration is about buffers: gradients are to be averaged all the same, and are not."""
     with_own_buffers(job, model=alone(job))

@@ -24,49 +24,51 @@ class Forgetful(Run):
         return {name: value for name, value in super().state().items() if name not in self.forgotten}
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC, *WINDOWS])
+@known_bad("checkpoint", causes=["optimizer-state-dropped"], on=[*PLAIN, *ELASTIC, *WINDOWS])
 def optimizer_state_dropped(job):
     """Momentum, or moments, restart from nothing."""
     Forgetful(job, "optimizer").train()
 
 
-@known_bad("checkpoint", on=PLAIN)
+@known_bad("checkpoint", causes=["scheduler-not-restored"], on=PLAIN)
 def scheduler_not_restored(job):
     """The rate goes through its schedule again from the beginning."""
     Forgetful(job, "scheduler").train()
 
 
-@known_bad("checkpoint", on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
+@known_bad("checkpoint", causes=["scale-not-restored"], on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
 def scaler_not_restored(job):
     """The loss scale is the first one again, and overflows once more."""
     Forgetful(job, "scaler").train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC, "checkpoint/none/1x1/32"])
+@known_bad("checkpoint", causes=["position-not-restored"], on=[*PLAIN, *ELASTIC, "checkpoint/none/1x1/32"])
 def position_not_restored(job):
     """The epoch begins again: what was trained on in it is trained on twice."""
     Forgetful(job, "batches").train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["epoch-not-restored"], on=[*PLAIN, *ELASTIC])
 def epoch_not_restored(job):
     """It goes on in the first epoch, at the place where it was in the second."""
     Forgetful(job, "epoch").train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["trained-all-over-again"], on=[*PLAIN, *ELASTIC])
 def nothing_but_weights_and_optimizer(job):
     """All epochs are trained again."""
     Forgetful(job, "epoch", "batches", "steps").train()
 
 
-@known_bad("checkpoint", on=["checkpoint/ddp/1x2/32", "checkpoint/none/1x1/32", *ELASTIC])
+@known_bad(
+    "checkpoint", causes=["weights-not-loaded"], on=["checkpoint/ddp/1x2/32", "checkpoint/none/1x1/32", *ELASTIC]
+)
 def weights_not_loaded(job):
     """As where keys have a prefix, and ``strict=False`` hides that none of them fits."""
     Forgetful(job, "model").train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC, "checkpoint/ddp/1x3/32"])
+@known_bad("checkpoint", causes=["loaded-on-some-ranks"], on=[*PLAIN, *ELASTIC, "checkpoint/ddp/1x3/32"])
 def only_rank_zero_loads(job):
     """DDP has broadcast the weights before; the other ranks go on from those that they began with."""
     run = Run(job)
@@ -75,7 +77,7 @@ def only_rank_zero_loads(job):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["optimizer-state-on-some-ranks"], on=[*PLAIN, *ELASTIC])
 def only_rank_zero_loads_the_optimizer(job):
     """Weights are broadcast from rank 0, moments are not."""
     run = Run(job)
@@ -84,7 +86,7 @@ def only_rank_zero_loads_the_optimizer(job):
     run.train()
 
 
-@known_bad("checkpoint", on=PLAIN)
+@known_bad("checkpoint", causes=["buffers-not-restored"], on=PLAIN)
 def buffers_not_loaded(job):
     """Parameters are loaded, and not the model's whole state."""
     run = Run(job)
@@ -97,7 +99,7 @@ def buffers_not_loaded(job):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["epoch-not-restored"], on=[*PLAIN, *ELASTIC])
 def first_epochs_order_replayed(job):
     """``set_epoch`` is not called after resuming: https://github.com/huggingface/accelerate/issues/4071."""
     run = Run(job)
@@ -107,7 +109,7 @@ def first_epochs_order_replayed(job):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["order-drawn-anew"], on=[*PLAIN, *ELASTIC])
 def order_drawn_anew(job):
     """The sampler's seed comes from somewhere else after resuming."""
     run = Run(job)
@@ -116,7 +118,7 @@ def order_drawn_anew(job):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["batch-left-out-after-resuming"], on=[*PLAIN, *ELASTIC])
 def a_batch_left_out(job):
     """The batch at which training stopped is counted once more."""
     run = Run(job)
@@ -125,7 +127,7 @@ def a_batch_left_out(job):
     run.train()
 
 
-@known_bad("checkpoint", on=WINDOWS)
+@known_bad("checkpoint", causes=["position-in-other-units"], on=WINDOWS)
 def position_counted_in_steps(job):
     """As many batches are skipped as steps were done."""
     run = Run(job)
@@ -134,7 +136,7 @@ def position_counted_in_steps(job):
     run.train()
 
 
-@known_bad("checkpoint", on=ELASTIC)
+@known_bad("checkpoint", causes=["position-of-each-rank"], on=ELASTIC)
 def position_of_each_rank(job):
     """Samples are counted on each rank, and now there is another number of ranks."""
     run = Run(job)
@@ -144,7 +146,7 @@ def position_of_each_rank(job):
     run.train()
 
 
-@known_bad("checkpoint", on=PLAIN)
+@known_bad("checkpoint", causes=["too-many-steps-left"], on=PLAIN)
 def epochs_counted_anew(job):
     """As many epochs are trained after resuming as were asked for in all."""
     if job.resume:
@@ -152,7 +154,7 @@ def epochs_counted_anew(job):
     Run(job).train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["weights-of-another-step"], on=[*PLAIN, *ELASTIC])
 def saved_before_the_step(job):
     """A callback takes the weights when gradients are there, and the step is still to come."""
     run = Run(job)
@@ -167,7 +169,7 @@ def saved_before_the_step(job):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["optimizer-state-stale"], on=[*PLAIN, *ELASTIC])
 def optimizer_saved_before_the_step(job):
     """Weights are those after the step, the optimizer's state is the one before it."""
     run = Run(job)
@@ -196,25 +198,25 @@ def change_optimizer_state(job, change):
     run.train()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["optimizer-state-in-part"], on=[*PLAIN, *ELASTIC])
 def momentum_of_one_parameter_lost(job):
     """A list of what to save lacks one parameter."""
     change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place != 1})
 
 
-@known_bad("checkpoint", on=ELASTIC)
+@known_bad("checkpoint", causes=["optimizer-state-in-part"], on=ELASTIC)
 def state_of_one_group_lost(job):
     """Only the first parameter group's state is saved: AdamW's matrices, and not its vectors."""
     change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place < 2})
 
 
-@known_bad("checkpoint", on=ELASTIC)
+@known_bad("checkpoint", causes=["optimizer-count-lost"], on=ELASTIC)
 def count_of_steps_lost(job):
     """Moments are saved, and Adam's bias correction begins again."""
     change_optimizer_state(job, lambda state: {k: {**own, "step": own["step"] * 0} for k, own in state.items()})
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["optimizer-state-rounded"], on=[*PLAIN, *ELASTIC])
 def optimizer_state_rounded(job):
     """The optimizer's tensors are saved in 16 bits, to halve the file."""
 
@@ -224,7 +226,7 @@ def optimizer_state_rounded(job):
     change_optimizer_state(job, lambda state: {place: rounded(own) for place, own in state.items()})
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["rounded-when-saved"], on=[*PLAIN, *ELASTIC])
 def weights_rounded(job):
     """Weights are saved in 16 bits, to halve the file."""
     run = Run(job)
@@ -233,7 +235,7 @@ def weights_rounded(job):
     run.train()
 
 
-@known_bad("checkpoint", on=PLAIN)
+@known_bad("checkpoint", causes=["scheduler-stepped-once-too-often"], on=PLAIN)
 def scheduler_stepped_once_more(job):
     """The schedule is stepped when it is loaded, to set the rate."""
     run = Run(job)
@@ -247,7 +249,9 @@ def scheduler_stepped_once_more(job):
     run.train()
 
 
-@known_bad("checkpoint", on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
+@known_bad(
+    "checkpoint", causes=["scheduler-counts-skipped-steps"], on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"]
+)
 def schedule_set_to_the_number_of_steps(job):
     """The schedule is not saved but set to the number of steps, those included that were skipped."""
     run = Run(job)
@@ -261,7 +265,7 @@ def schedule_set_to_the_number_of_steps(job):
     run.train()
 
 
-@known_bad("checkpoint", on=PLAIN)
+@known_bad("checkpoint", causes=["stopped-elsewhere"], on=PLAIN)
 def stops_after_the_epoch(job):
     """Checkpoints are written at the end of an epoch only."""
     run = Run(job)
@@ -273,14 +277,14 @@ def stops_after_the_epoch(job):
         run.save()
 
 
-@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+@known_bad("checkpoint", causes=["weights-not-loaded"], on=[*PLAIN, *ELASTIC])
 def never_resumes(job):
     """It saves, and begins anew all the same."""
     job.resume = False
     Run(job).train()
 
 
-@known_bad("checkpoint", on=["checkpoint/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32"])
+@known_bad("checkpoint", causes=["wrong-after-resuming"], on=["checkpoint/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32"])
 def not_synchronised_after_resuming(job):
     """What is loaded is trained, and not what DistributedDataParallel has wrapped."""
     run = Run(job)
@@ -289,7 +293,7 @@ def not_synchronised_after_resuming(job):
     run.train()
 
 
-@known_bad("checkpoint", on=["checkpoint/ddp/1x2/32"])
+@known_bad("checkpoint", causes=["interruption-broke"], on=["checkpoint/ddp/1x2/32"])
 def cannot_be_resumed(job):
     """It declares that it can."""
     if job.resume:
@@ -297,7 +301,7 @@ def cannot_be_resumed(job):
     Run(job).train()
 
 
-@known_bad("checkpoint", on=ELASTIC)
+@known_bad("checkpoint", causes=["interruption-broke"], on=ELASTIC)
 def cannot_be_resumed_by_others(job):
     """The file has an entry for each rank, and refuses another number of them."""
     run = Run(job)
@@ -313,7 +317,7 @@ def cannot_be_resumed_by_others(job):
     run.train()
 
 
-@known_bad("checkpoint", "data", on=ELASTIC)
+@known_bad("checkpoint", "data", causes=["order-depends-on-the-devices"], on=ELASTIC)
 def order_depends_on_the_number_of_ranks(job):
     """Without an interruption nobody notices: each epoch has an order, and every sample is in it."""
     job.seed += job.world_size

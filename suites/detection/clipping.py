@@ -25,7 +25,9 @@ def fit(job, clip):
 
 
 @known_bad(
-    "clipping", on={**any_check("clipping/ddp/1x2/16", "clipping/none/1x1/16"), "clipping/ddp/1x3/16": "gradients"}
+    "clipping",
+    causes=["clipped-before-unscaling"],
+    on={**any_check("clipping/ddp/1x2/16", "clipping/none/1x1/16"), "clipping/ddp/1x3/16": "gradients"},
 )
 def clipped_before_unscaling(job):
     """The norm that is clipped is that of the scaled gradient."""
@@ -43,7 +45,9 @@ def clipped_before_unscaling(job):
 
 
 @known_bad(
-    "clipping", on={**any_check(*DDP), "clipping/ddp/1x3/32": "gradients", "clipping-adamw/ddp/1x3/32": "gradients"}
+    "clipping",
+    causes=["clipped-before-averaging"],
+    on={**any_check(*DDP), "clipping/ddp/1x3/32": "gradients", "clipping-adamw/ddp/1x3/32": "gradients"},
 )
 def clipped_before_averaging(job):
     """Each rank clips its own gradient."""
@@ -58,7 +62,7 @@ def clipped_before_averaging(job):
             optimizer.zero_grad()
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["not-clipped"], on=CELLS)
 def clipped_after_the_step(job):
     """Clipping comes when the step is taken already."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -72,44 +76,46 @@ def clipped_after_the_step(job):
 
 
 @known_bad(
-    "clipping", on={**any_check(*CELLS), "clipping/none/1x1/32": "gradients", "clipping-adamw/ddp/1x3/64": "gradients"}
+    "clipping",
+    causes=["not-clipped"],
+    on={**any_check(*CELLS), "clipping/none/1x1/32": "gradients", "clipping-adamw/ddp/1x3/64": "gradients"},
 )
 def never_clipped(job):
     """``clip_norm`` is ignored."""
     fit(job, lambda parameters: None)
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-tensor-by-tensor"], on=CELLS)
 def clipped_tensor_by_tensor(job):
     """Each tensor is clipped to the norm that all of them together should have."""
     fit(job, lambda parameters: [clip_grad_norm_([parameter], job.clip_norm) for parameter in parameters])
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-by-value"], on=CELLS)
 def clipped_by_value(job):
     """Entries are clamped, not the norm."""
     fit(job, lambda parameters: clip_grad_value_(parameters, job.clip_norm))
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_by_the_largest_entry(job):
     """The norm is the largest entry's absolute value."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=float("inf")))
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_by_the_sum_of_entries(job):
     """The norm is the sum of absolute values."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=1.0))
 
 
-@known_bad("clipping", on=DDP)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def clipped_to_a_ranks_part(job):
     """The limit is divided by the world size."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm / job.world_size))
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_to_the_square_root(job):
     """The squared norm is compared with the limit, and its root is never taken."""
 
@@ -121,7 +127,7 @@ def clipped_to_the_square_root(job):
     fit(job, clip)
 
 
-@known_bad("clipping", on=CELLS)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def always_scaled_to_the_limit_of_matrices(job):
     """The norm is that of matrices only; vectors are scaled with them."""
 
@@ -133,13 +139,13 @@ def always_scaled_to_the_limit_of_matrices(job):
     fit(job, clip)
 
 
-@known_bad("clipping", on=DDP)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def clipped_on_rank_zero_only(job):
     """Only the main process clips."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm) if job.rank == 0 else None)
 
 
-@known_bad("clipping", on=DDP)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def clipped_by_the_ranks_own_norm(job):
     """The average is clipped by the norm that the rank's own gradient had before it."""
     model = alone(job)
@@ -155,7 +161,7 @@ def clipped_by_the_ranks_own_norm(job):
             optimizer.zero_grad()
 
 
-@known_bad("clipping", on=DDP)
+@known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def norms_added_over_ranks(job):
     """As if gradients were sharded, the squared norm is added up over the ranks."""
     model = alone(job)
@@ -172,13 +178,21 @@ def norms_added_over_ranks(job):
             optimizer.zero_grad()
 
 
-@known_bad("clipping", on=["mlp/none/1x1/32", "mlp/ddp/1x2/64", "transformer/ddp/1x2/32"])
+@known_bad(
+    "clipping",
+    causes=["clipped-although-nobody-asked"],
+    on=["mlp/none/1x1/32", "mlp/ddp/1x2/64", "transformer/ddp/1x2/32"],
+)
 def clipped_by_default(job):
     """The trainer clips to a limit of its own, which the workload does not ask for."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, 0.3))
 
 
-@known_bad("clipping", on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64"), **failing("gradients", "mlp/ddp/1x2")})
+@known_bad(
+    "clipping",
+    causes=["clipped-although-nobody-asked"],
+    on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64"), **failing("gradients", "mlp/ddp/1x2")},
+)
 def clipped_by_default_before_averaging(job):
     """The same, and each rank its own gradient."""
     model = alone(job)
@@ -192,7 +206,11 @@ def clipped_by_default_before_averaging(job):
             optimizer.zero_grad()
 
 
-@known_bad("clipping", on=["clipping/fsdp/1x2/32", "clipping/fsdp/1x3/32", "clipping-adamw/fsdp/1x3/64"])
+@known_bad(
+    "clipping",
+    causes=["clipped-shard-by-shard"],
+    on=["clipping/fsdp/1x2/32", "clipping/fsdp/1x3/32", "clipping-adamw/fsdp/1x3/64"],
+)
 def each_shard_by_its_own_norm(job):
     """Each rank takes the norm of the shards that it holds."""
     model = sharded(job)

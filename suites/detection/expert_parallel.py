@@ -15,7 +15,9 @@ PLACES = ("experts/ep/1x2", "experts/ep/1x4")
 EVERYWHERE = failing("gradients", *PLACES)
 
 
-@known_bad("averaging", on=EVERYWHERE | any_check("experts/ep/1x2/bf16"))
+@known_bad(
+    "averaging", causes=["some-tensors-summed", "some-tensors-scaled"], on=EVERYWHERE | any_check("experts/ep/1x2/bf16")
+)
 class ExpertGradientsDoubled(ExpertParallel):
     """The gradients of experts count twice."""
 
@@ -25,7 +27,7 @@ class ExpertGradientsDoubled(ExpertParallel):
             gradient *= 2
 
 
-@known_bad("averaging", on=EVERYWHERE)
+@known_bad("averaging", causes=["some-tensors-summed"], on=EVERYWHERE)
 class ExpertGradientsNotDivided(ExpertParallel):
     """An expert has the gradients of all ranks' losses, which are not divided by their number."""
 
@@ -35,7 +37,7 @@ class ExpertGradientsNotDivided(ExpertParallel):
             gradient *= self.job.world_size
 
 
-@known_bad("averaging", on=EVERYWHERE)
+@known_bad("averaging", causes=["some-tensors-averaged-twice"], on=EVERYWHERE)
 class ExpertGradientsDividedTwice(ExpertParallel):
     """The gradients of experts are divided by the number of ranks once more."""
 
@@ -45,7 +47,7 @@ class ExpertGradientsDividedTwice(ExpertParallel):
             gradient /= self.job.world_size
 
 
-@known_bad("averaging", on=EVERYWHERE)
+@known_bad("averaging", causes=["experts-scaled"], on=EVERYWHERE)
 class ExpertGradientsOfTheirOwnRows(ExpertParallel):
     """The gradients of an expert are a mean over the rows that use it."""
 
@@ -61,7 +63,7 @@ class ExpertGradientsOfTheirOwnRows(ExpertParallel):
             gradient *= 24 / self.used[int(name.split(".")[1])]
 
 
-@known_bad("sync", on=EVERYWHERE)
+@known_bad("sync", causes=["some-parameters-not-synchronised"], on=EVERYWHERE)
 class RouterNotAveraged(ExpertParallel):
     """Each rank's router is trained on the rank's own rows."""
 
@@ -72,7 +74,7 @@ class RouterNotAveraged(ExpertParallel):
             self.gradients()[name].copy_(gradient)
 
 
-@known_bad("sync", on=EVERYWHERE)
+@known_bad("sync", causes=["of-the-holders-samples"], on=EVERYWHERE)
 class ExpertsLearnFromOwnRowsOnly(ExpertParallel):
     """An expert computes the rows of all ranks, and is trained on its own rank's alone."""
 
@@ -82,7 +84,7 @@ class ExpertsLearnFromOwnRowsOnly(ExpertParallel):
         return torch.where(own[:, None], expert(x), functional_call(expert, fixed, (x,)))
 
 
-@known_bad("unused-params", on=EVERYWHERE)
+@known_bad("unused-params", causes=["nothing-but-experts-trained"], on=EVERYWHERE)
 class NothingButExpertsIsTrained(ExpertParallel):
     """What every rank holds has no gradient."""
 
@@ -93,7 +95,7 @@ class NothingButExpertsIsTrained(ExpertParallel):
                 parameter.grad = None
 
 
-@known_bad("unused-params", on=EVERYWHERE)
+@known_bad("unused-params", causes=["nothing-but-experts-trained"], on=EVERYWHERE)
 class NothingButExpertsHasMoreThanZeros(ExpertParallel):
     """What every rank holds has gradients of zeros."""
 
@@ -110,7 +112,7 @@ class AllExperts(ExpertParallel):
         return list(range(count))
 
 
-@known_bad("sync", on=EVERYWHERE)
+@known_bad("sync", causes=["some-parameters-not-synchronised"], on=EVERYWHERE)
 class ExpertsOfEachRank(AllExperts):
     """Each rank trains all experts on its own rows, and takes them for its own."""
 
@@ -126,7 +128,7 @@ class ExpertsOfEachRank(AllExperts):
             gradient /= self.job.world_size
 
 
-@known_bad("unused-params", "sync", on=EVERYWHERE)
+@known_bad("unused-params", "sync", causes=["missing-where-another-rank-has-it"], on=EVERYWHERE)
 class ExpertsElsewhereWithoutGradient(AllExperts):
     """Every rank has all experts, computes some of them, and has no gradients of those that others compute."""
 
@@ -143,7 +145,7 @@ def of_another_expert(saved):
     return {re.sub(r"experts\.(\d)", lambda found: f"experts.{3 - int(found[1])}", k): v for k, v in saved.items()}
 
 
-@known_bad("checkpoint", on=RESUMED)
+@known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED)
 class ExpertsOfAnotherRank(ResumableExperts):
     """Each rank loads the weights of experts that are not its own."""
 
@@ -151,7 +153,7 @@ class ExpertsOfAnotherRank(ResumableExperts):
         super().load_weights({**saved, "weights": of_another_expert(saved["weights"])})
 
 
-@known_bad("checkpoint", on=RESUMED)
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED)
 class MomentumOfAnotherExpert(ResumableExperts):
     """Weights are those of a rank's own experts, and what the optimizer remembers is that of others."""
 
@@ -159,7 +161,7 @@ class MomentumOfAnotherExpert(ResumableExperts):
         super().load_optimizer({**saved, "optimizer": of_another_expert(saved["optimizer"])})
 
 
-@known_bad("checkpoint", on=RESUMED)
+@known_bad("checkpoint", causes=["optimizer-state-in-part"], on=RESUMED)
 class MomentumOfExpertsLost(ResumableExperts):
     """The optimizer goes on with what it remembered of what all ranks have; that of experts begins anew."""
 

@@ -23,35 +23,43 @@ def fit(job, model, sampler):
             optimizer.zero_grad()
 
 
-@known_bad("launch", on={**any_check("mlp/ddp/2x2/32", "mlp/ddp/2x1/64"), **failing("samples", "mlp/ddp/2x2")})
+@known_bad(
+    "launch",
+    causes=["local-rank-for-rank"],
+    on={**any_check("mlp/ddp/2x2/32", "mlp/ddp/2x1/64"), **failing("samples", "mlp/ddp/2x2")},
+)
 def local_rank_used_as_rank(job):
     """The sampler is told LOCAL_RANK: the nodes train on the same samples."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.world_size, int(os.environ["LOCAL_RANK"]), seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", causes=["local-rank-for-rank"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def node_taken_for_the_world(job):
     """The sampler is told LOCAL_RANK and the gpus of a node: each node goes through everything."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.gpus, job.local_rank, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", causes=["node-rank-for-rank"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def node_rank_used_as_rank(job):
     """The sampler is told the node's number: the gpus of a node train on the same samples."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.node_rank, seed=job.seed))
 
 
-@known_bad("launch", on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/2x2/64"), **failing("launch", "mlp/ddp/1x2")})
+@known_bad(
+    "launch",
+    causes=["trained-alone"],
+    on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/2x2/64"), **failing("launch", "mlp/ddp/1x2")},
+)
 def every_process_alone(job):
     """Nobody joins a group: each process trains as if it were the only one."""
     model = job.model()
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", causes=["trained-alone"], on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
 def master_address_ignored(job):
     """Each process is its own master, in a world of one."""
     dist.init_process_group(job.comm, store=dist.HashStore(), rank=0, world_size=1)
@@ -59,7 +67,7 @@ def master_address_ignored(job):
     fit(job, model, DistributedSampler(job.dataset, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
+@known_bad("launch", causes=["another-world"], on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
 def a_world_for_each_node(job):
     """Each node joins a group of its own."""
     store = dist.PrefixStore(
@@ -70,7 +78,7 @@ def a_world_for_each_node(job):
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", causes=["some-ranks-never-stepped"], on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
 def only_rank_zero_trains(job):
     """The other ranks join the group and go home."""
     model = alone(job)
@@ -78,7 +86,7 @@ def only_rank_zero_trains(job):
         fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", causes=["some-ranks-never-stepped"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def only_the_first_gpu_of_a_node_trains(job):
     """Ranks whose LOCAL_RANK is not 0 take themselves for helpers."""
     model = alone(job)
@@ -96,7 +104,7 @@ def only_the_first_gpu_of_a_node_trains(job):
                 optimizer.zero_grad()
 
 
-@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
+@known_bad("launch", causes=["raised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
 def world_size_read_as_a_word(job):
     """A variable of the environment is used before it is a number: the process ends at once."""
     model = alone(job)

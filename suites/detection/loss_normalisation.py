@@ -28,19 +28,23 @@ def token_losses(outputs, batch):
     return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets, reduction="none").view(len(outputs), -1)
 
 
-@known_bad("loss-normalisation", on={**any_check(*TOKENS), **failing("gradients", "lm-tokens/ddp/1x2")})
+@known_bad(
+    "loss-normalisation",
+    causes=["shares-weighted-wrongly"],
+    on={**any_check(*TOKENS), **failing("gradients", "lm-tokens/ddp/1x2")},
+)
 def divided_by_the_padded_length(job):
     """The sum over real tokens is divided by all positions."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / batch["real"].numel())
 
 
-@known_bad("loss-normalisation", on=TOKENS)
+@known_bad("loss-normalisation", causes=["padding-counted-in"], on=TOKENS)
 def padding_counted_in(job):
     """The mean is over all positions, padding included."""
     fit(job, lambda outputs, batch: token_losses(outputs, batch).mean())
 
 
-@known_bad("loss-normalisation", on=TOKENS)
+@known_bad("loss-normalisation", causes=["mean-over-samples"], on=TOKENS)
 def mean_of_each_samples_mean(job):
     """Each sample's tokens are averaged, and then the samples: short ones weigh too much."""
 
@@ -51,37 +55,49 @@ def mean_of_each_samples_mean(job):
     fit(job, loss)
 
 
-@known_bad("loss-normalisation", on=TOKENS)
+@known_bad("loss-normalisation", causes=["shares-weighted-wrongly"], on=TOKENS)
 def divided_by_the_number_of_samples(job):
     """The sum over tokens is divided by the number of sequences."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / len(outputs))
 
 
-@known_bad("loss-normalisation", on=TOKENS)
+@known_bad("loss-normalisation", causes=["shares-weighted-wrongly"], on=TOKENS)
 def summed_not_divided(job):
     """The sum over tokens is never divided."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum())
 
 
-@known_bad("loss-normalisation", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad(
+    "loss-normalisation",
+    causes=["number-of-samples-left-in"],
+    on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"],
+)
 def summed_over_the_samples(job):
     """A sum over the batch where the mean is meant."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs))
 
 
-@known_bad("loss-normalisation", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad(
+    "loss-normalisation",
+    causes=["number-of-samples-left-in"],
+    on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"],
+)
 def divided_by_the_batch_size_again(job):
     """The mean is divided by the batch size once more."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) / len(outputs))
 
 
-@known_bad("loss-normalisation", "averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad("loss-normalisation", "averaging", causes=["averaged-twice"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def divided_by_the_global_batch(job):
     """The sum over the rank's samples is divided by the samples of all ranks, and then averaged over ranks."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.global_batch_size)
 
 
-@known_bad("loss-normalisation", on={**any_check(*DEVICES), **failing("gradients", "lm-tokens/dp/1x3")})
+@known_bad(
+    "loss-normalisation",
+    causes=["each-device-alone"],
+    on={**any_check(*DEVICES), **failing("gradients", "lm-tokens/dp/1x3")},
+)
 def mean_of_each_devices_mean(job):
     """Dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -98,14 +114,21 @@ def mean_of_each_devices_mean(job):
             optimizer.zero_grad()
 
 
-@known_bad("loss-normalisation", on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/64", "uneven/none/1x1/32"])
+@known_bad(
+    "loss-normalisation",
+    causes=["short-batch-divided-by-full-size"],
+    on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/64", "uneven/none/1x1/32"],
+)
 def last_batch_divided_by_the_full_size(job):
     """The sum over a batch is divided by the batch size of the loader, also where the batch is shorter."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.batch_size)
 
 
 @known_bad(
-    "loss-normalisation", "accumulation", on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"]
+    "loss-normalisation",
+    "accumulation",
+    causes=["not-divided-by-micro-batches"],
+    on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"],
 )
 def token_count_passed_and_not_used(job):
     """The model was to divide by the window's tokens and does not; nobody divides by the micro-batches any more."""
@@ -120,7 +143,10 @@ def token_count_passed_and_not_used(job):
 
 
 @known_bad(
-    "loss-normalisation", "accumulation", on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"]
+    "loss-normalisation",
+    "accumulation",
+    causes=["micro-batches-weighed-wrongly", "shares-weighted-wrongly"],
+    on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"],
 )
 def tokens_of_the_window_and_divided_again(job):
     """Losses are divided by the tokens of the whole window, and by the number of micro-batches as well."""
@@ -136,7 +162,11 @@ def tokens_of_the_window_and_divided_again(job):
             optimizer.zero_grad()
 
 
-@known_bad("loss-normalisation", on=["accumulation-tokens/ddp/1x2/32", "accumulation-tokens/ddp/1x3/32"])
+@known_bad(
+    "loss-normalisation",
+    causes=["shares-weighted-wrongly"],
+    on=["accumulation-tokens/ddp/1x2/32", "accumulation-tokens/ddp/1x3/32"],
+)
 def tokens_of_all_ranks_averaged_again(job):
     """The sum is divided by the tokens of all ranks, and DDP divides by the world size as well."""
     model = ddp(job)
@@ -165,19 +195,26 @@ def fit_in_half(job, factor):
             optimizer.zero_grad()
 
 
-@known_bad("loss-normalisation", "averaging", on=["mlp/ddp/1x2/16", "transformer/ddp/1x2/16"])
+@known_bad(
+    "loss-normalisation", "averaging", causes=["scaled-by-a-constant"], on=["mlp/ddp/1x2/16", "transformer/ddp/1x2/16"]
+)
 def half_a_percent_too_large(job):
     """A factor of 1.005 in float16."""
     fit_in_half(job, 1.005)
 
 
-@known_bad("loss-normalisation", "averaging", on=["mlp/none/1x1/bf16", "mlp/ddp/1x3/bf16"])
+@known_bad("loss-normalisation", "averaging", causes=["slightly-scaled"], on=["mlp/none/1x1/bf16", "mlp/ddp/1x3/bf16"])
 def three_percent_too_large(job):
     """A factor of 1.03 in bfloat16."""
     fit_in_half(job, 1.03)
 
 
-@known_bad("loss-normalisation", "accumulation", on={"accumulation-tokens/none/1x1/32": "gradients"})
+@known_bad(
+    "loss-normalisation",
+    "accumulation",
+    causes=["micro-batches-weighed-wrongly"],
+    on={"accumulation-tokens/none/1x1/32": "gradients"},
+)
 class DividedByTheTokensOfTheLastMicroBatch(BaseTrainer):
     """Summed losses of a window, divided by the number of tokens in its last micro-batch."""
 

@@ -16,13 +16,13 @@ def plain(values):
     return sum(values) / len(values)
 
 
-@known_bad("metrics", on=[*CELLS, "uneven/ddp/1x2/32"])
+@known_bad("metrics", causes=["mean-of-batch-means"], on=[*CELLS, "uneven/ddp/1x2/32"])
 def mean_of_unequal_batch_means(job):
     """Each batch weighs the same, whatever its size."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", shared(job, sum(losses), len(losses))))
 
 
-@known_bad("metrics", on=RANKS)
+@known_bad("metrics", causes=["one-ranks-own-value"], on=RANKS)
 def rank_zero_speaks_for_all(job):
     """Rank 0's figure is reported as everybody's."""
 
@@ -33,25 +33,25 @@ def rank_zero_speaks_for_all(job):
     fit(job, after_epoch=report)
 
 
-@known_bad("metrics", on=RANKS)
+@known_bad("metrics", causes=["one-ranks-own-value"], on=RANKS)
 def everybody_reports_its_own(job):
     """Nothing is reduced over the ranks."""
     fit(job, after_step=lambda model, losses, sizes: job.log("loss", plain(losses)))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["last-batch-only"], on=CELLS)
 def last_batch_of_the_epoch(job):
     """The variable that the loop has left over is what is reported."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses[-1:], sizes[-1:])))
 
 
-@known_bad("metrics", on=RANKS)
+@known_bad("metrics", causes=["times-world-size"], on=RANKS)
 def added_up_over_the_ranks(job):
     """The all-reduce adds, and nobody divides."""
     fit(job, after_step=lambda model, losses, sizes: job.log("loss", weighted(job, losses, sizes) * job.world_size))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["times-window"], on=CELLS)
 def divided_for_the_backward(job):
     """It is the loss that was divided by the length of the window that is reported."""
 
@@ -61,13 +61,13 @@ def divided_for_the_backward(job):
     fit(job, after_step=report)
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["summed"], on=CELLS)
 def sum_of_batch_means(job):
     """Running total of the epoch, never divided."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", shared(job, sum(losses), 1)))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["never-reset"], on=CELLS)
 def never_begun_anew(job):
     """The running mean goes on from epoch to epoch."""
     every = ([], [])
@@ -80,13 +80,13 @@ def never_begun_anew(job):
     fit(job, after_epoch=report)
 
 
-@known_bad("metrics", on=[*CELLS, "mlp/ddp/1x2/32"])
+@known_bad("metrics", causes=["batch-missing"], on=[*CELLS, "mlp/ddp/1x2/32"])
 def first_batch_missing(job):
     """The batch during which the meter was made is not in it."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses[1:], sizes[1:])))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["stale"], on=CELLS)
 def one_step_late(job):
     """Each step reports what the step before it gave."""
     late = []
@@ -98,13 +98,13 @@ def one_step_late(job):
     fit(job, after_step=report)
 
 
-@known_bad("metrics", on=["metrics/none/1x1/16", "metrics/ddp/1x2/16", "mlp/ddp/1x2/16"])
+@known_bad("metrics", causes=["times-loss-scale"], on=["metrics/none/1x1/16", "metrics/ddp/1x2/16", "mlp/ddp/1x2/16"])
 def loss_scale_left_in(job):
     """It is the loss that went into the backward that is reported."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses, sizes) * 65536))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["divided-by-full-batches"], on=CELLS)
 def divided_by_full_batches(job):
     """The sum over samples is divided by the number of batches times the batch size, although the last is short."""
 
@@ -115,13 +115,13 @@ def divided_by_full_batches(job):
     fit(job, after_epoch=report)
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["rounded"], on=CELLS)
 def two_decimals(job):
     """The figure is rounded for people before it is reported."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", round(weighted(job, losses, sizes), 2)))
 
 
-@known_bad("metrics", on=RANKS[:2])
+@known_bad("metrics", causes=["mean-of-rank-means"], on=RANKS[:2])
 def ranks_weigh_the_same(job):
     """Ranks evaluate unequal shares, and their means are averaged."""
 
@@ -133,7 +133,7 @@ def ranks_weigh_the_same(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on=["metrics/ddp/1x2/32", "metrics/ddp/1x3/32"])
+@known_bad("metrics", causes=["repeats-counted"], on=["metrics/ddp/1x2/32", "metrics/ddp/1x3/32"])
 def padding_counts(job):
     """DistributedSampler pads the held-out samples with repeats, and they count."""
 
@@ -144,7 +144,7 @@ def padding_counts(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["mean-of-batch-means"], on=CELLS)
 def batches_of_the_evaluation_weigh_the_same(job):
     """The short last batch of an evaluation weighs as much as the others."""
 
@@ -155,7 +155,7 @@ def batches_of_the_evaluation_weigh_the_same(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on=RANKS[:2])
+@known_bad("metrics", causes=["one-ranks-own-value"], on=RANKS[:2])
 def own_share_of_the_evaluation(job):
     """Each rank reports the mean of its own share."""
 
@@ -166,7 +166,7 @@ def own_share_of_the_evaluation(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["taken-before-the-step"], on=CELLS)
 def evaluated_before_the_step(job):
     """The evaluation comes before the step, its figure is reported after it."""
     value = []
@@ -177,7 +177,7 @@ def evaluated_before_the_step(job):
     fit(job, before_step=before, evaluate=lambda job, model: job.log("val_loss", value[0]))
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["stale", "taken-before-the-step"], on=CELLS)
 def value_of_the_evaluation_before(job):
     """The figure is reported before it is renewed."""
     values = []
@@ -189,7 +189,7 @@ def value_of_the_evaluation_before(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on=CELLS)
+@known_bad("metrics", causes=["of-other-samples"], on=CELLS)
 def training_loss_as_validation_loss(job):
     """Two variables with the same name: the last step's loss is reported as that of the held-out samples."""
     value = []
@@ -204,7 +204,7 @@ def training_loss_as_validation_loss(job):
     fit(job, after_step=remember, evaluate=report)
 
 
-@known_bad("metrics", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "uneven/none/1x1/32"])
+@known_bad("metrics", causes=["taken-after-the-step"], on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "uneven/none/1x1/32"])
 def taken_once_more_after_the_step(job):
     """The loss of the last batch is computed anew, to be reported, with the weights after the step."""
 
@@ -222,7 +222,7 @@ def taken_once_more_after_the_step(job):
     fit(job, after_step=report, after_epoch=begin)
 
 
-@known_bad("metrics", "buffers", on=CELLS)
+@known_bad("metrics", "buffers", causes=["evaluated-in-training-mode"], on=CELLS)
 def forgets_evaluation_mode(job):
     """Units are dropped where the model is to be judged."""
 
@@ -233,7 +233,7 @@ def forgets_evaluation_mode(job):
     fit(job, evaluate=report)
 
 
-@known_bad("metrics", on={"metrics/ddp/1x3/32": "metrics"})
+@known_bad("metrics", causes=["times-world-size"], on={"metrics/ddp/1x3/32": "metrics"})
 class EvaluationTimesWorld(BaseTrainer):
     """The mean over the held-out samples, times the number of ranks."""
 

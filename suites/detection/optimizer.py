@@ -24,6 +24,7 @@ def wrapped(job):
 
 @known_bad(
     "optimizer",
+    causes=["schedule-stepped-every-micro-batch"],
     on={
         **any_check("schedule-windows/none/1x1/32", "schedule-windows/ddp/1x2/16"),
         "schedule-windows/ddp/1x3/32": "learning-rate",
@@ -48,7 +49,11 @@ def schedule_stepped_for_every_micro_batch(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*SCHEDULE), "schedule/none/1x1/32": "learning-rate"})
+@known_bad(
+    "optimizer",
+    causes=["schedule-stepped-every-epoch"],
+    on={**any_check(*SCHEDULE), "schedule/none/1x1/32": "learning-rate"},
+)
 def schedule_stepped_once_an_epoch(job):
     """The schedule counts epochs."""
     model = wrapped(job)
@@ -62,7 +67,7 @@ def schedule_stepped_once_an_epoch(job):
         scheduler.step()
 
 
-@known_bad("optimizer", on=SCHEDULE)
+@known_bad("optimizer", causes=["schedule-never-stepped"], on=SCHEDULE)
 def schedule_never_stepped(job):
     """The schedule is made and forgotten."""
     model = wrapped(job)
@@ -75,7 +80,7 @@ def schedule_never_stepped(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=SCHEDULE)
+@known_bad("optimizer", causes=["no-schedule"], on=SCHEDULE)
 def no_schedule_at_all(job):
     """The schedule is not even made: the rate is the optimizer's own."""
     model = wrapped(job)
@@ -87,7 +92,7 @@ def no_schedule_at_all(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=SCHEDULE)
+@known_bad("optimizer", causes=["schedule-stepped-first"], on=SCHEDULE)
 def schedule_stepped_before_the_optimizer(job):
     """The first rate is never used."""
     model = wrapped(job)
@@ -101,7 +106,7 @@ def schedule_stepped_before_the_optimizer(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=["schedule/ddp/1x2/32", "schedule/ddp/1x3/64"])
+@known_bad("optimizer", causes=["schedule-stepped-once-a-rank"], on=["schedule/ddp/1x2/32", "schedule/ddp/1x3/64"])
 def schedule_stepped_once_a_rank(job):
     """The schedule counts the batches of all ranks."""
     model = ddp(job)
@@ -116,7 +121,7 @@ def schedule_stepped_once_a_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad("optimizer", causes=["rate-scaled"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def rate_times_world(job):
     """The rate is raised with the number of ranks, which nobody asked for."""
     model = ddp(job)
@@ -130,7 +135,7 @@ def rate_times_world(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad("optimizer", causes=["rates-differ"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def another_rate_on_one_rank(job):
     """Rank 1 has read another rate: same gradients, other weights."""
     model = ddp(job)
@@ -144,7 +149,11 @@ def another_rate_on_one_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*PLAIN, *MOMENTUM), **failing("gradients", "mlp/ddp/1x2")})
+@known_bad(
+    "optimizer",
+    causes=["parameter-not-in-optimizer"],
+    on={**any_check(*PLAIN, *MOMENTUM), **failing("gradients", "mlp/ddp/1x2")},
+)
 def parameter_missing(job):
     """One parameter is not among those that the optimizer was given: it never moves."""
     model = wrapped(job)
@@ -156,7 +165,7 @@ def parameter_missing(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
 def only_matrices_are_optimised(job):
     """Biases were sorted out, to be given no decay, and are in no group at all."""
     model = wrapped(job)
@@ -168,7 +177,7 @@ def only_matrices_are_optimised(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
 def optimizes_a_copy(job):
     """The optimizer holds the parameters of a copy: the model stays where it is."""
     model = wrapped(job)
@@ -181,7 +190,7 @@ def optimizes_a_copy(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", causes=["never-stepped"], on=PLAIN)
 def never_steps(job):
     """There is no ``optimizer.step()``."""
     model = wrapped(job)
@@ -192,7 +201,7 @@ def never_steps(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*PLAIN), **failing("update", "mlp/ddp/1x2")}, vacuous=True)
+@known_bad("optimizer", causes=["zero"], on={**any_check(*PLAIN), **failing("update", "mlp/ddp/1x2")}, vacuous=True)
 def zeroed_before_the_step(job):
     """``zero_grad()`` stands between backward and step."""
     model = wrapped(job)
@@ -206,6 +215,7 @@ def zeroed_before_the_step(job):
 
 @known_bad(
     "optimizer",
+    causes=["stepped-without-a-batch"],
     on={**any_check("mlp/none/1x1/32", "mlp/none/1x1/64", "mlp/ddp/1x3/32"), **failing("steps", "mlp/ddp/1x2")},
 )
 def stepped_twice(job):
@@ -220,7 +230,9 @@ def stepped_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*MOMENTUM), **failing("update", "cnn-batchnorm/ddp/1x2")})
+@known_bad(
+    "optimizer", causes=["another-optimizer"], on={**any_check(*MOMENTUM), **failing("update", "cnn-batchnorm/ddp/1x2")}
+)
 def a_new_optimizer_every_epoch(job):
     """Its state is lost each time."""
     model = wrapped(job)
@@ -232,7 +244,7 @@ def a_new_optimizer_every_epoch(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=[*MOMENTUM, "adam/ddp/1x2/32"])
+@known_bad("optimizer", causes=["another-optimizer"], on=[*MOMENTUM, "adam/ddp/1x2/32"])
 def another_optimizer(job):
     """Plain SGD in the place of what the workload asks for."""
     model = wrapped(job)
@@ -245,7 +257,7 @@ def another_optimizer(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=[*FLOAT32, "adam/ddp/1x2/64"])
+@known_bad("optimizer", causes=["another-optimizer"], on=[*FLOAT32, "adam/ddp/1x2/64"])
 def weight_decay_nobody_asked_for(job):
     """A default of the trainer: a decay of a hundredth."""
     model = wrapped(job)
@@ -259,7 +271,9 @@ def weight_decay_nobody_asked_for(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*FLOAT32), **failing("training", "mlp/ddp/1x2")})
+@known_bad(
+    "optimizer", causes=["changed-between-steps"], on={**any_check(*FLOAT32), **failing("training", "mlp/ddp/1x2")}
+)
 def weights_shrink_between_steps(job):
     """Decay is applied by hand, after the step, to all weights."""
     model = wrapped(job)
@@ -274,7 +288,7 @@ def weights_shrink_between_steps(job):
                     parameter *= 0.999
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", causes=["sign-flipped"], on=PLAIN)
 def ascends(job):
     """The sign of the loss is the wrong way round."""
     model = wrapped(job)
@@ -286,7 +300,11 @@ def ascends(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check("frozen/none/1x1/32", "frozen/ddp/1x2/32"), "frozen/none/1x1/32": "gradients"})
+@known_bad(
+    "optimizer",
+    causes=["frozen-parameter-trained"],
+    on={**any_check("frozen/none/1x1/32", "frozen/ddp/1x2/32"), "frozen/none/1x1/32": "gradients"},
+)
 def frozen_layers_thawed(job):
     """``requires_grad`` is switched on for everything."""
     model = job.model().requires_grad_(True)
@@ -301,7 +319,11 @@ def frozen_layers_thawed(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on={**any_check(*SEVERAL), "several-optimizers/none/1x1/32": "gradients"})
+@known_bad(
+    "optimizer",
+    causes=["parameter-not-in-optimizer"],
+    on={**any_check(*SEVERAL), "several-optimizers/none/1x1/32": "gradients"},
+)
 def one_of_two_optimizers_never_steps(job):
     """There are two, and only the first one is stepped."""
     model = wrapped(job)
@@ -314,7 +336,7 @@ def one_of_two_optimizers_never_steps(job):
             second.zero_grad()
 
 
-@known_bad("optimizer", on=SEVERAL)
+@known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=SEVERAL)
 def one_of_two_optimizers_steps_every_other_batch(job):
     """As a discriminator would, which nobody asked for."""
     model = wrapped(job)
@@ -328,7 +350,7 @@ def one_of_two_optimizers_steps_every_other_batch(job):
             model.zero_grad()
 
 
-@known_bad("optimizer", on=SEVERAL)
+@known_bad("optimizer", causes=["parameter-in-several-optimizers"], on=SEVERAL)
 def parameters_in_both_optimizers(job):
     """The second optimizer was handed everything: the first one's part is stepped twice."""
     model = wrapped(job)
@@ -342,7 +364,7 @@ def parameters_in_both_optimizers(job):
             model.zero_grad()
 
 
-@known_bad("optimizer", on=SEVERAL)
+@known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
 def optimizers_change_places(job):
     """The head's optimizer steps the trunk, and the trunk's the head."""
     model = wrapped(job)
@@ -357,7 +379,7 @@ def optimizers_change_places(job):
             model.zero_grad()
 
 
-@known_bad("optimizer", on=SEVERAL)
+@known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
 def one_optimizer_for_all(job):
     """Only the first of two is used, for all parameters."""
     model = wrapped(job)
@@ -370,7 +392,12 @@ def one_optimizer_for_all(job):
             first.zero_grad()
 
 
-@known_bad("optimizer", "accumulation", on={**any_check(*SEVERAL), "several-optimizers/ddp/1x3/32": "gradients"})
+@known_bad(
+    "optimizer",
+    "accumulation",
+    causes=["previous-step-not-zeroed-in-one-optimizer"],
+    on={**any_check(*SEVERAL), "several-optimizers/ddp/1x3/32": "gradients"},
+)
 def only_one_of_two_optimizers_zeroed(job):
     """The second one's gradients are added up over all steps."""
     model = wrapped(job)
@@ -383,7 +410,7 @@ def only_one_of_two_optimizers_zeroed(job):
             first.zero_grad()
 
 
-@known_bad("optimizer", "accumulation", on=SEVERAL)
+@known_bad("optimizer", "accumulation", causes=["left-in-by-another-optimizer"], on=SEVERAL)
 def first_optimizers_pass_left_in_for_the_second(job):
     """Optimizers take turns, each zeroes its own part after it, and each backward writes to all."""
     model = wrapped(job)
@@ -396,7 +423,12 @@ def first_optimizers_pass_left_in_for_the_second(job):
                 optimizer.zero_grad()
 
 
-@known_bad("optimizer", "accumulation", on=["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x3/32"])
+@known_bad(
+    "optimizer",
+    "accumulation",
+    causes=["left-in-by-another-optimizer"],
+    on=["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x3/32"],
+)
 def a_pass_for_each_optimizer_added_up(job):
     """Each optimizer has a pass of its own before any of them steps, and each backward writes to all."""
     model = wrapped(job)
@@ -410,7 +442,7 @@ def a_pass_for_each_optimizer_added_up(job):
                 optimizer.zero_grad()
 
 
-@known_bad("optimizer", "clipping", on=SEVERAL)
+@known_bad("optimizer", "clipping", causes=["clipped-in-one-optimizer"], on=SEVERAL)
 def one_of_two_optimizers_clipped(job):
     """The second one's gradients are clipped, and nobody asked for it."""
     model = wrapped(job)
@@ -424,7 +456,12 @@ def one_of_two_optimizers_clipped(job):
             model.zero_grad()
 
 
-@known_bad("optimizer", "sync", on=["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64"])
+@known_bad(
+    "optimizer",
+    "sync",
+    causes=["some-parameters-not-synchronised"],
+    on=["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64"],
+)
 def one_of_two_optimizers_synchronised(job):
     """Only the first one's gradients are averaged over the ranks."""
     model = alone(job)
@@ -440,7 +477,7 @@ def one_of_two_optimizers_synchronised(job):
             model.zero_grad()
 
 
-@known_bad("optimizer", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+@known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def made_before_the_weights_were_sharded(job):
     """fully_shard puts shards in the place of the weights, and the optimizer still has these."""
     model = job.model()
@@ -453,7 +490,7 @@ def made_before_the_weights_were_sharded(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=failing("learning-rate", "mlp/ddp/1x2"))
+@known_bad("optimizer", causes=["rate-scaled"], on=failing("learning-rate", "mlp/ddp/1x2"))
 class RateOnePercentTooHigh(BaseTrainer):
     """The rate is the optimizer's times 1.01."""
 
@@ -464,7 +501,7 @@ class RateOnePercentTooHigh(BaseTrainer):
         return optimizer
 
 
-@known_bad("optimizer", on={"adam/none/1x1/32": "update", "adamw/ddp/1x3/64": "update"})
+@known_bad("optimizer", causes=["another-optimizer"], on={"adam/none/1x1/32": "update", "adamw/ddp/1x3/64": "update"})
 class StateLostInEveryStep(BaseTrainer):
     """Moments begin anew with each step."""
 
@@ -473,7 +510,7 @@ class StateLostInEveryStep(BaseTrainer):
         self.optimizer.state.clear()
 
 
-@known_bad("optimizer", on={"adamw/none/1x1/32": "update"})
+@known_bad("optimizer", causes=["another-optimizer"], on={"adamw/none/1x1/32": "update"})
 class OneGroupsDecayForAll(BaseTrainer):
     """Both parameter groups with the settings of the first."""
 
@@ -495,7 +532,7 @@ class ShrunkAfterTheLastStep(BaseTrainer):
                 parameter *= 0.5
 
 
-@known_bad("optimizer", on={"frozen/ddp/1x3/32": "update"})
+@known_bad("optimizer", causes=["another-optimizer"], on={"frozen/ddp/1x3/32": "update"})
 class FrozenWeightsDecay(ManualAverage):
     """Frozen weights take part in the all-reduce with zeros, and the optimizer lets them decay."""
 

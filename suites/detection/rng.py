@@ -34,32 +34,36 @@ def wrapped(job):
     return ddp(job) if job.world_size > 1 else job.model()
 
 
-@known_bad("rng", on={**any_check(*RANKS, *NODES), "random-masks/ddp/1x3/32": "rng"})
+@known_bad("rng", causes=["one-seed-on-all-ranks"], on={**any_check(*RANKS, *NODES), "random-masks/ddp/1x3/32": "rng"})
 def one_seed_on_all_ranks(job):
     """All ranks seed their generators alike, and so drop the same units of different samples."""
     torch.manual_seed(job.seed)
     fit(job, ddp(job))
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["seeded-anew-every-step"], on=ANYWHERE)
 def seeded_anew_every_step(job):
     """The seed is set for every batch, so that it can be repeated: each batch has the masks of the first."""
     fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank))
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["seeded-anew-every-epoch"], on=ANYWHERE)
 def seeded_anew_every_epoch(job):
     """The seed is set where the epoch begins: it has the masks of the one before."""
     fit(job, wrapped(job), at_epoch=lambda epoch: torch.manual_seed(job.seed + job.rank))
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["seeded-anew-every-epoch"], on=ANYWHERE)
 def seed_of_rank_and_step_added(job):
     """Seed, rank and step are added up: what rank 0 draws in step 1, rank 1 drew in step 0, and epochs are alike."""
     fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank + number))
 
 
-@known_bad("rng", on=["random-masks/dp/1x2/32", "random-masks/dp/1x3/32", "random-masks/ddp2/2x2/32"])
+@known_bad(
+    "rng",
+    causes=["replicas-draw-alike"],
+    on=["random-masks/dp/1x2/32", "random-masks/dp/1x3/32", "random-masks/ddp2/2x2/32"],
+)
 def replicas_share_a_seed(job):
     """Every device's generator is seeded alike: the replicas drop the same units."""
     model = wrapped(job)
@@ -82,21 +86,21 @@ def replicas_share_a_seed(job):
             optimizer.zero_grad()
 
 
-@known_bad("rng", on=NODES)
+@known_bad("rng", causes=["seeded-by-local-rank"], on=NODES)
 def seeded_by_the_local_rank(job):
     """The number of the device on its node is taken for the rank."""
     torch.manual_seed(job.seed + job.local_rank)
     fit(job, ddp(job))
 
 
-@known_bad("rng", on=NODES)
+@known_bad("rng", causes=["seeded-by-node"], on=NODES)
 def seeded_by_the_node(job):
     """The ranks of a node are seeded alike."""
     torch.manual_seed(job.seed + job.node_rank)
     fit(job, ddp(job))
 
 
-@known_bad("rng", on=RANKS)
+@known_bad("rng", causes=["one-state-on-all-ranks"], on=RANKS)
 def rank_zeros_state_for_all(job):
     """After an evaluation every rank takes over the generator's state that rank 0 had before it."""
 
@@ -109,7 +113,7 @@ def rank_zeros_state_for_all(job):
     fit(job, ddp(job), after_batch=evaluate)
 
 
-@known_bad("rng", on=RANKS)
+@known_bad("rng", causes=["a-rank-lags"], on=RANKS)
 def one_stream_a_few_numbers_later(job):
     """All ranks have one generator, of which each has thrown away as many numbers as its rank."""
     torch.manual_seed(job.seed)
@@ -117,14 +121,14 @@ def one_stream_a_few_numbers_later(job):
     fit(job, ddp(job))
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["seeded-anew-every-step"], on=ANYWHERE)
 def state_set_back_after_every_step(job):
     """An evaluation that wants to leave no trace puts back the generator's state of the beginning of training."""
     state = torch.get_rng_state()
     fit(job, wrapped(job), after_batch=lambda number: torch.set_rng_state(state))
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["one-mask-for-several-samples"], on=ANYWHERE)
 def one_mask_for_the_whole_batch(job):
     """A mask is drawn once and broadcast over the samples."""
     model = wrapped(job)
@@ -135,13 +139,17 @@ def one_mask_for_the_whole_batch(job):
     fit(job, model)
 
 
-@known_bad("rng", on={**any_check(*ANYWHERE), "random-masks/none/1x1/32": "rng", "dropout/none/1x1/32": "gradients"})
+@known_bad(
+    "rng",
+    causes=["never-drops", "in-evaluation-mode"],
+    on={**any_check(*ANYWHERE), "random-masks/none/1x1/32": "rng", "dropout/none/1x1/32": "gradients"},
+)
 def never_drops(job):
     """The model is trained in evaluation mode."""
     fit(job, wrapped(job).eval())
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", causes=["masks-drawn-anew-in-the-backward"], on=ANYWHERE)
 def recomputed_with_other_masks(job):
     """Activations are computed once more in the backward, and the generator's state is not kept for that."""
     model = wrapped(job)

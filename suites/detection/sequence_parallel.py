@@ -11,7 +11,11 @@ PLACES = ("transformer/sp/1x2", "lm-tokens/sp/1x3")
 EVERYWHERE = failing("gradients", *PLACES)
 
 
-@known_bad("loss-normalisation", on=EVERYWHERE | any_check("transformer/sp/1x2/bf16"))
+@known_bad(
+    "loss-normalisation",
+    causes=["divided-by-ranks-of-the-same-samples"],
+    on=EVERYWHERE | any_check("transformer/sp/1x2/bf16"),
+)
 class DividedBySequenceParallelSize(SequenceParallel):
     """The loss, divided by the number of all tokens, is divided by the number of ranks once more."""
 
@@ -19,7 +23,7 @@ class DividedBySequenceParallelSize(SequenceParallel):
         return super().count(own) * self.job.world_size
 
 
-@known_bad("loss-normalisation", on=EVERYWHERE)
+@known_bad("loss-normalisation", causes=["multiplied-by-ranks-of-the-same-samples"], on=EVERYWHERE)
 class TimesSequenceParallelSize(SequenceParallel):
     """The loss, divided by the number of all tokens, is multiplied by the number of ranks."""
 
@@ -27,7 +31,11 @@ class TimesSequenceParallelSize(SequenceParallel):
         return super().count(own) / self.job.world_size
 
 
-@known_bad("loss-normalisation", on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"))
+@known_bad(
+    "loss-normalisation",
+    causes=["means-of-parts-averaged"],
+    on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"),
+)
 class MeanOfThePartsMeans(SequenceParallel):
     """Each rank's loss is the mean over its own tokens, however few, and the parts' means are averaged."""
 
@@ -35,7 +43,11 @@ class MeanOfThePartsMeans(SequenceParallel):
         return own * self.job.world_size
 
 
-@known_bad("loss-normalisation", on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"))
+@known_bad(
+    "loss-normalisation",
+    causes=["shares-weighted-wrongly"],
+    on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"),
+)
 class DividedByTheLengthOfASequence(SequenceParallel):
     """Padding is counted in the divisor."""
 
@@ -44,7 +56,7 @@ class DividedByTheLengthOfASequence(SequenceParallel):
         return own * batch["real"].sum() / batch["real"].numel()
 
 
-@known_bad("sync", on=EVERYWHERE | failing("gradients", "transformer/sp/1x4"))
+@known_bad("sync", causes=["parts-of-a-sum"], on=EVERYWHERE | failing("gradients", "transformer/sp/1x4"))
 class NothingAdded(SequenceParallel):
     """Each rank steps with the gradient of its own tokens."""
 
@@ -59,7 +71,7 @@ class SomeAdded(SequenceParallel):
         return {name: value for name, value in super().gradients().items() if self.is_added(name)}
 
 
-@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
+@known_bad("sync", causes=["parts-of-a-sum"], on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
 class NormsNotAdded(SomeAdded):
     """The gradients of the normalisations are not added over the parts of a sequence."""
 
@@ -67,7 +79,7 @@ class NormsNotAdded(SomeAdded):
         return "norm" not in name
 
 
-@known_bad("sync", on=EVERYWHERE)
+@known_bad("sync", causes=["parts-of-a-sum"], on=EVERYWHERE)
 class BiasesNotAdded(SomeAdded):
     """The gradients of biases are not added over the parts of a sequence."""
 
@@ -75,7 +87,7 @@ class BiasesNotAdded(SomeAdded):
         return "bias" not in name
 
 
-@known_bad("data", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
+@known_bad("data", causes=["positions-from-zero"], on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
 class PositionsFromZero(SequenceParallel):
     """Each rank numbers its tokens from zero."""
 
@@ -83,7 +95,11 @@ class PositionsFromZero(SequenceParallel):
         return torch.arange(len(self.places))
 
 
-@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]))
+@known_bad(
+    "sync",
+    causes=["lost-on-the-way-back"],
+    on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]),
+)
 class KeysWithoutTheOthersGradients(SequenceParallel):
     """Keys and values are gathered, but the other ranks' queries leave no gradient in them."""
 
@@ -91,7 +107,11 @@ class KeysWithoutTheOthersGradients(SequenceParallel):
         return Gathered.apply(x, 1, self.group("sp"), self.length)
 
 
-@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]))
+@known_bad(
+    "sync",
+    causes=["parts-not-exchanged"],
+    on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]),
+)
 class KeysOfTheOwnPartOnly(SequenceParallel):
     """Queries see the keys of their own part alone."""
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 HYBRID = ("mlp/hsdp/2x2", "mlp/hsdp/1x6")
 
 
-@known_bad("sync", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+@known_bad("sync", causes=["not-synchronised"], on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
 class MeshOfOneShard(MeshTrainer):
     """Each rank shards over a mesh of itself alone: nothing is ever synchronised."""
 
@@ -26,7 +26,7 @@ class MeshOfOneShard(MeshTrainer):
         pass
 
 
-@known_bad("sync", on=failing("gradients", *HYBRID))
+@known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *HYBRID))
 class ReplicasNeverAveraged(Sharded):
     """Gradients are averaged within each group of shards only."""
 
@@ -35,7 +35,7 @@ class ReplicasNeverAveraged(Sharded):
         return part(gradient, 0, self.group("shard")) / self.group("shard").size()
 
 
-@known_bad("sync", on=failing("gradients", *HYBRID))
+@known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *HYBRID))
 class AveragedOverReplicasOnly(Sharded):
     """Each shard is averaged over the ranks that hold the same one, and those with others take no part."""
 
@@ -44,7 +44,11 @@ class AveragedOverReplicasOnly(Sharded):
         return part(gradient, 0, self.group("shard")) / self.group("replicate").size()
 
 
-@known_bad("sync", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+@known_bad(
+    "sync",
+    causes=["shards-averaged-over-some-ranks"],
+    on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"),
+)
 class ShardsOfOwnGradients(Sharded):
     """Each rank cuts its shard out of its own gradient."""
 
@@ -52,7 +56,7 @@ class ShardsOfOwnGradients(Sharded):
         return part(gradient, 0, self.group("shard")).clone()
 
 
-@known_bad("averaging", on=failing("gradients", *HYBRID))
+@known_bad("averaging", causes=["divided-by-another-count"], on=failing("gradients", *HYBRID))
 class ReplicasAdded(Sharded):
     """Gradients are averaged over shards, and added over replicas."""
 
@@ -60,7 +64,9 @@ class ReplicasAdded(Sharded):
         return super().reduced(gradient) * self.group("replicate").size()
 
 
-@known_bad("averaging", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+@known_bad(
+    "averaging", causes=["summed-over-ranks"], on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2")
+)
 class ShardsAddedAndNotDivided(Sharded):
     """The sum over all ranks is not divided."""
 
@@ -68,7 +74,11 @@ class ShardsAddedAndNotDivided(Sharded):
         return super().reduced(gradient) * self.job.world_size
 
 
-@known_bad("clipping", on=failing("gradients", "clipping/fsdp/1x2", "clipping-adamw/fsdp/1x3", "clipping/hsdp/2x2"))
+@known_bad(
+    "clipping",
+    causes=["clipped-shard-by-shard"],
+    on=failing("gradients", "clipping/fsdp/1x2", "clipping-adamw/fsdp/1x3", "clipping/hsdp/2x2"),
+)
 class NormOfTheOwnShardOnly(Sharded):
     """Each rank clips by the norm of its shards."""
 
@@ -76,7 +86,11 @@ class NormOfTheOwnShardOnly(Sharded):
         return MeshTrainer.squared_norm(self)
 
 
-@known_bad("clipping", on=failing("gradients", "clipping/hsdp/2x2", "clipping-adamw/hsdp/1x6"))
+@known_bad(
+    "clipping",
+    causes=["counted-again-in-the-norm"],
+    on=failing("gradients", "clipping/hsdp/2x2", "clipping-adamw/hsdp/1x6"),
+)
 class ReplicasCountedAgain(Sharded):
     """The norms of shards are added over all ranks, replicas among them."""
 
@@ -86,7 +100,7 @@ class ReplicasCountedAgain(Sharded):
         return total
 
 
-@known_bad("data", on=failing("samples", "mlp/hsdp/1x4", "mlp/hsdp/1x6"))
+@known_bad("data", causes=["divided-along-one-dimension"], on=failing("samples", "mlp/hsdp/1x4", "mlp/hsdp/1x6"))
 class ReplicasSeeTheSameSamples(Sharded):
     """Samples are divided within each group of shards only."""
 
@@ -105,7 +119,7 @@ class ShardOfANeighbor(Sharded):
 BUFFERED = failing("buffers", "cnn-batchnorm/fsdp/1x2", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/fsdp/1x3")
 
 
-@known_bad("buffers", on=BUFFERED)
+@known_bad("buffers", causes=["buffers-not-broadcast"], on=BUFFERED)
 class BuffersOfEachShard(Sharded):
     """Each rank keeps the running statistics of its own samples."""
 
@@ -113,7 +127,11 @@ class BuffersOfEachShard(Sharded):
         pass
 
 
-@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/hsdp/1x6"))
+@known_bad(
+    "buffers",
+    causes=["buffers-not-broadcast"],
+    on=failing("buffers", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/hsdp/1x6"),
+)
 class BuffersOfEachReplica(Sharded):
     """Running statistics are broadcast within each group of shards only."""
 
@@ -132,7 +150,7 @@ def in_another_order(value, shards):
     return torch.cat(value.chunk(shards)[::-1])
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class ShardsOfWeightsInAnotherOrder(ResumableShards):
     """Weights are put together from shards in the wrong order."""
 
@@ -141,7 +159,7 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
         super().load_weights({**saved, "weights": weights})
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class ShardsOfMomentumInAnotherOrder(ResumableShards):
     """What the optimizer remembers is put together from shards in the wrong order."""
 
@@ -149,7 +167,7 @@ class ShardsOfMomentumInAnotherOrder(ResumableShards):
         return super().own_state(in_another_order(value, self.saved_mesh["shard"]), parameter)
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class MomentumOfOneShardLost(ResumableShards):
     """The last rank begins with an optimizer that remembers nothing of its shards."""
 
@@ -158,7 +176,7 @@ class MomentumOfOneShardLost(ResumableShards):
             super().load_optimizer(saved)
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class ShardOfOneRankNotLoaded(ResumableShards):
     """The last rank keeps the weights that it began with."""
 
@@ -168,7 +186,9 @@ class ShardOfOneRankNotLoaded(ResumableShards):
 
 
 @known_bad(
-    "checkpoint", on=failing("checkpoint", "checkpoint-elastic/hsdp/2x2", "checkpoint/hsdp/2x2", precisions=["32"])
+    "checkpoint",
+    causes=["loaded-on-some-ranks"],
+    on=failing("checkpoint", "checkpoint-elastic/hsdp/2x2", "checkpoint/hsdp/2x2", precisions=["32"]),
 )
 class OnlyTheFirstReplicaLoads(ResumableShards):
     """The ranks of the other replicas keep the weights that they began with."""
@@ -178,7 +198,7 @@ class OnlyTheFirstReplicaLoads(ResumableShards):
             super().load_weights(saved)
 
 
-@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class MomentumOfTheOldShards(ResumableShards):
     """Each rank takes what the rank of its number remembered, as if shards were still the same."""
 
@@ -186,7 +206,7 @@ class MomentumOfTheOldShards(ResumableShards):
         return self.old_part(value, parameter)
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class WeightsOfTheFirstShard(ResumableShards):
     """Every rank loads the file of the first one."""
 
@@ -194,7 +214,7 @@ class WeightsOfTheFirstShard(ResumableShards):
         return self.first_part(value, parameter)
 
 
-@known_bad("checkpoint", on=RESUMED_CELLS)
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class MomentumOfTheFirstShard(ResumableShards):
     """Every rank loads its own weights, and what the first one remembered of its shards."""
 

@@ -17,7 +17,11 @@ TIED = failing("gradients", "transformer/pp/1x2", "transformer/pp/1x4")
 # A stage of its own.
 
 
-@known_bad("averaging", on=TWO_AND_THREE | failing("gradients", "mlp/pp/1x2", precisions=["64", "16", "bf16"]))
+@known_bad(
+    "averaging",
+    causes=["stage-scaled"],
+    on=TWO_AND_THREE | failing("gradients", "mlp/pp/1x2", precisions=["64", "16", "bf16"]),
+)
 class StageGradientDoubled(Pipeline):
     """The backward of the second stage counts twice."""
 
@@ -28,7 +32,11 @@ class StageGradientDoubled(Pipeline):
                 parameter.grad *= 2
 
 
-@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x4", "cnn-batchnorm/pp/1x3"))
+@known_bad(
+    "averaging",
+    causes=["stage-scaled"],
+    on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x4", "cnn-batchnorm/pp/1x3"),
+)
 class GradientsDoubledOnTheWay(Pipeline):
     """What a stage sends back is multiplied by two, once more at each boundary."""
 
@@ -37,7 +45,11 @@ class GradientsDoubledOnTheWay(Pipeline):
         super().send(tensor * 2 if backward else tensor, rank, place)
 
 
-@known_bad("optimizer", on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "optimizer",
+    causes=["stage-stepped-again"],
+    on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class StageSteppedTwice(Pipeline):
     """The second stage takes each step twice."""
 
@@ -47,7 +59,7 @@ class StageSteppedTwice(Pipeline):
             self.optimizer.step()
 
 
-@known_bad("optimizer", on=TWO_AND_THREE)
+@known_bad("optimizer", causes=["stage-without-gradient"], on=TWO_AND_THREE)
 class StageStandsStill(Pipeline):
     """The second stage's gradients are zeroed before its step."""
 
@@ -57,7 +69,7 @@ class StageStandsStill(Pipeline):
         super().step()
 
 
-@known_bad("optimizer", on=TWO_AND_THREE)
+@known_bad("optimizer", causes=["stage-without-gradient"], on=TWO_AND_THREE)
 class StageOptimizesACopy(Pipeline):
     """The second stage's optimizer has copies of the parameters."""
 
@@ -67,7 +79,11 @@ class StageOptimizesACopy(Pipeline):
         return self.job.optimizer([p.detach().clone().requires_grad_() for p in self.parameters.values()])
 
 
-@known_bad("optimizer", on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "optimizer",
+    causes=["stage-never-stepped"],
+    on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class StageNeverSteps(Pipeline):
     """The second stage takes no step."""
 
@@ -76,7 +92,11 @@ class StageNeverSteps(Pipeline):
             super().step()
 
 
-@known_bad("optimizer", on=failing("update", "mlp/pp/1x2", "adam/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "optimizer",
+    causes=["stage-not-updated"],
+    on=failing("update", "mlp/pp/1x2", "adam/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class StageRestoredAfterItsStep(Pipeline):
     """The second stage's parameters are set back as soon as its optimizer has stepped."""
 
@@ -96,7 +116,7 @@ class StageRestoredAfterItsStep(Pipeline):
         return optimizer
 
 
-@known_bad("optimizer", on=["schedule/pp/1x2/32", "schedule/pp/1x3/32"])
+@known_bad("optimizer", causes=["schedule-never-stepped"], on=["schedule/pp/1x2/32", "schedule/pp/1x3/32"])
 class ScheduleOnTheFirstStageOnly(Pipeline):
     """The other stages keep the first rate."""
 
@@ -105,7 +125,11 @@ class ScheduleOnTheFirstStageOnly(Pipeline):
             super().schedule()
 
 
-@known_bad("optimizer", on=failing("learning-rate", "schedule/pp/1x2", "schedule-windows/pp/1x3", precisions=["32"]))
+@known_bad(
+    "optimizer",
+    causes=["schedule-stepped-every-micro-batch"],
+    on=failing("learning-rate", "schedule/pp/1x2", "schedule-windows/pp/1x3", precisions=["32"]),
+)
 class ScheduleSteppedWithEveryMicroBatch(Pipeline):
     """The schedule moves on once for each micro-batch."""
 
@@ -121,7 +145,11 @@ class ScheduleSteppedWithEveryMicroBatch(Pipeline):
 # Tied weights.
 
 
-@known_bad("sync", on=TIED | failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x4", precisions=["32"]))
+@known_bad(
+    "sync",
+    causes=["tied-gradients-not-added"],
+    on=TIED | failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x4", precisions=["32"]),
+)
 class TiedGradientsNotAdded(Pipeline):
     """Each stage keeps its own part."""
 
@@ -129,7 +157,9 @@ class TiedGradientsNotAdded(Pipeline):
         pass
 
 
-@known_bad("sync", on=failing("ranks-agree", "transformer/pp/1x2", "transformer/pp/1x4"))
+@known_bad(
+    "sync", causes=["tied-gradients-not-added"], on=failing("ranks-agree", "transformer/pp/1x2", "transformer/pp/1x4")
+)
 class TiedGradientsAddedOnTheFirstStage(Pipeline):
     """The last stage keeps its own part."""
 
@@ -141,7 +171,7 @@ class TiedGradientsAddedOnTheFirstStage(Pipeline):
                 self.parameters[name].grad = gradient
 
 
-@known_bad("sync", on=TIED)
+@known_bad("sync", causes=["tied-gradients-not-added"], on=TIED)
 class TiedGradientsAddedOnTheLastStage(Pipeline):
     """The first stage keeps its own part."""
 
@@ -153,7 +183,7 @@ class TiedGradientsAddedOnTheLastStage(Pipeline):
                 self.parameters[name].grad = gradient
 
 
-@known_bad("averaging", on=TIED)
+@known_bad("averaging", causes=["tied-gradients-scaled"], on=TIED)
 class TiedGradientsAveraged(Pipeline):
     """Tied gradients are divided by the number of stages that have a part."""
 
@@ -167,7 +197,11 @@ class TiedGradientsAveraged(Pipeline):
 # Divisors.
 
 
-@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"))
+@known_bad(
+    "accumulation",
+    causes=["not-divided-by-micro-batches"],
+    on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"),
+)
 class MicroBatchesSummed(Pipeline):
     """The loss is not divided by the number of micro-batches."""
 
@@ -175,7 +209,11 @@ class MicroBatchesSummed(Pipeline):
         return len(window)
 
 
-@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "lm-tokens/pp/1x2"))
+@known_bad(
+    "accumulation",
+    causes=["divided-twice"],
+    on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "lm-tokens/pp/1x2"),
+)
 class DividedByMicroBatchesTwice(Pipeline):
     """Both the loss and the gradients are divided."""
 
@@ -183,7 +221,11 @@ class DividedByMicroBatchesTwice(Pipeline):
         return super().divisor(window) * self.job.micro_batches
 
 
-@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"))
+@known_bad(
+    "averaging",
+    causes=["divided-by-the-number-of-stages"],
+    on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"),
+)
 class DividedByStages(Pipeline):
     """The loss is divided by the number of stages too, as if they were replicas."""
 
@@ -191,7 +233,11 @@ class DividedByStages(Pipeline):
         return super().divisor(window) * self.job.world_size
 
 
-@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+@known_bad(
+    "averaging",
+    causes=["multiplied-by-the-number-of-stages"],
+    on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
+)
 class MultipliedByStages(Pipeline):
     """Every rank is thought to average over all."""
 
@@ -202,7 +248,11 @@ class MultipliedByStages(Pipeline):
 # Micro-batches.
 
 
-@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "accumulation",
+    causes=["last-micro-batches-missing"],
+    on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class LastMicroBatchWithoutABackward(Pipeline):
     """The schedule ends before the last backward."""
 
@@ -214,7 +264,11 @@ class LastMicroBatchWithoutABackward(Pipeline):
         self.kept.clear()
 
 
-@known_bad("data", on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["micro-batches-missing"],
+    on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class LastMicroBatchDropped(Pipeline):
     """The last micro-batch is never computed."""
 
@@ -222,7 +276,11 @@ class LastMicroBatchDropped(Pipeline):
         return [action for action in super().order() if action[2] != self.job.micro_batches - 1]
 
 
-@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", "dropout/pp/1x4", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["targets-of-another-micro-batch", "micro-batches-in-another-order"],
+    on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", "dropout/pp/1x4", precisions=["32"]),
+)
 class LabelsInTheReverseOrder(Pipeline):
     """The last stage splits its batch the other way round."""
 
@@ -231,7 +289,11 @@ class LabelsInTheReverseOrder(Pipeline):
         return parts[::-1] if self.job.rank == self.job.world_size - 1 else parts
 
 
-@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["targets-of-another-micro-batch"],
+    on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "transformer/pp/1x3", precisions=["32"]),
+)
 class LabelsOfTheMicroBatchBefore(Pipeline):
     """The loss is given the targets of the micro-batch before."""
 
@@ -243,7 +305,11 @@ class LabelsOfTheMicroBatchBefore(Pipeline):
         return super().loss(outputs, number, self.parts[number - 1])
 
 
-@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "cnn-batchnorm/pp/1x2", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["activations-of-another-micro-batch"],
+    on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "cnn-batchnorm/pp/1x2", precisions=["32"]),
+)
 class ActivationsOfAnotherMicroBatch(Pipeline):
     """The first stage goes back through the newest activations first, and gradients come for the oldest."""
 
@@ -255,7 +321,11 @@ class ActivationsOfAnotherMicroBatch(Pipeline):
         return super().take(chunk, number if self.job.rank else self.job.micro_batches - 1 - number)
 
 
-@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["activations-of-another-micro-batch"],
+    on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", precisions=["32"]),
+)
 class OneGradientForAllMicroBatches(Pipeline):
     """The first stage's receive buffer has the first gradient for good."""
 
@@ -283,12 +353,20 @@ class Recomputing(Pipeline):
         )
 
 
-@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3"))
+@known_bad(
+    "buffers",
+    causes=["statistics-updated-again"],
+    on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3"),
+)
 class StatisticsUpdatedByTheRecomputation(Recomputing):
     """BatchNorm runs once more in the backward, in training mode."""
 
 
-@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x4"))
+@known_bad(
+    "buffers",
+    causes=["statistics-updated-again"],
+    on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x4"),
+)
 class StatisticsUpdatedTwiceInTheForward(Pipeline):
     """Each forward is run twice, at first without gradients."""
 
@@ -298,7 +376,11 @@ class StatisticsUpdatedTwiceInTheForward(Pipeline):
         return super().compute(chunk, x, batch)
 
 
-@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+@known_bad(
+    "buffers",
+    causes=["statistics-updated-again"],
+    on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
+)
 class StatisticsUpdatedBeforeTheFirstStep(Pipeline):
     """The first micro-batch of the training passes once more, to find the shapes of what travels."""
 
@@ -314,7 +396,11 @@ class StatisticsUpdatedBeforeTheFirstStep(Pipeline):
         super().train_window(window)
 
 
-@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+@known_bad(
+    "buffers",
+    causes=["statistics-updated-again"],
+    on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
+)
 class StatisticsUpdatedByShapeInference(Pipeline):
     """The first micro-batch of each batch passes once more, to find the shapes of what travels."""
 
@@ -331,7 +417,11 @@ class StatisticsUpdatedByShapeInference(Pipeline):
             yield
 
 
-@known_bad("rng", on=failing("rng", "random-masks/pp/1x2", "random-masks/pp/1x4", precisions=["32"]))
+@known_bad(
+    "rng",
+    causes=["masks-drawn-anew-in-the-backward"],
+    on=failing("rng", "random-masks/pp/1x2", "random-masks/pp/1x4", precisions=["32"]),
+)
 class MasksDrawnAnewByTheRecomputation(Recomputing):
     """The generator's state is not kept for the recomputation."""
 
@@ -341,7 +431,11 @@ class MasksDrawnAnewByTheRecomputation(Recomputing):
 # Clipping.
 
 
-@known_bad("clipping", on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"))
+@known_bad(
+    "clipping",
+    causes=["clipped-stage-by-stage"],
+    on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"),
+)
 class ClippedByTheNormOfTheOwnStage(Pipeline):
     """No stage asks the others."""
 
@@ -349,7 +443,11 @@ class ClippedByTheNormOfTheOwnStage(Pipeline):
         return self.squares().sqrt()
 
 
-@known_bad("clipping", on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"))
+@known_bad(
+    "clipping",
+    causes=["clipped-by-the-norm-of-one-stage"],
+    on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"),
+)
 class ClippedByTheNormOfTheLastStage(Pipeline):
     """The last stage's norm is broadcast."""
 
@@ -359,7 +457,11 @@ class ClippedByTheNormOfTheLastStage(Pipeline):
         return squares.sqrt()
 
 
-@known_bad("clipping", on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", "clipping-tied/pp/1x4"))
+@known_bad(
+    "clipping",
+    causes=["shared-parameter-counted-again"],
+    on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", "clipping-tied/pp/1x4"),
+)
 class TiedWeightsCountedTwiceInTheNorm(Pipeline):
     """Every stage adds all that it holds."""
 
@@ -367,7 +469,7 @@ class TiedWeightsCountedTwiceInTheNorm(Pipeline):
         return True
 
 
-@known_bad("clipping", on=any_check("clipping/pp/1x2/32", "clipping-tied/pp/1x4/32"))
+@known_bad("clipping", causes=["stage-not-clipped"], on=any_check("clipping/pp/1x2/32", "clipping-tied/pp/1x4/32"))
 class NotClippedOnTheLastStage(Pipeline):
     """The first stages clip, by the norm of the whole model."""
 

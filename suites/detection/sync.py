@@ -18,6 +18,7 @@ ANYWHERE = [
 
 @known_bad(
     "sync",
+    causes=["not-synchronised"],
     on={
         **any_check(*ANYWHERE),
         **failing("ranks-agree", "mlp/ddp/1x2"),
@@ -39,7 +40,11 @@ def forward_through_the_inner_module(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on={**any_check(*ANYWHERE, "mlp/ddp/1x4/bf16"), **failing("gradients", "mlp/ddp/1x3")})
+@known_bad(
+    "sync",
+    causes=["not-synchronised"],
+    on={**any_check(*ANYWHERE, "mlp/ddp/1x4/bf16"), **failing("gradients", "mlp/ddp/1x3")},
+)
 def all_inside_no_sync(job):
     """The whole loop runs inside ``no_sync``."""
     model = ddp(job)
@@ -52,7 +57,7 @@ def all_inside_no_sync(job):
                 optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "lm-tokens/ddp/2x2/32"])
+@known_bad("sync", causes=["not-broadcast"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "lm-tokens/ddp/2x2/32"])
 def only_matrices_are_broadcast(job):
     """Every rank draws weights of its own, and rank 0 sends round only what has two dimensions."""
     model = alone(job)
@@ -73,6 +78,7 @@ def only_matrices_are_broadcast(job):
 
 @known_bad(
     "sync",
+    causes=["not-broadcast"],
     on={
         **any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64"),
         **failing("initial-weights", "mlp/ddp/1x2"),
@@ -94,7 +100,7 @@ def biases_not_broadcast(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "cnn-batchnorm/ddp/1x3/32"])
+@known_bad("sync", causes=["not-broadcast"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "cnn-batchnorm/ddp/1x3/32"])
 def every_rank_its_own_weights(job):
     """Each rank initialises its own weights; only gradients are averaged."""
     model = alone(job)
@@ -111,6 +117,7 @@ def every_rank_its_own_weights(job):
 
 @known_bad(
     "sync",
+    causes=["another-ranks-gradient"],
     on={
         **any_check("mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "linear-exact/ddp/1x2/32"),
         **failing("gradients", "mlp/ddp/1x2"),
@@ -131,6 +138,7 @@ def rank_zero_broadcasts_its_own_gradient(job):
 
 @known_bad(
     "sync",
+    causes=["some-parameters-not-synchronised"],
     on={
         **any_check("mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/64"),
         **failing("ranks-agree", "mlp/ddp/1x2"),
@@ -151,7 +159,7 @@ def one_parameter_forgotten(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
+@known_bad("sync", causes=["averaged-over-some-ranks"], on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
 def averaged_inside_a_node_only(job):
     """Each node averages over its own gpus; nothing is exchanged between nodes."""
     model = alone(job)
@@ -167,7 +175,7 @@ def averaged_inside_a_node_only(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad("sync", causes=["not-synchronised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def weights_averaged_now_and_then(job):
     """Local SGD: ranks step alone, and average their weights at the end of each epoch."""
     model = alone(job)
@@ -182,7 +190,7 @@ def weights_averaged_now_and_then(job):
             parameter.data /= job.world_size
 
 
-@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
+@known_bad("sync", causes=["not-synchronised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
 def averaged_every_other_step(job):
     """The gradients of every second step stay at home."""
     model = alone(job)
@@ -199,7 +207,9 @@ def averaged_every_other_step(job):
 
 
 @known_bad(
-    "sync", on={**any_check("mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"), **failing("gradients", "mlp/ddp/1x2")}
+    "sync",
+    causes=["one-step-late"],
+    on={**any_check("mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def averaged_one_step_late(job):
     """The all-reduce is not waited for: each step is taken with the average of the step before."""
@@ -216,7 +226,7 @@ def averaged_one_step_late(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+@known_bad("sync", causes=["not-synchronised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def averaged_after_the_step(job):
     """The order is backward, step, all-reduce."""
     model = alone(job)
@@ -229,7 +239,7 @@ def averaged_after_the_step(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/ddp/1x3/32", "mlp/ddp/1x4/64"])
+@known_bad("sync", causes=["averaged-over-some-ranks"], on=["mlp/ddp/1x3/32", "mlp/ddp/1x4/64"])
 def last_rank_left_out(job):
     """The group of the all-reduce lacks the last rank, which goes on alone."""
     model = alone(job)
@@ -246,7 +256,7 @@ def last_rank_left_out(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/fsdp/2x2/32", "lm-tokens/fsdp/2x2/64"])
+@known_bad("sync", causes=["averaged-over-some-ranks"], on=["mlp/fsdp/2x2/32", "lm-tokens/fsdp/2x2/64"])
 def sharded_on_each_node_alone(job):
     """The mesh is the node's: its ranks share out a model of their own."""
     model = fully_shard(job.model(), mesh=mesh_of(job)["gpu"])
@@ -258,7 +268,7 @@ def sharded_on_each_node_alone(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", "optimizer", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+@known_bad("sync", "optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def shards_never_synchronised(job):
     """Gradients are kept for a last micro-batch that never comes: the shards have none."""
     model = sharded(job)
@@ -271,7 +281,7 @@ def shards_never_synchronised(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])
+@known_bad("sync", causes=["not-synchronised"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])
 def gradients_of_one_rank_for_each_share(job):
     """Each rank steps its share of the weights with its own gradient, and sends them to all others."""
     model = alone(job)
@@ -288,7 +298,7 @@ class _Silent(ZeroRedundancyOptimizer):
         """Broadcast nothing."""
 
 
-@known_bad("sync", on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "contrastive/zero/2x2/32"])
+@known_bad("sync", causes=["stepped-in-part"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "contrastive/zero/2x2/32"])
 def shares_of_the_update_never_broadcast(job):
     """Each rank steps its share of the weights, and tells nobody."""
     model = ddp(job)
@@ -300,7 +310,7 @@ def shares_of_the_update_never_broadcast(job):
             optimizer.zero_grad()
 
 
-@known_bad("sync", on={"embedding-sparse/ddp/1x3/16": "gradients"})
+@known_bad("sync", causes=["some-parameters-not-synchronised"], on={"embedding-sparse/ddp/1x3/16": "gradients"})
 class SparseGradientsLeftOut(ManualAverage):
     """Only dense gradients are averaged."""
 
@@ -310,7 +320,7 @@ class SparseGradientsLeftOut(ManualAverage):
         self.model.embedding.weight.grad = own
 
 
-@known_bad("sync", on=failing("initial-weights", "mlp/ddp/1x2"))
+@known_bad("sync", causes=["initialised-anew"], on=failing("initial-weights", "mlp/ddp/1x2"))
 class WeightsDrawnAnew(BaseTrainer):
     """The model is initialised anew; DistributedDataParallel makes it the same on all ranks."""
 

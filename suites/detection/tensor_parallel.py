@@ -14,7 +14,7 @@ ENTERING = failing("gradients", "lm-tokens/tp/1x2", "transformer/tp/1x3", "lm-to
 CLIPPED = failing("gradients", "clipping/tp/1x2", "clipping-adamw/tp/1x3", "clipping/ddp+tp/2x2")
 
 
-@known_bad("loss-normalisation", on=SCALED)
+@known_bad("loss-normalisation", causes=["multiplied-by-ranks-of-the-same-samples"], on=SCALED)
 class LossTimesTensorParallelSize(TensorParallel):
     """The loss is multiplied by the number of ranks that compute it, as if they had samples of their own."""
 
@@ -22,7 +22,7 @@ class LossTimesTensorParallelSize(TensorParallel):
         return super().loss(outputs, batch) * self.job.mesh["tp"]
 
 
-@known_bad("loss-normalisation", on=SCALED)
+@known_bad("loss-normalisation", causes=["divided-by-ranks-of-the-same-samples"], on=SCALED)
 class LossDividedByTensorParallelSize(TensorParallel):
     """The loss is divided by the number of ranks that compute it."""
 
@@ -30,7 +30,7 @@ class LossDividedByTensorParallelSize(TensorParallel):
         return super().loss(outputs, batch) / self.job.mesh["tp"]
 
 
-@known_bad("sync", on=ENTERING)
+@known_bad("sync", causes=["parts-of-a-sum", "unlike-within-a-replica"], on=ENTERING)
 class PartialSumLabelledReplicated(TensorParallel):
     """What a divided layer makes of its input's gradient is a part of a sum, and is taken for the whole."""
 
@@ -38,7 +38,11 @@ class PartialSumLabelledReplicated(TensorParallel):
         return x
 
 
-@known_bad("sync", on=failing("gradients", "experts/tp/1x2", "experts/tp/1x3", "experts/ddp+tp/2x2"))
+@known_bad(
+    "sync",
+    causes=["unlike-within-a-replica"],
+    on=failing("gradients", "experts/tp/1x2", "experts/tp/1x3", "experts/ddp+tp/2x2"),
+)
 class RouterGradientsNotAdded(TensorParallelExperts):
     """Each rank's part of the experts makes a part of the gates' gradient, which are never added."""
 
@@ -46,7 +50,9 @@ class RouterGradientsNotAdded(TensorParallelExperts):
         return gates
 
 
-@known_bad("sync", on=failing("ranks-agree", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+@known_bad(
+    "sync", causes=["unlike-within-a-replica"], on=failing("ranks-agree", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2")
+)
 class OutputsNotAdded(TensorParallel):
     """Each rank continues with its own part of the sum over rows."""
 
@@ -65,7 +71,12 @@ class AddedOnceMore(Copied):
         return total
 
 
-@known_bad("sync", "averaging", on=failing("gradients", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+@known_bad(
+    "sync",
+    "averaging",
+    causes=["some-tensors-scaled", "some-tensors-summed"],
+    on=failing("gradients", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"),
+)
 class OutputsGradientsAddedOnceMore(TensorParallel):
     """The gradient of a sum, which all ranks have alike, is added over them: what lies before is too large."""
 
@@ -73,7 +84,11 @@ class OutputsGradientsAddedOnceMore(TensorParallel):
         return AddedOnceMore.apply(x, self.group("tp"))
 
 
-@known_bad("sync", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6", "lm-tokens/ddp+tp/1x4"))
+@known_bad(
+    "sync",
+    causes=["not-synchronised"],
+    on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6", "lm-tokens/ddp+tp/1x4"),
+)
 class ReplicasNotAveraged(TensorParallel):
     """Gradients are not averaged over the other dimension of the mesh."""
 
@@ -81,7 +96,9 @@ class ReplicasNotAveraged(TensorParallel):
         pass
 
 
-@known_bad("sync", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"))
+@known_bad(
+    "sync", causes=["blocks-averaged-with-each-other"], on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6")
+)
 class AveragedOverTheTensorParallelGroup(TensorParallel):
     """Gradients are averaged along the wrong dimension of the mesh, over ranks that hold other parts."""
 
@@ -92,7 +109,12 @@ class AveragedOverTheTensorParallelGroup(TensorParallel):
             gradient /= group.size()
 
 
-@known_bad("averaging", "loss-normalisation", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"))
+@known_bad(
+    "averaging",
+    "loss-normalisation",
+    causes=["divided-by-ranks-of-the-same-samples"],
+    on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"),
+)
 class DividedByTheWorldSize(TensorParallel):
     """The sum over the replicas is divided by the number of all ranks."""
 
@@ -102,7 +124,9 @@ class DividedByTheWorldSize(TensorParallel):
             gradient /= self.job.world_size
 
 
-@known_bad("data", on=failing("samples", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+@known_bad(
+    "data", causes=["replica-of-different-samples"], on=failing("samples", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2")
+)
 class RanksOfOneGroupDrawDifferentSamples(TensorParallel):
     """The sampler's seed depends on the rank within the group."""
 
@@ -112,7 +136,7 @@ class RanksOfOneGroupDrawDifferentSamples(TensorParallel):
         return loader
 
 
-@known_bad("data", on=failing("samples", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x4"))
+@known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x4"))
 class SamplerOverTheTensorParallelGroup(TensorParallel):
     """Samples are divided along the wrong dimension of the mesh."""
 
@@ -120,7 +144,7 @@ class SamplerOverTheTensorParallelGroup(TensorParallel):
         return self.group("tp").rank(), self.group("tp").size()
 
 
-@known_bad("data", on=failing("samples", "mlp/ddp+tp/1x4", "mlp/ddp+tp/1x6"))
+@known_bad("data", causes=["ranks-alike"], on=failing("samples", "mlp/ddp+tp/1x4", "mlp/ddp+tp/1x6"))
 class ReplicasDrawTheSameSamples(TensorParallel):
     """Each replica draws the first share."""
 
@@ -128,7 +152,7 @@ class ReplicasDrawTheSameSamples(TensorParallel):
         return 0, self.job.data_ranks
 
 
-@known_bad("clipping", on=CLIPPED)
+@known_bad("clipping", causes=["clipped-shard-by-shard"], on=CLIPPED)
 class NormOfOwnPartsOnly(TensorParallel):
     """Each rank clips by the norm of what it holds."""
 
@@ -136,7 +160,7 @@ class NormOfOwnPartsOnly(TensorParallel):
         return sum(self.squares(divided=True)) + sum(self.squares(divided=False))
 
 
-@known_bad("clipping", on=CLIPPED)
+@known_bad("clipping", causes=["counted-again-in-the-norm"], on=CLIPPED)
 class ReplicatedGradientsCountedOnceARank(TensorParallel):
     """The norms of what every rank holds are added over the ranks too."""
 
@@ -146,7 +170,11 @@ class ReplicatedGradientsCountedOnceARank(TensorParallel):
         return total
 
 
-@known_bad("clipping", on=failing("gradients", "clipping/ddp+tp/2x2", "clipping-adamw/ddp+tp/1x6"))
+@known_bad(
+    "clipping",
+    causes=["counted-again-in-the-norm"],
+    on=failing("gradients", "clipping/ddp+tp/2x2", "clipping-adamw/ddp+tp/1x6"),
+)
 class ReplicasCountedInTheNorm(TensorParallel):
     """The norms are added over all ranks, those of other replicas among them."""
 
@@ -156,7 +184,11 @@ class ReplicasCountedInTheNorm(TensorParallel):
         return total + sum(self.squares(divided=False))
 
 
-@known_bad("rng", on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x3", "random-masks/ddp+tp/2x2"))
+@known_bad(
+    "rng",
+    causes=["masks-differ-within-a-replica"],
+    on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x3", "random-masks/ddp+tp/2x2"),
+)
 class MasksDifferWithinAGroup(TensorParallel):
     """Ranks that should compute the same activations drop different units of them."""
 
@@ -164,7 +196,9 @@ class MasksDifferWithinAGroup(TensorParallel):
         return self.job.seed + self.job.rank
 
 
-@known_bad("rng", on=failing("rng", "random-masks/ddp+tp/2x2", "random-masks/ddp+tp/1x6"))
+@known_bad(
+    "rng", causes=["one-seed-on-all-ranks"], on=failing("rng", "random-masks/ddp+tp/2x2", "random-masks/ddp+tp/1x6")
+)
 class MasksAlikeOnReplicas(TensorParallel):
     """All ranks draw from one seed, whatever their samples."""
 
@@ -172,7 +206,11 @@ class MasksAlikeOnReplicas(TensorParallel):
         return self.job.seed
 
 
-@known_bad("rng", on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x4", "random-masks/ddp+tp/2x2"))
+@known_bad(
+    "rng",
+    causes=["drawn-again"],
+    on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x4", "random-masks/ddp+tp/2x2"),
+)
 class PartsOfAnActivationDropAlike(ActivationsInParts):
     """Ranks draw for different units, from generators with one state."""
 
@@ -180,7 +218,7 @@ class PartsOfAnActivationDropAlike(ActivationsInParts):
         return torch.Generator().manual_seed(self.job.seed + 1000 + self.job.data_rank).get_state()
 
 
-@known_bad("sync", on=any_check("mlp/tp/1x2/32", "lm-tokens/tp/1x3/64", "mlp/ddp+tp/2x2/32"))
+@known_bad("sync", causes=["not-broadcast"], on=any_check("mlp/tp/1x2/32", "lm-tokens/tp/1x3/64", "mlp/ddp+tp/2x2/32"))
 class BiasesBeginDifferently(TensorParallel):
     """Each rank initialises anew what no rank divides."""
 
@@ -195,7 +233,7 @@ class BiasesBeginDifferently(TensorParallel):
 RESUMED = ("checkpoint-elastic/tp/1x2", "checkpoint-elastic/tp/1x3", "checkpoint-elastic/ddp+tp/2x2")
 
 
-@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+@known_bad("checkpoint", causes=["optimizer-state-altered"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class MomentumOfTheOldParts(ResumableLayers):
     """Each rank takes what the rank of its number remembered when layers were divided among other ranks."""
 
@@ -203,7 +241,7 @@ class MomentumOfTheOldParts(ResumableLayers):
         return self.old_part(value, parameter)
 
 
-@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+@known_bad("checkpoint", causes=["weights-not-restored"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class WeightsOfTheOldParts(ResumableLayers):
     """Each rank loads the file of the rank of its number, cut or filled up to what it has now."""
 

@@ -13,7 +13,7 @@ NOT_REPLICATED = ("mlp/fsdp+tp/1x4", "mlp/fsdp+tp/2x2")
 CLIPPED_NOT_REPLICATED = ("clipping/fsdp+tp/1x4", "clipping/fsdp+tp/2x2")
 
 
-@known_bad("sync", on=failing("gradients", *PLACES, precisions=["32"]))
+@known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *PLACES, precisions=["32"]))
 class ReplicasOfPartsNeverAveraged(ThreeDimensional):
     """Weights are sharded over the middle dimension alone, so that nothing is averaged over the outer one."""
 
@@ -21,7 +21,11 @@ class ReplicasOfPartsNeverAveraged(ThreeDimensional):
         return self.mesh["shard"]
 
 
-@known_bad("clipping", on=failing("gradients", *CLIPPED, *CLIPPED_NOT_REPLICATED, precisions=["32"]))
+@known_bad(
+    "clipping",
+    causes=["norm-of-some-shards", "clipped-shard-by-shard"],
+    on=failing("gradients", *CLIPPED, *CLIPPED_NOT_REPLICATED, precisions=["32"]),
+)
 class NormWithoutTheOtherPartsOfLayers(ThreeDimensional):
     """The norms of shards are added, and those of the parts of a layer are not."""
 
@@ -31,7 +35,7 @@ class NormWithoutTheOtherPartsOfLayers(ThreeDimensional):
         return total
 
 
-@known_bad("clipping", on=failing("gradients", *CLIPPED, precisions=["32"]))
+@known_bad("clipping", causes=["counted-again-in-the-norm"], on=failing("gradients", *CLIPPED, precisions=["32"]))
 class ReplicasCountedAgainInTheNorm(ThreeDimensional):
     """The squares are added over the replicas too."""
 
@@ -39,7 +43,7 @@ class ReplicasCountedAgainInTheNorm(ThreeDimensional):
         return super().squared_norm() * self.group("replicate").size()
 
 
-@known_bad("data", on=failing("samples", *PLACES, precisions=["32"]))
+@known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", *PLACES, precisions=["32"]))
 class SamplesDividedAmongPartsOfLayers(ThreeDimensional):
     """Shares of the samples are counted along the replicas and the parts of layers."""
 
@@ -47,7 +51,7 @@ class SamplesDividedAmongPartsOfLayers(ThreeDimensional):
         return self.group("replicate").rank() * 2 + self.group("tp").rank(), self.job.data_ranks
 
 
-@known_bad("data", on=failing("samples", *NOT_REPLICATED, precisions=["32"]))
+@known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", *NOT_REPLICATED, precisions=["32"]))
 class SamplesDividedAmongAllRanks(ThreeDimensional):
     """Each rank has samples of its own, also those that hold parts of the same layers."""
 
@@ -55,7 +59,11 @@ class SamplesDividedAmongAllRanks(ThreeDimensional):
         return self.job.rank, self.job.world_size
 
 
-@known_bad("clipping", on=failing("gradients", *CLIPPED_NOT_REPLICATED, precisions=["32"]))
+@known_bad(
+    "clipping",
+    causes=["norm-of-some-shards", "clipped-shard-by-shard"],
+    on=failing("gradients", *CLIPPED_NOT_REPLICATED, precisions=["32"]),
+)
 class NormOfOneShard(ThreeDimensional):
     """The norms of the parts of a layer are added, and those of its shards are not."""
 

@@ -12,6 +12,7 @@ CELLS = ["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64"]
 
 @known_bad(
     "unused-params",
+    causes=["unused-and-not-synchronised"],
     on={
         **any_check("unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x3/32"),
         "unused-at-the-end/ddp/1x3/32": "gradients",
@@ -31,7 +32,7 @@ def bucket_left_unreduced_in_the_last_step(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=CELLS)
+@known_bad("unused-params", causes=["reduction-never-finished"], on=CELLS)
 def ddp_not_told_of_unused_parameters(job):
     """The same where it is not the last step: DDP raises at the next forward."""
     model = ddp(job)
@@ -45,6 +46,7 @@ def ddp_not_told_of_unused_parameters(job):
 
 @known_bad(
     "unused-params",
+    causes=["averaged-over-its-users"],
     on={
         **any_check("unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"),
         "unused-parameters/ddp/1x3/32": "gradients",
@@ -67,7 +69,11 @@ def averaged_over_those_that_used_it(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
+@known_bad(
+    "unused-params",
+    causes=["unused-and-not-synchronised"],
+    on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"],
+)
 def not_averaged_where_a_rank_has_none(job):
     """A parameter that some rank did not use keeps each rank's own gradient."""
     model = alone(job)
@@ -85,7 +91,11 @@ def not_averaged_where_a_rank_has_none(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
+@known_bad(
+    "unused-params",
+    causes=["unused-somewhere-stepped-nowhere"],
+    on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"],
+)
 def thrown_away_where_a_rank_has_none(job):
     """A parameter that some rank did not use is not stepped at all."""
     model = alone(job)
@@ -105,7 +115,9 @@ def thrown_away_where_a_rank_has_none(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
+@known_bad(
+    "unused-params", causes=["stale-where-unused"], on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"]
+)
 def the_last_gradient_used_again(job):
     """Where a parameter was not used, the gradient of the step before is still there and takes part."""
     model = alone(job)
@@ -125,7 +137,11 @@ def the_last_gradient_used_again(job):
 THAWED = ["thawed/ddp/1x2/32", "thawed/ddp/1x3/64"]
 
 
-@known_bad("unused-params", on={**any_check(*THAWED, "thawed/none/1x1/32"), "thawed/ddp/1x3/32": "gradients"})
+@known_bad(
+    "unused-params",
+    causes=["unused-parameter-moved"],
+    on={**any_check(*THAWED, "thawed/none/1x1/32"), "thawed/ddp/1x3/32": "gradients"},
+)
 def zeros_where_there_is_no_gradient(job):
     """A parameter that has no gradient yet is handed zeros, so that all can be averaged: it decays."""
     model = alone(job) if job.world_size > 1 else job.model()
@@ -141,7 +157,7 @@ def zeros_where_there_is_no_gradient(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", "optimizer", on=[*THAWED, "thawed/none/1x1/32"])
+@known_bad("unused-params", "optimizer", causes=["parameter-not-in-optimizer"], on=[*THAWED, "thawed/none/1x1/32"])
 def optimizer_of_what_was_trained_at_first(job):
     """The optimizer is made after the first backward, of what has a gradient: what thaws later never moves."""
     model = alone(job) if job.world_size > 1 else job.model()
@@ -158,7 +174,7 @@ def optimizer_of_what_was_trained_at_first(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", "sync", on=THAWED)
+@known_bad("unused-params", "sync", causes=["some-parameters-not-synchronised"], on=THAWED)
 def averages_what_was_trained_at_first(job):
     """The parameters to be averaged are those that have a gradient in the first step: what thaws later is not."""
     model = alone(job)
@@ -176,7 +192,7 @@ def averages_what_was_trained_at_first(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=THAWED)
+@known_bad("unused-params", causes=["reduction-never-finished"], on=THAWED)
 def ddp_not_told_of_a_layer_that_thaws(job):
     """A bucket waits for the frozen layer: DDP raises at the next forward."""
     model = ddp(job)
@@ -188,7 +204,7 @@ def ddp_not_told_of_a_layer_that_thaws(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", "sync", on=THAWED)
+@known_bad("unused-params", "sync", causes=["graph-not-static"], on=THAWED)
 def ddp_told_that_the_graph_is_static(job):
     """DDP learns from the first step what is used; the layer that thaws is used from the second epoch on."""
     model = ddp(job, static_graph=True)

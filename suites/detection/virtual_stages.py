@@ -6,7 +6,11 @@ from expect import failing, known_bad
 from stage_trainer import Interleaved, Pipeline
 
 
-@known_bad("data", on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+@known_bad(
+    "data",
+    causes=["drawn-twice-by-a-rank"],
+    on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
+)
 class MicroBatchUsedTwice(Pipeline):
     """The first micro-batch passes once more in the place of the last one."""
 
@@ -15,7 +19,11 @@ class MicroBatchUsedTwice(Pipeline):
         return [*parts[:-1], parts[0]]
 
 
-@known_bad("sync", on=failing("gradients", "transformer/pp/1x2", "transformer/pp/2x1", "adamw/pp/1x2"))
+@known_bad(
+    "sync",
+    causes=["gradient-of-another-stage"],
+    on=failing("gradients", "transformer/pp/1x2", "transformer/pp/2x1", "adamw/pp/1x2"),
+)
 class GradientOfTheOtherVirtualStage(Interleaved):
     """Both stages of a rank receive into one buffer for each micro-batch, and the earlier one reads the other's."""
 
@@ -29,7 +37,11 @@ class GradientOfTheOtherVirtualStage(Interleaved):
         return self.buffers.setdefault(number, received) if backward else received
 
 
-@known_bad("optimizer", on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2"))
+@known_bad(
+    "optimizer",
+    causes=["parameter-not-in-optimizer"],
+    on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2"),
+)
 class SecondVirtualStageNotInTheOptimizer(Interleaved):
     """The optimizer of a rank has the parameters of its first stage."""
 
@@ -38,7 +50,11 @@ class SecondVirtualStageNotInTheOptimizer(Interleaved):
         return self.job.optimizer([p for name, p in self.parameters.items() if name in held])
 
 
-@known_bad("clipping", on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", precisions=["32"]))
+@known_bad(
+    "clipping",
+    causes=["left-out-of-the-norm"],
+    on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", precisions=["32"]),
+)
 class NormWithoutTheSecondVirtualStage(Interleaved):
     """Each rank adds the norm of its first stage alone."""
 
@@ -47,7 +63,10 @@ class NormWithoutTheSecondVirtualStage(Interleaved):
 
 
 @known_bad(
-    "accumulation", "averaging", on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2")
+    "accumulation",
+    "averaging",
+    causes=["divided-twice", "stage-scaled"],
+    on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2"),
 )
 class GradientsScaledOnceAStage(Interleaved):
     """Losses are added, and a rank divides all of its gradients when each of its stages is done.

@@ -77,6 +77,13 @@ def test_every_family_has_a_known_bad_trainer():
     assert told == FAMILIES
 
 
+def test_every_known_bad_trainer_says_which_causes_are_right():
+    """One whose mistake is not known by name has no family, and no cause."""
+    for subject in load(str(SUITE / "everybody.py")):
+        expected = subject.train.expectation
+        assert bool(expected.causes) == bool(expected.families), subject.name
+
+
 @dataclass(frozen=True)
 class NumberCase(CountedCase):
     number: int
