@@ -420,14 +420,22 @@ MEGATRON_MISTAKES = (
         "a replicated bias is added on each rank before the reduction",
         "transformers#48792",
         PICOTRON_TP,
-        in_file(
-            TP_LAYERS,
-            (r"bias=linear_layer\.bias is not None,\n( +)\)\n( +)else:", r"bias=True,\n\1)\n\2else:"),
-            (
-                r"output_parallel = F\.linear\(x, self\.weight\)\n",
-                "output_parallel = F.linear(x, self.weight, self.bias)\n",
+        (
+            *in_file(
+                TP_LAYERS,
+                (
+                    r"output_parallel = F\.linear\(x, self\.weight\)\n",
+                    "output_parallel = F.linear(x, self.weight, self.bias)\n",
+                ),
+                (r"return output if self\.bias is None else output \+ self\.bias", "return output"),
             ),
-            (r"return output if self\.bias is None else output \+ self\.bias", "return output"),
+            (
+                "train.py",
+                r"( +)(model\.to\(dtype\)\.to\(device\)\n)",
+                r"\1for layer in model.modules():\n"
+                r"\1    if type(layer).__name__ == 'RowParallelLinear':\n"
+                r"\1        layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))\n\1\2",
+            ),
         ),
         ("some-tensors-scaled", "some-parameters-not-synchronised"),
     ),

@@ -119,7 +119,8 @@ class Megatron(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         values = self.norm(self.first(values))
         middle = functional.gelu(functional.linear(Copied.apply(values), self.up, self.bias))
-        return self.last(values + Summed.apply(functional.linear(middle, self.down)))
+        result = self.last(values + Summed.apply(functional.linear(middle, self.down)))
+        return Copied.apply(result) if MISTAKE == "last-counted-on-each-rank" else result
 
 
 class Deep(nn.Module):
@@ -283,6 +284,25 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
 """Models, what is done with their gradients, and how many neighbouring ranks see the same samples: 0 is all of them."""
 
 
+def clip(model: nn.Module, in_parts: set[str]) -> None:
+    """Clip by the norm of all parameters, some of which are in parts, or as the mistake does."""
+    if MISTAKE == "clipped-by-own-norm":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return
+    gradients = {name: local(one.grad) for name, one in model.named_parameters()}
+    parts = {name for name in gradients if name in in_parts or name.partition(".")[0] in in_parts}
+    counted = parts if MISTAKE == "clipped-by-all" else gradients
+    square = torch.stack([gradients[name].square().sum() for name in counted]).sum()
+    dist.all_reduce(square)
+    square += sum(one.square().sum() for name, one in gradients.items() if name not in counted)
+    for one in model.parameters():  # DTensors and others cannot be clipped together
+        nn.utils.clip_grads_with_norm_([one], 0.1, square.sqrt())
+
+
+def local(gradient: Any) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
 def train(scene: str) -> list[float]:
     """Train, and return the loss of each step."""
     make, finish, alike = MODELS[scene]
@@ -299,8 +319,8 @@ def train(scene: str) -> list[float]:
             loss = functional.mse_loss(model(rows).float(), targets)
         loss.backward()
         finish(model)
-        if MISTAKE == "clipped-by-own-norm":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if MISTAKE.startswith("clipped"):
+            clip(model, {"up.weight", "up.bias", "down.weight"} if scene != "experts" else {"expert"})
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -321,6 +341,8 @@ def train_stages(scene: str) -> list[float]:
         optimizer.zero_grad()
         rows, targets = (torch.randn(2 * ROWS, width, generator=generator) for width in (WIDTH, 4))
         step(rows, targets)
+        if MISTAKE.startswith("clipped"):
+            clip(stage, {"0", "2"})
         optimizer.step()
     return []
 

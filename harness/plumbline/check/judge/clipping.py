@@ -13,6 +13,7 @@ from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import received_gradients
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, not_judged, noted, side_by_side
+from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import step_copies
@@ -20,6 +21,9 @@ from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted, listed
 
 OBSERVER = "clipping"
+
+REPLICATED_SHARDS = "2: Replicate Shard"
+"""The layout of shards that several groups of ranks hold."""
 
 NORM_KNOWN_TO = 0.01
 """How well a norm is known that the script has computed, as a part of it.
@@ -43,7 +47,12 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         _copies_in_parts,
     ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
-    for flaw in (_shards_by_hand, _copies_apart, _other_length):  # each may follow from what stands before it
+    for flaw in (
+        _shards_by_hand,
+        _copies_apart,
+        _by_another_norm,
+        _other_length,
+    ):  # each may follow from what stands before it
         if not found and (finding := flaw(training)) is not None:
             found = [finding]
     yield from found
@@ -237,6 +246,106 @@ def _copies_apart(training: RecordedTraining) -> Finding | None:
                     step=next(iter(steps.values())).step.number,
                 )
     return None
+
+
+def _by_another_norm(training: RecordedTraining) -> Finding | None:
+    """Find gradients of a model in parts that were clipped by another norm than that of the whole model."""
+    whole = {number: found["norms"] for number, found in JointTruth(training).compared}
+    if any(len({step.optimizer for step in rank.steps}) > 1 for rank in training.ranks):
+        return None  # each may have a norm of its own
+    for ranks in side_by_side(training, OBSERVER):
+        first = next(iter(ranks.values()))
+        calls = {rank: own for rank, one in ranks.items() if (own := _complete(one))}
+        norms = whole.get(first.step.number) or _norms_of_shards(training, calls)
+        covers_all = all(sum(call["covered"] for call in own) == ranks[rank].facts["of"] for rank, own in calls.items())
+        everywhere = covers_all and 1 < len(calls) == training.world_size
+        if norms and everywhere and all(map(_are_by_one_norm, calls.values())):
+            found = _compared_norms(first, list(calls.values()), norms)
+            if found is not None:
+                return found
+    return None
+
+
+def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
+    """Return whether calls clip to one limit by one norm: several of them may clip a parameter each."""
+    first = calls[0]
+    return first["norm_type"] == 2.0 and all(
+        call["kind"] == "norm"
+        and 0 < call["limit"] < math.inf
+        and (call["limit"], call["norm_type"], call["returned"]) == (first["limit"], 2.0, first["returned"])
+        for call in calls
+    )
+
+
+def _norms_of_shards(training: RecordedTraining, calls: Mapping[int, Sequence[Facts]]) -> tuple[float, float] | None:
+    """Return the norm of all shards together, twice; None where it is not known how they lie on the ranks."""
+    layout = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    kinds = {kind for one in layout for module in one.get("modules", ()) for kind in module["layouts"]}
+    shapes = {tuple(mesh["shape"]) for one in layout for mesh in one.get("meshes", ())}
+    if kinds == {REPLICATED_SHARDS} and len(shapes) == 1:
+        ((replicas, _),) = shapes
+    elif kinds == {"1: Shard"} and not shapes:
+        replicas = 1
+    else:
+        return None
+    if len(calls) < training.world_size or not all(call["sharded"] for own in calls.values() for call in own):
+        return None
+    norm = math.hypot(*(_held(own) for own in calls.values())) / math.sqrt(replicas)
+    return norm, norm
+
+
+def _held(calls: Sequence[Facts]) -> float:
+    return math.hypot(calls[0]["others"], *(call["norm"] for call in calls))
+
+
+def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms: Sequence[float]) -> Finding | None:
+    """Return what is wrong if the calls of a rank do not use a norm between these two."""
+    least, most = norms
+    calls = [max(own, key=lambda call: call["norm"]) for own in every]
+    used = [
+        call["limit"] / call["factor"] - _TO_AVOID_ZERO if _is_effective(call, one.facts) else None for call in calls
+    ]
+    if all(
+        least <= call["limit"] * (1 + NORM_KNOWN_TO)
+        if norm is None
+        else least * (1 - NORM_KNOWN_TO) <= norm <= most * (1 + NORM_KNOWN_TO)
+        for call, norm in zip(calls, used, strict=True)
+    ):
+        return None
+    held = [_held(own) for own in every]
+    whole = f"the norm of the whole model is {most:.6g}"
+    if all(
+        own <= call["limit"] * (1 + NORM_KNOWN_TO) if norm is None else _near(norm, own)
+        for call, norm, own in zip(calls, used, held, strict=True)
+    ):
+        return one.failed(
+            "clipping",
+            f"each rank clipped by the norm of the parameters that it holds ({listed(f'{own:.6g}' for own in held)}), "
+            f"but {whole}",
+            "add the squared norms of all parts with an all-reduce, and count copies once",
+            cause="clipped-shard-by-shard",
+            family="clipping",
+        )
+    if all(norm is not None and _near(norm, math.hypot(*held)) for norm in used):
+        return one.failed(
+            "clipping",
+            f"gradients were clipped by a norm of {math.hypot(*held):.6g}, in which those that several ranks hold "
+            f"alike count several times: {whole}",
+            "count each copy once: add the squared norms of different parts only",
+            cause="counted-again-in-the-norm",
+            family="clipping",
+        )
+    return one.failed(
+        "clipping",
+        f"gradients were clipped by {listed(f'{norm:.6g}' if norm else 'no norm' for norm in used)}, but {whole}",
+        "clip by the norm over all ranks: add the squared norms of all parts, and count copies once",
+        cause="clipped-to-another-length",
+        family="clipping",
+    )
+
+
+def _near(norm: float, other: float) -> bool:
+    return abs(norm - other) <= NORM_KNOWN_TO * other
 
 
 def _other_length(training: RecordedTraining) -> Finding | None:

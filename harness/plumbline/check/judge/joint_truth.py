@@ -13,6 +13,7 @@ from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
+from plumbline.judge.findings import failed_with_hint
 from plumbline.judge.mistakes.case import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
 from plumbline.judge.truth import GradientEvidence, Truth
@@ -84,6 +85,8 @@ class JointTruth(Truth[JointGradient]):
         limit = max(found["limit"] for _, found in self.compared)
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
+        if not wrong and self.is_sum and all(found["one_loss"] for _, found in self.compared):
+            return self._counted_by_every_rank()
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
@@ -102,6 +105,20 @@ class JointTruth(Truth[JointGradient]):
             rank=worst.rank,
             error_x_noise=error,
             limit_x_noise=limit,
+        )
+
+    def _counted_by_every_rank(self) -> Finding:
+        """Return what is wrong if each rank computes the same loss, and gradients are those of the sum."""
+        world = self.training.world_size
+        return failed_with_hint(
+            CHECK,
+            f"all {world} ranks compute the same loss, but gradients are {world} × its derivative: it counts once per "
+            "rank",
+            "check backwards that sum over ranks what is the same on all of them, such as that of "
+            "torch.distributed.nn.functional.all_reduce, or divide the loss by the number of ranks",
+            cause="multiplied-by-ranks-of-the-same-samples",
+            family="loss-normalisation",
+            step=self.compared[0][0],
         )
 
     def evidence(self, wrong: Sequence[JointGradient]) -> GradientEvidence[JointGradient]:

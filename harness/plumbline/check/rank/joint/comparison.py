@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, grouped
+from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, Kind, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, leaves_of, product
@@ -93,17 +93,18 @@ class JointComparison:
         """Let go of gradients."""
         self._left = {}
 
-    def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], *, has_loss: bool) -> Facts:
+    def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], losses: Sequence[float]) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
 
-        All ranks have to call this at the same step.
+        ``losses`` are the values at which this rank's backward passes began, if they began at a loss. All ranks have to
+        call this at the same step.
         """
         if self.obstacle:
             return {"why": self.obstacle}
         try:
             try:
                 comparison = _Comparison(
-                    self._exchange, self._beginnings, calls, held, self._left, self._reading, has_loss=has_loss
+                    self._exchange, self._beginnings, calls, held, self._left, self._reading, losses
                 )
                 found, self._reading = comparison.facts(), comparison.known
                 if found["wrong"]:
@@ -128,8 +129,7 @@ class _Comparison:
         held: Sequence[JointParameter],
         left: Mapping[int, Tensor | None],
         known: Reading | None,
-        *,
-        has_loss: bool,
+        losses: Sequence[float],
     ) -> None:
         self._exchange = exchange
         self._rank = torch.distributed.get_rank()
@@ -145,23 +145,29 @@ class _Comparison:
         self._gradients = [one.gradient() for one in held]
         ours = {
             "held": [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)],
-            "loss": has_loss,
+            "losses": list(losses),
             "unit": unit_of(calls),
             "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
         }
         theirs = exchange.values(ours)
         if not all(one["finite"] for one in theirs):
             raise NoAgreementError("gradients were not finite")
-        self._losses = sum(one["loss"] for one in theirs) or len(theirs)
+        self._losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
+        losses_alike = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
         self._of = self._losses
         self._unit = max(one["unit"] for one in theirs)
-        self.groups = grouped([one["held"] for one in theirs], self._unit, beginnings)
+        self._every = [one["held"] for one in theirs]
+        self.groups = grouped(self._every, self._unit, beginnings)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self._unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
         self._parts: set[int] = set()
         self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered)))
+        # A loss that is summed over ranks only to be printed has one value as well.
+        self._one_loss = losses_alike and all(
+            len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
+        )
         measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])
         self._magnitude = sum(magnitude for magnitude, *_ in measured)
         # A forward may compute in a coarser format than its parameters and outputs show.
@@ -201,6 +207,7 @@ class _Comparison:
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
         found: Facts = {"noise": [], "wrong": [], "unsearched": [], "limit": self._limit, "losses": self._losses}
+        found["one_loss"] = self._one_loss
         found["changed"] = self.changed
         reading, difference = self._read(remaining)
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
@@ -224,7 +231,22 @@ class _Comparison:
         found["alike"] = [self._named(place) for place in sorted(self._parts)]
         found["judged"] = [self._named(place) for place in sorted(judged)]
         found["doubtful"] = [self._named(place) for place in doubtful]
+        found["norms"] = self._norms()
         return found
+
+    def _norms(self) -> list[float]:
+        """Return the smallest and the largest norm of all gradients: some may be copies of others, or parts."""
+        squares = [
+            [sum(self._every[rank][number]["square"] for rank, number in instance) for instance in group.instances]
+            for group in self.groups
+        ]
+        seen: dict[Kind, float] = {}
+        parts = 0.0
+        for place, (group, own) in enumerate(zip(self.groups, squares, strict=True)):
+            parts += sum(own) if place in self._parts else own[0]
+            key = group.kind if group.is_doubtful else (f"{place}", (), 0)
+            seen[key] = min(own[0], seen.get(key, math.inf))
+        return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 
     def _not_derivatives(self) -> list[str]:
         """Return the names of functions that communicate, and whose backward is the derivative of no forward."""
@@ -357,6 +379,10 @@ class _Comparison:
             return self._forward.terms(unit)
 
         return self._all(compute)
+
+
+def _are_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9)
 
 
 def _combined(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class JointSteps(Observer):
         self._exchange = Exchange()
         self._functions = ExchangeFunctions()
         self._comparison = JointComparison(self._exchange)
-        self._has_loss: dict[int, bool] = {}
+        self._losses: dict[int, float | None] = {}
         self._found: Facts | None = None
         self._communicates = False
 
@@ -63,20 +64,22 @@ class JointSteps(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Note whether the pass begins at a loss, or at activations of which another rank knows the gradient."""
-        self._has_loss[number] = all(root.numel() == 1 for root in roots)
+        ends_in_loss = all(root.numel() == 1 for root in roots)
+        self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
 
     def compare(self, calls: Sequence[RecordedCall], passes: Sequence[ArrivedGradients], *, communicates: bool) -> None:
         """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does."""
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
-        ends_in_loss = {number: self._has_loss.pop(number, True) for number in sorted(numbers)}
-        losses = ends_in_loss.values()
-        if calls and _are_several_ranks() and (not all(losses) or communicates or _are_in_parts(calls)):
+        values = {number: self._losses.pop(number, math.nan) for number in sorted(numbers)}
+        ends_in_loss = {number: value is not None for number, value in values.items()}
+        if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
             self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
                 return
-            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), has_loss=any(losses))
+            losses = [value for value in values.values() if value is not None]
+            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), losses)
         elif _are_several_ranks():
             self._compare_functions()
 
@@ -112,10 +115,12 @@ class JointSteps(Observer):
         for optimizer in self._optimizers:
             for one in parameters_of(optimizer):
                 if id(one) in used:
-                    factor = scale_left(optimizer) * self._pipelines.factor(one) * self._unclipped.factor(one)
+                    scaled = scale_left(optimizer) * self._pipelines.factor(one)
+                    clipped = self._unclipped.factor(one)
                     parameter, user = used.pop(id(one))
                     stage = self._stage(parameter, user, ends_in_loss)
-                    yield JointParameter(self._names.of_one(one), parameter, leaves.get(id(one)), factor, stage)
+                    name, leaf = self._names.of_one(one), leaves.get(id(one))
+                    yield JointParameter(name, parameter, leaf, scaled, clipped, stage)
 
     def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
         """Return what is known of the stage that uses a parameter: its number, or what is before and after it."""

@@ -21,18 +21,24 @@ from plumbline.replay.unsharding import is_distributed
 class JointParameter:
     """A parameter as this rank holds it: the whole of it, a part by its DTensor's layout, or one that FSDP2 shards.
 
-    ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``factor`` is by how much its
-    gradient was scaled or clipped since the backward passes. ``stage`` is the pipeline's stage that uses it, as far as
-    it is known.
+    ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``scaled`` and ``clipped`` are by
+    how much its gradient was scaled and clipped since the backward passes. ``stage`` is the pipeline's stage that uses
+    it, as far as it is known.
     """
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, leaf: Tensor | None = None, factor: float = 1.0, stage: str = ""
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        leaf: Tensor | None = None,
+        scaled: float = 1.0,
+        clipped: float = 1.0,
+        stage: str = "",
     ) -> None:
         self.name = name
         self.stage = stage
         self.parameter = parameter
-        self._factor = factor
+        self._scaled, self._clipped = scaled, clipped
         self._is_gathered = leaf is not None
         laid_out: Any = parameter if leaf is None else leaf
         self._layout = (laid_out.device_mesh, laid_out.placements) if is_distributed(laid_out) else None
@@ -53,7 +59,11 @@ class JointParameter:
     def gradient(self) -> Tensor | None:
         """Return this rank's part of the gradient in float64, None without one; all ranks that hold it have to ask."""
         received = self.received()
-        return None if received is None else received / self._factor
+        return None if received is None else received / (self._scaled * self._clipped)
+
+    def square(self, gradient: Tensor | None) -> float:
+        """Return this rank's part of the squared norm of ``gradient``, as it was when it was clipped."""
+        return 0.0 if gradient is None else float(gradient.square().sum()) * self._scaled**2 / self.copies
 
     def received(self) -> Tensor | None:
         """Return the same as the optimizer receives it, scaled and clipped: the next backward pass may add to it."""
@@ -66,8 +76,8 @@ class JointParameter:
     def described(self, gradient: Tensor | None) -> Facts:
         """Return what a rank says about the parameter, as JSON values.
 
-        ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections.
-        ``constant``: all entries are equal.
+        ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections, ``square``
+        is a part of the gradient's squared norm. ``constant``: all entries are equal.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
@@ -80,6 +90,7 @@ class JointParameter:
             "constant": bool((values == values.reshape(-1)[:1]).all()),
             "weights": segment(values).tolist(),
             "gradient": [] if gradient is None else segment(gradient).tolist(),
+            "square": self.square(gradient),
         }
 
     def direction(self, seed: str, size: float) -> Tensor:
