@@ -72,6 +72,12 @@ def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
+def holds_gradients_back(roots: Iterable[nn.Module]) -> bool:
+    """Return whether FSDP2 was told not to reduce gradients of any of these modules' parts."""
+    groups = [group for root in roots for module in root.modules() for group in _groups(module)]
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in groups)
+
+
 def _groups(module: nn.Module) -> list[Any]:
     """Return the parameter groups of a module's FSDP state; none where it has no such state."""
     get_state: Any = getattr(module, "_get_fsdp_state", None)

@@ -56,11 +56,19 @@ _SHARDED: Mapping[str, str] = {
 """The same where FSDP shards the model."""
 
 
+def _is_held_back(case: ReceivedGradient) -> bool:
+    return any((step.facts.get(LAYOUT) or {}).get("held_back") for step in case.ranks.values())
+
+
 register(
     ReceivedGradient,
     Hypothesis("rounded-to-16-bits", "amp", holds(lambda case: case.is_right_to_16_bits),
         "accurate to 16 bits only, although the master weights and the model's weights have wider dtypes",
         "check for 16-bit buffers in which gradients are accumulated, averaged or copied", 65),
+    Hypothesis("reduction-switched-off", "sync", holds(lambda case: all(case.zeros) and _is_held_back(case)),
+        "missing: FSDP keeps gradients to itself while their reduction is switched off",
+        "call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the last backward pass of each "
+        "step", 936),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
 from plumbline.recording.process import rank_and_world
-from plumbline.recording.sharding import is_data_parallel_shard
+from plumbline.recording.sharding import holds_gradients_back, is_data_parallel_shard
 
 _REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
@@ -114,15 +114,17 @@ class ParallelismObserver(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return how many entries were reduced by hand, by the group's size, and how many the gradients have.
 
-        ``collectives`` counts those that ran inside the step.
+        ``collectives`` counts those that ran inside the step. ``held_back``: FSDP2 was told to reduce no gradients.
         """
         self._stepping = False
-        if not self._reduced and not self._collectives:
+        held_back = holds_gradients_back(self._modules)
+        if not self._reduced and not self._collectives and not held_back:
             return None
         return {
             "reduced": {str(size): count for size, count in self._reduced.items()},
             "entries": self._entries,
             "collectives": self._collectives,
+            "held_back": held_back,
         }
 
     def stop(self) -> None:

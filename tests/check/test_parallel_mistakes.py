@@ -1,0 +1,99 @@
+"""`plumbline check` names mistakes in parallel code that public trackers tell of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from plumbline.check.function import check_function
+from plumbline.check.judge.script_checks import CheckedTraining
+from plumbline.core.finding import Finding
+
+WIDTH = 8
+STEPS = 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def train(model: nn.Module, seed: int, finish: Callable[[nn.Module], object] = lambda model: None) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        rows, targets = (torch.randn(8, width, generator=generator) for width in (WIDTH, 4))
+        optimizer.zero_grad()
+        functional.mse_loss(model(rows), targets).backward()
+        finish(model)
+        optimizer.step()
+
+
+def checked(training: Callable[[], None], ranks: int = 2) -> CheckedTraining:
+    check = check_function(training, ranks, steps=2)
+    assert not any(end.has_failed for end in check.ends), check.ends
+    (found,) = check.trainings
+    return found
+
+
+def bad(training: CheckedTraining) -> list[Finding]:
+    return [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
+
+
+def local(gradient: Any) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def sharded(replicas: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((2, 2), ("replicate", "shard")) if replicas == 2 else ((2,), ("shard",))
+    return fully_shard(network(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def without_all_reduce() -> None:
+    model = sharded(2)
+    model.set_requires_all_reduce(False)
+    train(model, dist.get_rank())
+
+
+def without_reduction() -> None:
+    model = sharded(1)
+    model.set_requires_gradient_sync(False)
+    train(model, dist.get_rank())
+
+
+def clipped_with_replicas_again() -> None:
+    def clip(model: nn.Module) -> None:
+        square = torch.stack([local(one.grad).square().sum() for one in model.parameters()]).sum()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.01, square.sqrt())
+
+    train(sharded(2), dist.get_rank(), clip)
+
+
+def clipped_shards() -> None:
+    train(sharded(2), dist.get_rank(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+
+@pytest.mark.parametrize(("training", "ranks"), [(without_all_reduce, 4), (without_reduction, 2)])
+def test_a_reduction_that_is_switched_off_is_named(training: Callable[[], None], ranks: int) -> None:
+    assert [(one.check, one.cause) for one in bad(checked(training, ranks))] == [
+        ("gradients", "reduction-switched-off")
+    ]
+
+
+def test_a_norm_that_counts_replicas_again_is_named() -> None:
+    found = bad(checked(clipped_with_replicas_again, 4))
+    assert [(one.check, one.cause) for one in found] == [("clipping", "counted-again-in-the-norm")]
+
+
+def test_the_norm_of_all_shards_is_right() -> None:
+    assert not bad(checked(clipped_shards, 4))
