@@ -240,6 +240,13 @@ def _averaged(parameters: Iterator[nn.Parameter]) -> None:
 
 def _experts(model: Any) -> None:
     own = set(map(id, model.expert.parameters()))
+    if MISTAKE == "router-not-reduced":
+        own |= set(map(id, model.router.parameters()))
+        for one in model.router.parameters():
+            one.grad /= dist.get_world_size()
+    if MISTAKE == "experts-averaged":
+        _averaged(model.parameters())
+        return
     _averaged(one for one in model.parameters() if id(one) not in own)
     if MISTAKE != "experts-not-divided":
         for one in model.expert.parameters():

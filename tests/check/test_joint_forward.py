@@ -26,6 +26,8 @@ WRONG = {
     ("megatron", "last-counted-on-each-rank"): "multiplied-by-ranks-of-the-same-samples",
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
+    ("experts", "router-not-reduced"): "some-parameters-not-synchronised",
+    ("experts", "experts-averaged"): "blocks-averaged-with-each-other",
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",
     ("experts", "exchanged-without-gradient"): "backward-wrong",
     ("ring", "no-gradient-to-neighbours"): "backward-wrong",
@@ -72,6 +74,11 @@ def test_a_mistake_is_named_among_more_parameters_than_are_compared_one_by_one(m
     training = checked("deep", "counted-on-each-rank")
     bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
     assert ("gradients", "exchanged-otherwise") in {(one.check, one.cause) for one in bad}
+
+
+def test_weights_of_parts_that_are_averaged_wrongly_may_begin_apart() -> None:
+    bad = [one for one in checked("experts", "experts-averaged").findings if one.outcome.is_bad]
+    assert bad[0].check == "gradients"
 
 
 def test_the_function_with_a_wrong_backward_is_named() -> None:

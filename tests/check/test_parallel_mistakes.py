@@ -83,6 +83,68 @@ def clipped_shards() -> None:
     train(sharded(2), dist.get_rank(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
 
 
+class Block(nn.Module):
+    """Two layers, the second of which lies on all ranks in parts, and a norm that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.down(functional.gelu(self.up(self.norm(values))))
+
+
+class PartialInput(Block):
+    """A block that computes with its part of a weight by hand, so that its input's gradient is never reduced."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        inner = functional.linear(self.norm(values), local(self.up.weight), local(self.up.bias))
+        return values + self.down(functional.gelu(inner))
+
+
+def in_parts(*blocks: nn.Module) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in blocks:
+        parallelize_module(block, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 4))
+
+
+def blocks(*kinds: type[Block]) -> nn.Module:
+    torch.manual_seed(0)
+    return in_parts(*(kind() for kind in kinds))
+
+
+def averaged(model: nn.Module) -> None:
+    for one in model.parameters():
+        dist.all_reduce(local(one.grad))
+        local(one.grad).div_(2)
+
+
+def parts_averaged() -> None:
+    train(blocks(Block, Block), 0, averaged)
+
+
+def input_not_reduced() -> None:
+    train(blocks(Block, PartialInput), 0)
+
+
+def batches_that_differ() -> None:
+    train(blocks(Block, Block), dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("training", "cause"),
+    [
+        (parts_averaged, "blocks-averaged-with-each-other"),
+        (input_not_reduced, "parts-of-a-sum"),
+        (batches_that_differ, "replica-of-different-samples"),
+    ],
+)
+def test_a_mistake_in_tensor_parallelism_is_named(training: Callable[[], None], cause: str) -> None:
+    assert ("gradients", cause) in {(one.check, one.cause) for one in bad(checked(training))}
+
+
 @pytest.mark.parametrize(("training", "ranks"), [(without_all_reduce, 4), (without_reduction, 2)])
 def test_a_reduction_that_is_switched_off_is_named(training: Callable[[], None], ranks: int) -> None:
     assert [(one.check, one.cause) for one in bad(checked(training, ranks))] == [

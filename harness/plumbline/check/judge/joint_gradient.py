@@ -20,7 +20,9 @@ class JointGradient(GradientCase):
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
     ``alone``: no other parameter was right at this step. ``began_alike``: other ranks began with the same values of a
-    parameter of this name, and received another gradient for it. ``functions`` communicate in the forward, and have a
+    parameter of this name, and received another gradient for it. ``one_gradient``: ranks that hold different parts
+    received the same for them. ``own_path``: the name of a parameter whose copies receive only what flows through each
+    rank's own part of the model. ``functions`` communicate in the forward, and have a
     backward that is not its derivative.
     """
 
@@ -37,7 +39,9 @@ class JointGradient(GradientCase):
     alone: bool
     common_factor: float
     began_alike: bool
+    one_gradient: bool = False
     functions: tuple[str, ...] = ()
+    own_path: str = ""
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -65,8 +69,15 @@ class JointGradient(GradientCase):
             len(every) == len(found["judged"]),
             first if agree else math.nan,
             wrong["began_alike"],
+            wrong["one_gradient"],
             tuple(found.get("not_derivatives", ())),
         )
+
+    @property
+    def is_a_copy(self) -> bool:
+        """Whether each of several copies received its own share of the gradient only."""
+        own = SomeParameters(scaled(float(self.world)))
+        return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property
     def world(self) -> int:
@@ -140,17 +151,12 @@ class JointGradient(GradientCase):
 
     @property
     def figures(self) -> dict[str, Any]:
-        return {**super().figures, "name": self.name, "functions": listed(self.functions)}
+        return {**super().figures, "name": self.name, "functions": listed(self.functions), "copy": self.own_path}
 
 
 def _scaled(case: JointGradient) -> Iterator[Match]:
     if math.isfinite(case.common_factor):
         yield Match()
-
-
-def _is_a_copy(case: JointGradient) -> bool:
-    own = scaled(float(case.world))
-    return case.began_alike and all(misfit <= case.limit for misfit in case.misfits(SomeParameters(own)))
 
 
 register(
@@ -163,9 +169,16 @@ register(
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "
         "same loss", 45),
-    Hypothesis("some-parameters-not-synchronised", "sync", holds(_is_a_copy),
+    Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
         "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
+    Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
+        "on each rank only what flows through its own part of the model, for {copy} and others",
+        "sum over the ranks of a layer in parts the gradient of its input: Megatron's "
+        "copy_to_tensor_model_parallel_region, or DTensor.to_local(grad_placements=[Partial()])", 357),
+    Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
+        "the same on ranks that hold different parts, such as of {name}",
+        "reduce the gradients only of parameters that several ranks hold whole: parts are no replicas", 358),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
@@ -87,6 +88,8 @@ class JointTruth(Truth[JointGradient]):
         wrong = self.cases
         if not wrong and self.is_sum and all(found["one_loss"] for _, found in self.compared):
             return self._counted_by_every_rank()
+        if not wrong and (own := [one for number, found in self.compared for one in found["own"]]):
+            return self._not_averaged(own)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
@@ -121,8 +124,31 @@ class JointTruth(Truth[JointGradient]):
             step=self.compared[0][0],
         )
 
+    def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
+        """Return what is wrong if each rank uses, and trains, only its own copy of some parameters."""
+        name, ranks = own[0]
+        return failed_with_hint(
+            CHECK,
+            f"{listed(dict.fromkeys(name for name, _ in own))} start with the same values on all ranks, and each rank "
+            "uses only its own copy, but gradients of the copies are not averaged over ranks",
+            "all-reduce the gradients of all replicated parameters",
+            cause="some-parameters-not-synchronised",
+            family="sync",
+            step=next(number for number, found in self.compared if found["own"]),
+            rank=ranks[0],
+            parameter=name,
+        )
+
     def evidence(self, wrong: Sequence[JointGradient]) -> GradientEvidence[JointGradient]:
+        copies = [case for case in wrong if case.began_alike]
+        may_be_copies = self._doubtful_at(wrong[0].index)
+        if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
+            name = copies[0].name if copies else may_be_copies[0]
+            wrong = [replace(case, own_path=name) for case in wrong]
         return GradientEvidence(wrong)
+
+    def _doubtful_at(self, index: int) -> list[str]:
+        return [name for number, found in self.compared if number == index for name, _ in found["doubtful"]]
 
     def conclude(self, finding: Finding, wrong: Sequence[JointGradient]) -> Finding:
         """Accuse nothing that the script's own code may have meant."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
@@ -32,6 +33,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     if training.world_size == 1:
         return
     reduced = reduced_parameters(training)
+    parts = {case.name for case in JointTruth(training).cases if case.one_gradient}  # wrongly reduced: no replicas
     compared, every, seen = 0, 0, set()
     for place, steps in common_steps(training):
         step = steps[training.ranks[0].rank]
@@ -43,6 +45,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         every += len(step.parameters)
         differing = [one for one in weights if one.differ("before")]
         accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
+        accused = [one for one in accused if one.parameter.name not in parts]
         if accused:
             yield _unequal_start(accused, len(weights), step.number)
             return

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, Kind, grouped
+from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, Kind, grouped, have_one_gradient
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, leaves_of, product
@@ -45,6 +45,10 @@ ROUNDS = 4
 
 MOST_HALVES = 48
 """Comparisons by which single parameters are found, where a direction through all of them is wrong."""
+
+
+MOST_OWN = 8
+"""Parameters of which it is asked whether only their own rank uses them."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,18 @@ class _Comparison:
         found["judged"] = [self._named(place) for place in sorted(judged)]
         found["doubtful"] = [self._named(place) for place in doubtful]
         found["norms"] = self._norms()
+        own = [] if found["wrong"] else [place for place in doubtful[:MOST_OWN] if self._is_own(place)]
+        found["own"] = [self._named(place) for place in own]
         return found
+
+    def _is_own(self, place: int) -> bool:
+        """Return whether only the rank that holds a parameter uses it, although other ranks began with the same."""
+        ranks = self.groups[place].ranks
+        if self._losses < len(self._still) or len(ranks) > 1:  # stages of a pipeline send on what they compute
+            return False
+        difference = self._difference([place], f"own {place}")
+        alone = [share for rank, own in enumerate(difference.shares) for share in own if rank not in ranks]
+        return self._shows(difference, place) and not any(abs(share) > difference.limit for share in alone)
 
     def _norms(self) -> list[float]:
         """Return the smallest and the largest norm of all gradients: some may be copies of others, or parts."""
@@ -332,6 +347,7 @@ class _Comparison:
             "noise": difference.noise,
             "again": others,
             "began_alike": group.is_doubtful,
+            "one_gradient": have_one_gradient(self._every, self.groups, place, self._unit, self._beginnings),
             "shares": difference.shares,
             "left": difference.left[place],
         }

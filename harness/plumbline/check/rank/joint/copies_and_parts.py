@@ -60,6 +60,10 @@ class Beginnings:
         """Note how a parameter begins, once."""
         self._alike.setdefault(kind, alike)
 
+    def began_alike(self, kind: Kind) -> bool:
+        """Return whether all ranks began with the same values of a parameter."""
+        return self._alike[kind]
+
     def may_be_copies(self, kind: Kind) -> bool:
         """Return whether different instances of a parameter may have been meant as one."""
         layer = kind[0].rpartition(".")[0]
@@ -94,6 +98,24 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
             doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
             groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
     return groups
+
+
+def have_one_gradient(
+    held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
+) -> bool:
+    """Return whether parts of a parameter, which began apart, have the same gradient, but other weights."""
+    group, most = groups[place], ROUNDINGS * unit
+    if any(held[rank][number]["in_parts"] for rank, number in group.keys):
+        parts = [[key] for key in group.instances[0]]
+    elif beginnings.began_alike(group.kind):
+        return False
+    else:
+        parts = [list(other.instances[0]) for other in groups if other.kind == group.kind]
+    first, *others = parts
+    return bool(others) and all(
+        _same(held, first, other, ("gradient",), most) and not _same(held, first, other, ("weights",), most)
+        for other in others
+    )
 
 
 def _may_be_one(held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float) -> bool:
