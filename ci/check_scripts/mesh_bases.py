@@ -205,7 +205,7 @@ def zero(stage: int) -> Script:
     """Return a training by DeepSpeed with a stage of ZeRO."""
     return Script(
         f"deepspeed-zero {stage}",
-        "deepspeed --num_accelerators 2 --master_port 29617 deepspeed_zero.py",
+        f"deepspeed --num_accelerators 2 --master_port {29630 + stage} deepspeed_zero.py",
         f"DeepSpeed ZeRO {stage}, accumulation, clipping",
         needs=("deepspeed",),
         environment={"STAGE": str(stage)},
@@ -243,7 +243,7 @@ ULYSSES = Script("ulysses", f"{TWO} ulysses.py", "sequence parallelism by all_to
 
 VICREG = Script(
     "vicreg",
-    f"{TWO} main_vicreg.py --exp-dir exp --arch resnet34 --mlp 32-32 --batch-size 16 --epochs 2 --num-workers 0 "
+    f"{TWO} main_vicreg.py --data-dir . --exp-dir exp --arch resnet34 --mlp 32-32 --batch-size 16 --epochs 2 --num-workers 0 "
     "--device cpu --base-lr 0.3",
     "a loss over the features of all ranks, gathered by a custom function",
     "facebookresearch/vicreg",

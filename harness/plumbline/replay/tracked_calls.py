@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -279,9 +280,14 @@ class TrackedCalls:
             call.obstacle = "second-order gradients were computed through it (create_graph=True)"
         if number is None:
             return
-        new = tuple(None if one is None else one.detach() for one in cotangents)
+        new = tuple(None if one is None else _kept(one) for one in cotangents)
         old = call.cotangents.get(number)
         call.cotangents[number] = new if old is None else tuple(map(_sum, old, new))
+
+
+def _kept(cotangent: Tensor) -> Tensor:
+    """Return a cotangent as it is now: stages of torch.distributed.pipelining receive the next one in its place."""
+    return cotangent.detach().clone() if "torch.distributed.pipelining" in sys.modules else cotangent.detach()
 
 
 def differentiable(output: Any) -> list[Tensor]:

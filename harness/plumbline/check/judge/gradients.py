@@ -25,7 +25,8 @@ from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.core.finding import Finding, is_unexplained
+from plumbline.check.judge.rows_used import all_use_different_rows
+from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
@@ -85,7 +86,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if joint.compared:
         finding = with_stages(training, joint.judge())
         by_replay = _replays_decide(joint, truth, finding)
-        yield by_replay or finding
+        yield _of_different_batches(training, by_replay or finding)
         if joint.alike and finding.outcome is Outcome.PASSED and not by_replay:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(
@@ -118,6 +119,30 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
         return None
     counts = has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
     return known if counts else None
+
+
+_UNREDUCED = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise", UNEXPLAINED)
+
+
+def _of_different_batches(training: RecordedTraining, finding: Finding) -> Finding:
+    """Return a failure, explained by the batches where ranks hold parts of each layer and use other rows each."""
+    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
+    layouts = [set(module["layouts"]) for module in modules if module["layouts"]]
+    in_parts = ["1: Shard" in one and one <= {"1: Replicate", "1: Shard"} for one in layouts]
+    if finding.cause not in _UNREDUCED or not in_parts or not all(in_parts):
+        return finding
+    if any(module["sharded_as_data"] for module in modules) or not all_use_different_rows(training):
+        return finding
+    failed = failed_with_hint(
+        CHECK,
+        f"all {training.world_size} ranks hold parts of the same layers (tensor parallelism), but each uses different "
+        "samples, so gradients are those of no common batch",
+        "give all ranks of a tensor-parallel group the same batches: seed and divide them by the data-parallel rank",
+        cause="replica-of-different-samples",
+        family="data",
+        step=finding.step,
+    )
+    return replace(failed, error_x_noise=finding.error_x_noise, limit_x_noise=finding.limit_x_noise)
 
 
 def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:

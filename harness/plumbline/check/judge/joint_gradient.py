@@ -9,7 +9,7 @@ from typing import Any
 
 from plumbline.check.evidence.training import Facts
 from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
-from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters, scaled
+from plumbline.judge.mistakes.case import Combination, GradientCase, GradientMistake, SomeParameters, scaled
 from plumbline.report.text import listed
 
 
@@ -154,6 +154,14 @@ class JointGradient(GradientCase):
         return {**super().figures, "name": self.name, "functions": listed(self.functions), "copy": self.own_path}
 
 
+def _scaled_again(case: GradientCase) -> Iterator[Combination]:
+    """Predict that a schedule, at the end of each window, divides what earlier windows of the step left as well."""
+    count = case.micro_batches
+    for windows in (one for one in range(2, count) if count % one == 0):
+        size = count // windows
+        yield Combination(lambda r, b, n, size=size, last=windows - 1: size ** (b // size - last))  # type: ignore[misc]
+
+
 def _scaled(case: JointGradient) -> Iterator[Match]:
     if math.isfinite(case.common_factor):
         yield Match()
@@ -172,6 +180,9 @@ register(
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
         "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
+    GradientMistake("scaled-with-every-window", "accumulation", _scaled_again,
+        "divided by the number of micro-batches at the end of each window, earlier windows of the step once more",
+        "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
         "on each rank only what flows through its own part of the model, for {copy} and others",
         "sum over the ranks of a layer in parts the gradient of its input: Megatron's "

@@ -75,6 +75,12 @@ def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
     return list(groups.values())
 
 
+def all_use_different_rows(training: RecordedTraining) -> bool:
+    """Return whether no two ranks use the same rows in all recorded forwards, where rows are known."""
+    groups = _ranks_with_the_same_rows(training)
+    return sum(map(len, groups)) == training.world_size == len(groups)
+
+
 def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
     by_number = {rank.rank: rank for rank in training.ranks}
     forwards = [forward for forward in _forwards(by_number[ranks[0]]) if "order" in forward]
