@@ -243,8 +243,8 @@ ULYSSES = Script("ulysses", f"{TWO} ulysses.py", "sequence parallelism by all_to
 
 VICREG = Script(
     "vicreg",
-    f"{TWO} main_vicreg.py --data-dir . --exp-dir exp --arch resnet34 --mlp 32-32 --batch-size 16 --epochs 2 --num-workers 0 "
-    "--device cpu --base-lr 0.3",
+    f"{TWO} main_vicreg.py --data-dir . --exp-dir exp --arch resnet34 --mlp 32-32 --batch-size 16 --epochs 2 "
+    "--num-workers 0 --device cpu --base-lr 0.3",
     "a loss over the features of all ranks, gathered by a custom function",
     "facebookresearch/vicreg",
     also=("main_vicreg.py", "distributed.py"),

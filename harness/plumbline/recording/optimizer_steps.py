@@ -10,6 +10,7 @@ import torch
 import torch._compile
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from plumbline.recording.parameters import is_container
 from plumbline.recording.pause import is_paused
 
 _STEPS_IN = Optimizer.profile_hook_step.__code__.co_filename
@@ -32,7 +33,8 @@ class StepListener(Protocol):
 class OptimizerSteps:
     """Tells a listener of the steps of optimizers, from ``install`` until the process ends, and not while ``paused``.
 
-    If an optimizer wraps another one, the listener is told of the outer step alone. ``begun`` counts both.
+    If an optimizer wraps another one, the listener is told of the outer step alone. ``begun`` counts both. Of a
+    container, it is told of the steps of the optimizers in it.
     """
 
     def __init__(self, listener: StepListener) -> None:
@@ -51,7 +53,7 @@ class OptimizerSteps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note the beginning of a step; return its arguments if it has a closure, which is then followed."""
-        if is_paused() or not self._enter(optimizer):
+        if is_paused() or is_container(optimizer) or not self._enter(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._listener.step_begins(optimizer, has_closure=closure is not None)
@@ -68,7 +70,7 @@ class OptimizerSteps:
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not is_paused() and self._leave(optimizer):
+        if not is_paused() and not is_container(optimizer) and self._leave(optimizer):
             self._listener.step_ends(optimizer)
 
     def _enter(self, optimizer: Optimizer) -> bool:

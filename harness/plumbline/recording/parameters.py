@@ -16,6 +16,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def is_container(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer only holds others, in a list, that update all of its parameters."""
+    for value in vars(optimizer).values():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(one, Optimizer) for one in value):
+            inner = {id(parameter) for one in value for parameter in parameters_of(one)}
+            if inner == {*map(id, parameters_of(optimizer))}:
+                return True
+    return False
+
+
 def follow_added_parameters(added: Callable[[Optimizer], None]) -> None:
     """Call ``added`` with each optimizer that is made, and again with one that is given further groups, for good."""
 

@@ -65,6 +65,12 @@ def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -
     return found
 
 
+def gradient_divisors(root: nn.Module) -> set[float | None]:
+    """Return by what FSDP2 divides sums of gradients over ranks; None is its own choice, the number of ranks."""
+    groups = [group for module in root.modules() for group in _groups(module)]
+    return {getattr(group, "gradient_divide_factor", None) for group in groups if group.fsdp_params}
+
+
 def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:
     for root in roots:
         for module in root.modules():

@@ -118,6 +118,8 @@ class Constants:
 @cache
 def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Return the places and the names of arguments that an operator writes to."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return frozenset(), frozenset()
     arguments = list(enumerate(func._schema.arguments))
     written = [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
     return frozenset(place for place, _ in written), frozenset(name for _, name in written)

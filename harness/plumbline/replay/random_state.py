@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,25 +16,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's, Python's and, where it was imported, numpy's generators, and of others by themselves."""
+    """The states of torch's, Python's and, where it was imported, numpy's generators, and of others by themselves.
+
+    ``tracked`` has the states that Megatron's trackers of random states hold, by name.
+    """
 
     cpu: Tensor
     cuda: tuple[tuple[int, Tensor], ...]
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
     others: tuple[tuple[torch.Generator, Tensor], ...] = ()
+    tracked: tuple[tuple[Any, dict[str, Any]], ...] = ()
 
     @classmethod
     def now(cls, devices: Iterable[torch.device], others: Iterable[torch.Generator] = ()) -> RandomState:
         """Return the present states: of the cpu, of each CUDA device among ``devices``, and of ``others``."""
         indices = sorted({_index(device) for device in devices if device.type == "cuda"})
         numpy = _numpy_random()
+        trackers = _trackers()
+        held = [
+            one for tracker in trackers for one in tracker.get_states().values() if isinstance(one, torch.Generator)
+        ]
         return cls(
             torch.random.get_rng_state(),
             tuple((index, torch.cuda.get_rng_state(index)) for index in indices),
             random.getstate(),
             None if numpy is None else numpy.get_state(),
-            tuple((one, one.get_state()) for one in others),
+            tuple((one, one.get_state()) for one in (*others, *held)),
+            tuple((one, dict(one.get_states())) for one in trackers),
         )
 
     def set(self) -> None:
@@ -46,6 +56,8 @@ class RandomState:
             _numpy_random().set_state(self.numpy)
         for one, state in self.others:
             one.set_state(state)
+        for tracker, states in self.tracked:
+            tracker.set_states(dict(states))
 
 
 @contextmanager
@@ -62,6 +74,22 @@ def drawn_from(state: RandomState) -> Iterator[None]:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+_TRACKER = "_CUDA_RNG_STATE_TRACKER"
+"""The global variable of Megatron, and of libraries that took its code, such as DeepSpeed."""
+
+
+def _trackers() -> list[Any]:
+    """Return the objects that give parts of a forward generator states of their own, which they keep."""
+    found = (vars(sys.modules[name]).get(_TRACKER) for name in _modules_with_trackers(len(sys.modules)))
+    return [one for one in found if hasattr(one, "get_states") and hasattr(one, "set_states")]
+
+
+@lru_cache(maxsize=1)
+def _modules_with_trackers(imported: int) -> list[str]:
+    """Return the names of the modules that have the variable, among ``imported`` ones."""
+    return [name for name, one in list(sys.modules.items()) if _TRACKER in getattr(one, "__dict__", {})]
 
 
 def _numpy_random() -> Any:

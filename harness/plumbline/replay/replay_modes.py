@@ -37,6 +37,8 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``may_communicate``: all ranks replay together.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saves_with_hooks = False
@@ -177,6 +179,8 @@ class _Kind(Enum):
 @cache
 def _rounds(func: Any) -> bool:
     """Return whether an operator computes new tensors: collectives may still run when they return."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
     if _kind(func) is _Kind.COMMUNICATES or _name(func) in _EXACT:
         return False
     return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
@@ -188,6 +192,8 @@ _EXACT = frozenset({"clone", "_to_copy", "detach"})
 @cache
 def _kind(func: Any) -> _Kind:
     """Return what is to be changed about calls of an operator."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Kind.PLAIN  # an operator with functions as arguments, such as flex_attention
     name = _name(func)
     if func.namespace in _COLLECTIVES:
         return _Kind.COMMUNICATES

@@ -177,6 +177,8 @@ class ReplayTruth(Truth[ReceivedGradient]):
         known = [one for one in noise if one is not None]
         worst = max(known, key=lambda one: (one.x_noise, one.limit or 0.0), default=None)
         right = f"every gradient that was judged is {_mean(self.cases[0])}{_removed(self.cases)}"
+        if self.cases[0].divisor not in (None, self.cases[0].world):
+            right += "; set_gradient_divide_factor() asks for that, so the losses have to be divided over all ranks"
         return _with_noise(Finding(CHECK, Outcome.PASSED, right), worst)
 
     def place(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
@@ -251,6 +253,9 @@ def _factor(case: ReceivedGradient) -> float:
 
 
 def _mean(case: ReceivedGradient) -> str:
+    if case.divisor not in (None, case.world):
+        divided = "" if case.divisor == 1 else f", divided by {case.divisor:.4g},"
+        return f"the sum over {case.world} ranks{divided} of what the backward passes computed"
     over = [f"the mean over {case.world} ranks of" if case.world > 1 else "", "what the backward passes computed"]
     return " ".join(filter(None, over))
 

@@ -85,7 +85,7 @@ def _received_gradients(
     previous: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
     hook_format = _hook_format(training)
-    windows = _windows(training)
+    windows, divisor = _windows(training), requested_divisor(training)
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         recorded = training.at(place)
         alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
@@ -101,7 +101,14 @@ def _received_gradients(
             if before is not None and before.parameters != step.parameters:
                 before = None
             case = ReceivedGradient(
-                place, rank, ranks, before, windows[optimizer], hook_format=hook_format, parts=parts
+                place,
+                rank,
+                ranks,
+                before,
+                windows[optimizer],
+                hook_format=hook_format,
+                parts=parts,
+                divisor=divisor,
             )
             previous[rank, optimizer] = replace(case, previous=None)
             if not step.skipped and step.parameters:
@@ -120,6 +127,13 @@ def _windows(training: RecordedTraining) -> Mapping[int, int]:
     for step in (step for rank in training.ranks for step in rank.steps):
         windows[step.optimizer] = max(windows.get(step.optimizer, 1), len(step.passes))
     return windows
+
+
+def requested_divisor(training: RecordedTraining) -> float | None:
+    """Return by what the script has FSDP2 divide all sums of gradients over ranks, None where FSDP2 chooses."""
+    modules = [one for rank in training.ranks for one in rank.facts.get("parallelism", {}).get("modules", ())]
+    divisors = {divisor for module in modules for divisor in module.get("divisors", ())}
+    return divisors.pop() if len(divisors) == 1 else None
 
 
 def _hook_format(training: RecordedTraining) -> str:

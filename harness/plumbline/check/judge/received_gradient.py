@@ -38,7 +38,8 @@ class ReceivedGradient(GradientCase):
     first step. ``window`` is the largest number of backward passes of its steps. ``free_factor``: the gradient may be
     shorter by one factor, because it was clipped. ``hook_format`` is the format to which a communication hook rounds
     gradients, "" without one. ``parts`` are the names of parameters of which each rank holds another part: how their
-    gradients belong together is not known. ``factor`` is that of all wrong gradients.
+    gradients belong together is not known. ``factor`` is that of all wrong gradients. ``divisor`` is by what the script
+    has sums over ranks divided, None where that is the number of ranks.
     """
 
     index: int
@@ -50,6 +51,7 @@ class ReceivedGradient(GradientCase):
     hook_format: str = ""
     parts: frozenset[str] = frozenset()
     factor: float = 1.0
+    divisor: float | None = None
 
     @property
     def step(self) -> RecordedStep:
@@ -198,7 +200,7 @@ class ReceivedGradient(GradientCase):
         """Yield each rank with each of its backward passes, and the factor of that pass: a right share weighs 1."""
         for rank, step in self.ranks.items():
             for place, one in enumerate(step.passes):
-                yield rank, weight(rank, place, len(step.passes)) / self.world / one.scale, one
+                yield rank, weight(rank, place, len(step.passes)) / (self.divisor or self.world) / one.scale, one
 
     @cached_property
     def units(self) -> Tensor:
