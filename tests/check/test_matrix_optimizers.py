@@ -131,13 +131,19 @@ def test_an_update_that_depends_on_other_parameters_is_not_judged():
 
 
 def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():
-    hidden = NearReplay(0.0, tight=1e-2, unit=1e-7, others={"by-shard": (1e-2, 1e-2)})
-    known = NearReplay(0.0, tight=1e-7, unit=1e-7, others={"by-shard": (1e-2, 1e-2)})
-    assert hidden.hides_shards
-    assert not known.hides_shards
+    others = {"by-shard": (1e-2, 1e-2), "still": (1.0, 1.0)}
+    assert NearReplay(1e-7, tight=1e-7, others=others | {"by-shard": (0.2, 0.2)}).is_right
+    assert not NearReplay(1e-7, tight=2e-2, others=others | {"by-shard": (0.2, 0.2)}).is_right
+    assert NearReplay(0.0, tight=2e-2, others=others).is_right  # it repeats the replay bit for bit
 
 
 def test_an_update_near_to_no_known_mistake_is_like_none():
     others = {"by-shard": (2 * ALIKE, 1.0), "still": (1.0, 1.0)}
-    assert NearReplay(1.0, tight=1e-7, unit=1e-7, others=others).mistake == ""
-    assert NearReplay(1.0, tight=1e-7, unit=1e-7, others=others | {"still": (ALIKE / 2, 1.0)}).mistake == "still"
+    assert NearReplay(1.0, tight=1e-7, others=others).mistake == ""
+    assert NearReplay(1.0, tight=1e-7, others=others | {"still": (ALIKE / 2, 1.0)}).mistake == "still"
+
+
+def test_a_mistake_that_is_repeated_bit_for_bit_is_named_whatever_the_rounding():
+    one = NearReplay(0.5, tight=0.1, others={"by-shard": (0.0, 0.5), "still": (1.0, 1.0)})
+    assert one.mistake == "by-shard"
+    assert one.noise == 0

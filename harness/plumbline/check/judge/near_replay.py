@@ -31,14 +31,13 @@ _SCALED = "scaled "
 
 @dataclass(frozen=True)
 class NearReplay:
-    """Distances of one update: from the nearest replay, how large that may be, one rounding, and from mistakes.
+    """Distances of one update: from the nearest replay, how large rounding may make that, and from mistakes.
 
     ``others`` has two distances for each mistake: from what it makes of the parameter, and of that from the right one.
     """
 
     nearest: float
     tight: float
-    unit: float
     others: Mapping[str, tuple[float, float]]
 
     @property
@@ -48,21 +47,32 @@ class NearReplay:
 
     @property
     def is_right(self) -> bool:
-        return self.x_tight <= limit()
+        """Whether it repeats a replay, or differs by a rounding that could hide no known mistake."""
+        return self.nearest == 0 or (self.x_tight <= limit() and not self.could_hide)
+
+    @property
+    def could_hide(self) -> bool:
+        """Whether rounding could hide a step that nobody takes, that all ranks add up, or that each shard has alone."""
+        apart = [self._material.get(name, (0.0, 0.0))[1] for name in ("still", "summed", "by-shard")]
+        return any(0 < one <= 2 * limit() * self.tight for one in apart)
 
     @property
     def mistake(self) -> str:
         """The known mistake that the update is like, "" if it is right or like none."""
         if self.is_right:
             return ""
-        least = {"by-shard": LARGE * self.others.get("still", (0.0, 0.0))[1]}
-        alike = {
-            name: far / apart
-            for name, (far, apart) in self.others.items()
-            if apart > max(limit() * self.tight, least.get(name, 0.0))
-        }
+        repeated = [name for name, (far, apart) in self._material.items() if far == 0]
+        if repeated:
+            return repeated[0]
+        alike = {name: far / apart for name, (far, apart) in self._material.items() if apart > limit() * self.tight}
         name = min(alike, key=alike.__getitem__, default="")
         return name if name and alike[name] <= ALIKE else ""
+
+    @property
+    def _material(self) -> Mapping[str, tuple[float, float]]:
+        """The mistakes that change the update, and of steps by shards only those that change much of it."""
+        least = {"by-shard": LARGE * self.others.get("still", (0.0, 0.0))[1]}
+        return {name: (far, apart) for name, (far, apart) in self.others.items() if apart > least.get(name, 0.0)}
 
     @property
     def factor(self) -> str | None:
@@ -75,21 +85,20 @@ class NearReplay:
         return "decay-lost" in self.others
 
     @property
-    def hides_shards(self) -> bool:
-        """Whether rounding could hide that each rank steps its shard by itself."""
-        _, apart = self.others.get("by-shard", (0.0, 0.0))
-        return limit() * self.unit < apart < 2 * limit() * self.tight
+    def noise(self) -> float:
+        """What the distance is counted in: nothing explains it if the update repeats a mistake bit for bit."""
+        return 0.0 if self.mistake and self.x_tight <= limit() else self.tight
 
     def why_unknown(self, one: ObserverFacts, error: float, noise: float) -> str:
         """Return why it is not known whether the update is right, "" if that is known."""
         name = one.facts["class"]
         if self.is_right:
-            return f"the rounding of {name} could hide a wrong update" if self.hides_shards else ""
+            return ""
         if one.facts["hooks"]:
             return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
         if self.mistake or (one.facts["of_torch"] and in_noise(error, noise) > limit()):
             return ""
-        if one.facts["of_torch"]:
+        if one.facts["of_torch"] or self.x_tight <= limit():
             return f"the rounding of {name} could hide a wrong update"
         return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
 
@@ -98,7 +107,7 @@ def near_replays(one: ObserverFacts) -> dict[int, NearReplay]:
     """Return what is known of the updates of a step, by the numbers of their parameters."""
     return {
         int(number): NearReplay(
-            known["nearest"], known["tight"], known["unit"],
+            known["nearest"], known["tight"],
             {name: (far, apart) for name, (far, apart) in known["others"].items()},
         )
         for number, known in one.facts.get("close", {}).items()

@@ -103,7 +103,7 @@ class ReplayedUpdates:
                 self._note(one, {why: [int(number)]})
                 continue
             if known is not None and (known.is_right or known.mistake):
-                error, noise = known.nearest, known.tight
+                error, noise = known.nearest, known.noise
             self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
             if due or made:
                 held = one.held_in(int(number))

@@ -83,7 +83,7 @@ class WholeDue:
             float((made - self.exact).norm()), self.noise, float(self.exact.norm()), float(made.norm()),
             float(made @ self.exact), nearest, self.tight,
         ]  # fmt: skip
-        return row, {"nearest": nearest, "tight": self.tight, "unit": self.unit, "others": others}
+        return row, {"nearest": nearest, "tight": self.tight, "others": others}
 
 
 class ReplayTogether:
