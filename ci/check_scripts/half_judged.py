@@ -37,12 +37,7 @@ PIPELINE = two(
     "pipeline_stages",
     "two stages of torch.distributed.pipelining",
 )
-MUON = two(
-    "muon",
-    "an optimizer that exchanges updates in its step",
-    accepted=(IN_PART,),
-    because="an update that communicates is not replayed",
-)
+MUON = two("muon", "an optimizer that exchanges updates in its step")
 LONG_EPOCHS = two("long_epochs", "DistributedSampler, epochs longer than the recorded steps")
 HOOKS = two("hooks_average", "hooks that average gradients during the backward pass")
 LORA = two("lora", "LoRA by hand, gradients averaged after the backward pass")

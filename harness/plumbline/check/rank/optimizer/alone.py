@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,17 +21,20 @@ _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the group of all r
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let torch.distributed say that this rank is the only one, and communicate with itself."""
+    """Let torch.distributed and the environment say that this rank is the only one, and communicate with itself."""
     c10d: Any = dist.distributed_c10d
     everyone = c10d._world.default_pg
     own = _own_group()
     if own is None:
         yield
         return
+    environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     c10d._update_default_pg(own)
+    os.environ.update({name: "0" if name == "RANK" else "1" for name in environment})
     try:
         yield
     finally:
+        os.environ.update(environment)
         c10d._update_default_pg(everyone)
 
 

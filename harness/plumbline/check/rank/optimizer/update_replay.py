@@ -76,8 +76,8 @@ class UpdateReplay(Observer):
     the one that was made, their scalar product, the distance from the replay in the parameter's own precision (0 of
     torch's own classes), and the size of one rounding. Lengths of large parameters are those of projections.
     ``close``: of those that have to be as near to a replay in their own precision, by number: the distance from the
-    ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what it
-    makes of the parameter, and the distance of that from the right one.
+    ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what
+    it makes of the parameter, and the distance of that from the right one.
     ``unjudged``: numbers of parameters by the reason.
     ``outside``: parameters that changed since this optimizer's last step ended.
     ``shared``: places in shared memory, by parameter.
