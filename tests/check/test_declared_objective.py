@@ -213,6 +213,11 @@ def unreduced(scores, labels, mask, step):
     return (each * mask).sum() * world() / over_ranks(tokens(step))
 
 
+def ignored(scores, labels, mask, step):
+    each = functional.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
+    return each.sum() * world() / over_ranks(tokens(step))
+
+
 def with_a_penalty(scores, labels, mask, step):
     return the_token_mean(scores, labels, mask, step) + 0.01 * scores.square().mean() / PASSES
 
@@ -228,6 +233,7 @@ RIGHT = [
     (training(lambda *of: ce(*of[:2], "sum"), divided_later), "token-mean"),
     (training(the_token_mean, clipped_by_hand), "token-mean"),
     (training(unreduced), "token-mean"),
+    (training(ignored), "token-mean"),
     (training(with_a_penalty), "token-mean"),
     (training(over_samples), "sample-mean"),
     (training(summed), "sum"),
@@ -271,6 +277,21 @@ def test_terms_that_are_no_loss_functions_are_read_off_the_graph(plumbline):
     )
 
 
+def test_masked_entries_of_a_known_loss_may_be_no_tokens(plumbline):
+    def train():
+        model, mask = nn.Linear(4, 4), torch.ones(5, 4)
+        mask[2:] = 0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            made, wanted = model(torch.randn(5, 4)), torch.randn(5, 4)
+            (functional.mse_loss(made * mask, wanted * mask, reduction="sum") / mask.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (one,) = plumbline.check(train, 1, steps=2, objective="token-mean").trainings
+    assert sentence_on(one).startswith("objective: it is not known which entries of the loss are tokens")
+
+
 def test_what_is_no_known_loss_is_not_judged_if_it_was_asked_for(plumbline):
     def train():
         model = nn.Linear(4, 4)
@@ -312,6 +333,33 @@ def test_the_tokens_of_a_sum_written_by_hand_are_those_that_its_mask_keeps(place
     (term,) = found.terms
     assert [level["terms"] for level in term.levels] == terms
     assert rows is None or [pytest.approx(row) for row in rows] == term.levels[0]["rows"]
+
+
+class Skips(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values * 2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sure"),
+    [
+        (lambda x: x.pow(2).mean(), True),
+        (lambda x: (x.log() * MASK).sum(), True),
+        (lambda x: x[MASK.bool()].pow(2).mean(), True),
+        # A function of the script's own may skip tokens, and so may a mask below of what is added up.
+        (lambda x: Skips.apply(x).sum() / 3, False),
+        (lambda x: (Skips.apply(x) * MASK).sum(), False),
+        (lambda x: (x * MASK).pow(2).sum() / 3, False),
+    ],
+)
+def test_entries_that_may_be_no_tokens_are_known(loss, is_sure):
+    found = LossTerms(loss(torch.rand(2, 3, requires_grad=True).exp()).grad_fn, {}, {}, 2)
+    assert [level["sure"] for term in found.terms for level in term.levels] == [is_sure]
 
 
 def test_tokens_of_several_documents_in_a_row_are_no_sample():

@@ -46,7 +46,12 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
     reasons = []
     for steps in steps_together(training.ranks):
         try:
-            cases.append(_cases(training.objective, steps))
+            readings = _cases(training.objective, steps)
+            if not all(one.is_sure or one.is_right for one in readings):
+                raise _UnknownError(
+                    "it is not known which entries of the loss are tokens: its own functions may skip some"
+                )
+            cases.append(readings)
         except _UnknownError as error:
             reasons.append(str(error))
     wrong = next((readings[0] for readings in cases if not any(one.is_right for one in readings)), None)
@@ -135,6 +140,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
     cases = []
     for reading in range(len(terms[0][1])):
         made, tolerance = [], max(EXACT, 4 * error)
+        sure = all(readings[reading].get("sure", True) for _, readings, _ in terms)
         for (rank, place, one), (_, readings, alone), share in zip(passes, terms, contributions, strict=True):
             facts = readings[reading]
             scale = share / one.scale
@@ -149,7 +155,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
         if not sum(one.terms for one in made) or not all(math.isfinite(one.weight) for one in made):
             raise _UnknownError("no term of the loss has a weight")
         alone = all(one[2] for one in terms)
-        case = ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance)
+        case = ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance, sure)
         scaled_later = len(steps) * contributions[0] if len(set(contributions)) == 1 else 1.0
         cases.append(case if case.is_count(scaled_later) else replace(case, up_to_a_factor=True))
     return cases

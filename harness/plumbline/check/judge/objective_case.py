@@ -43,7 +43,8 @@ class ObjectiveCase(CountedCase):
     """The weights of one step.
 
     ``up_to_a_factor``: only relations are judged, because the loss has other terms too, or the gradients are scaled
-    after the backward passes by a number that counts nothing, as where they are clipped by hand.
+    after the backward passes by a number that counts nothing, as where they are clipped by hand. ``is_sure``: which
+    entries of the loss are terms is known.
     """
 
     declared: str
@@ -52,6 +53,7 @@ class ObjectiveCase(CountedCase):
     passes: tuple[PassWeights, ...]
     up_to_a_factor: bool
     tolerance: float
+    is_sure: bool = True
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         return f"{finding.message}; {description}: {hint}"

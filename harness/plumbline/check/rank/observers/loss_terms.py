@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -37,6 +39,12 @@ _SAME_ENTRIES = (
 _KEEPS_SOME = ("MaskedFillBackward0", "MaskedSelectBackward0", "WhereBackward0")
 """Nodes that hand on some entries of a tensor, and leave out the others."""
 
+_EACH_COUNTS = (
+    "AbsBackward", "ExpBackward", "GatherBackward", "IndexBackward", "LogBackward", "Log1PBackward",
+    "LogSigmoidBackward", "LogSoftmaxBackward", "PowBackward", "SoftplusBackward",
+)  # fmt: skip
+"""Nodes whose entries are all known to be terms although no mask says so."""
+
 _REDUCES = ("MeanBackward", "SumBackward")
 _CALL: Any = CallOutputs._backward_cls
 
@@ -47,7 +55,8 @@ class LossTerm:
 
     ``is_call``: a followed loss function of torch computes it. ``levels`` has, for a mean or a sum that is written by
     hand, what ``weights_of`` says of the tensor that it is over; where it is not known which tensor has an entry for
-    each token, of several.
+    each token, of several. ``sure`` says whether all entries that weigh anything are terms: a function that the script
+    defines may ignore some of them.
     """
 
     name: str
@@ -120,9 +129,12 @@ class LossTerms:
             name = type(node).__name__
             if id(node) in self._calls:
                 return LossTerm(self._calls[id(node)], factor, is_call=True)
+            if name in SAME_OUTPUTS:
+                node, output = node.next_functions[output]
+                continue
             if name.startswith(_REDUCES):
                 levels.append((node, output))
-            elif name in _KEEPS_SOME or _is_masking(node, name):
+            elif _is_masking(node, name):
                 masked = len(levels)
             elif name not in _SAME_ENTRIES and not _is_divided(node, name):
                 break
@@ -130,8 +142,9 @@ class LossTerms:
         levels.append((node, output))
         # Values that are multiplied with the terms, such as advantages, may leave some out unless a mask did before.
         if masked >= 0 or not name.startswith(("MulBackward", "DivBackward")):
+            sure = name[-1].isdigit() and (masked >= 0 or name.startswith(_EACH_COUNTS)) and not hides_a_mask(node)
             for one, place in levels[max(masked, 0) :]:
-                summary: Facts = {}
+                summary: Facts = {"sure": sure}
                 term.levels.append(summary)
                 self._handles.append(one.register_prehook(partial(_arrived, summary, place, self._rows)))
         return term
@@ -220,7 +233,30 @@ def _is_masking(node: Any, name: str) -> bool:
     if name == "IndexBackward0":
         indices = node._saved_indices
         return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool
-    return mask_of(node) is not None
+    return name in _KEEPS_SOME or mask_of(node) is not None
+
+
+def hides_a_mask(node: Any) -> bool:
+    """Say whether a mask of entries like those of a node, or of its input, is applied to what it is computed from."""
+    sizes = {_leading(one)[-1] for one in (node, *(inner for inner, _ in node.next_functions)) if one is not None}
+    sizes -= {1}
+    waiting, seen = [one for one, _ in node.next_functions], set[int]()
+    while waiting and len(seen) < MOST_NODES:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        masks = type(one).__name__ in ("MaskedFillBackward0", "WhereBackward0") or mask_of(one) is not None
+        if masks and sizes & set(_leading(one)):
+            return True
+        waiting.extend(inner for inner, _ in one.next_functions)
+    return False
+
+
+def _leading(node: Any) -> list[int]:
+    """Return how many entries the first dimensions of a node's result have, of one, two and so on."""
+    known = getattr(node, "_input_metadata", ())
+    return list(accumulate(known[0].shape, mul)) if known and len(known[0].shape) else [1]
 
 
 def _is_divided(node: Any, name: str) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
-from plumbline.check.rank.observers.loss_terms import LossTerms, rows_among, rows_in, weights_of
+from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, rows_among, rows_in, weights_of
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
@@ -27,11 +27,15 @@ _LONGEST_CHAIN = 64
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a loss function, and the gradient of what is optimised with respect to its result."""
+    """A call of a loss function, and the gradient of what is optimised with respect to its result.
+
+    ``is_masked``: its input may have entries that a mask sets, which are terms all the same.
+    """
 
     call: LossCall
     targets: Tensor
     node: Any = None
+    is_masked: bool = False
     cotangent: Tensor | None = None
     facts: Facts = field(default_factory=dict)
 
@@ -93,6 +97,8 @@ class ObjectiveObserver(Observer):
             self._means = attempt(mean_weights, self._root)
             calls = {id(one.node): one.call.function for one in self._calls}
             names = {id(node): name for name, node in held_losses(self._roots) if node is not None}
+            for one in self._calls:
+                one.is_masked = one.call.function in ELEMENTS and attempt(hides_a_mask, one.node) is not False
             self._terms = attempt(LossTerms, self._root, calls, names, self._rows)
 
     def backward_ends(self, number: int) -> Facts | None:
@@ -163,7 +169,7 @@ def _facts(one: _Call, rows: int | None) -> Facts:
         "weight": _finite(float(weights.sum() * terms)),
         "even": weights.numel() == 0 or bool((weights == weights.reshape(-1)[0]).all()),
         "targets": _digest(one.targets),
-        "own": _own_weights(call, cotangent.double(), one.targets, rows),
+        "own": {**_own_weights(call, cotangent.double(), one.targets, rows), "sure": not one.is_masked},
         "dtype": str(cotangent.dtype).partition(".")[2],
     }
 
@@ -172,6 +178,8 @@ def _own_weights(call: LossCall, cotangent: Tensor, targets: Tensor, rows: int |
     """Return the weights of the terms, of which those of an unreduced loss that weigh nothing do not count."""
     if call.reduction == "none":
         own = rows_among(cotangent, rows)
+        if call.counted is not None and call.counted.shape == cotangent.shape:
+            cotangent = cotangent * call.counted
         weights = cotangent if own is None else cotangent.reshape(own, -1)
         return weights_of((weights != 0).double(), weights, own)
     own = rows_among(targets, rows)
