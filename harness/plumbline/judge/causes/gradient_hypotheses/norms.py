@@ -155,7 +155,7 @@ register(
     OracleGradientCase,
     GradientHypothesis("left-out-of-the-norm", "clipping", _clipping(_left_out),
         "clipped by a norm that leaves out a part of the model: what only some ranks hold, or what all of them hold",
-        "add the squared norms of all parameters: divided, whole, and experts, each once", 557),
+        "add the squared norms of all parameters: divided, whole, and experts, each once", 552),
     GradientHypothesis("norms-averaged", "clipping", _clipping(_combined_otherwise(_mean)),
         "clipped by the mean of the norms of what each rank holds",
         "add the squared norms over the ranks that hold different parts, and do not average norms", 555),
