@@ -17,6 +17,7 @@ from plumbline.judge.replicas import as_replicas, with_whole_models
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import WORKLOADS
 
+DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 MISTAKES = Path(__file__).parent / "subjects" / "wrong_meshes.py"
 
 
@@ -48,6 +49,26 @@ def test_a_mistake_on_a_mesh_is_found(verdict, subject, workload, backend, topol
     assert outcome is Outcome.FAILED
     assert findings[check].outcome is Outcome.FAILED, findings
     assert cause is None or findings[check].cause == cause
+
+
+@pytest.mark.parametrize(
+    ("subject", "workload", "backend", "topology", "cause"),
+    [
+        ("pieces-of-an-unpadded-tensor", "mlp", "zero2", "1x3", "shifted-in-a-flat-tensor"),
+        ("norm-of-the-own-piece", "clipping", "zero2", "1x2", "clipped-shard-by-shard"),
+        ("parts-added-in16-bits", "mlp", "fsdp", "1x3", "rounded-to-16-bits"),
+        ("row-bias-added-on-every-rank", "mlp", "tp", "1x2", "bias-added-on-every-rank"),
+        ("norm-of-whole-parameters-only", "clipping", "tp", "1x2", "left-out-of-the-norm"),
+        ("labels-at-seams-missing", "lm-tokens", "cp", "1x2", "tokens-at-seams-missing"),
+        ("router-of-own-experts", "experts", "ep", "1x2", "router-of-own-experts"),
+        ("divided-by-the-window-at-each-boundary", "accumulation", "pp", "1x2", "stage-scaled"),
+    ],
+)
+def test_a_mistake_on_a_mesh_is_named(verdict, subject, workload, backend, topology, cause):
+    """By what ranks hold, and by what they exchange."""
+    findings, outcome = verdict(subject, workload, backend, topology, locator=DETECTION)
+    assert outcome is Outcome.FAILED
+    assert findings["gradients"].cause == cause, findings["gradients"]
 
 
 def rank_with(rank, weights, gradients, samples=(0, 1)):

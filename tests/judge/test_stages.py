@@ -135,6 +135,11 @@ def test_stages_of_which_one_has_no_parameters_and_makes_no_steps_are_right(verd
     assert outcome is Outcome.PASSED, findings
 
 
+def test_a_tied_weight_that_one_stage_steps_and_sends_to_the_other_is_right(verdict):
+    findings, outcome = verdict("tied-weight-stepped-on-one-stage", "transformer", "pp", "1x2")
+    assert outcome is Outcome.PASSED, findings
+
+
 def test_a_rank_that_holds_both_ends_of_the_model_is_right(verdict):
     """It computes all forwards before its first loss."""
     findings, outcome = verdict("interleaved-stages", "mlp", "pp", "1x2")
