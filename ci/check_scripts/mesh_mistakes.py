@@ -499,7 +499,7 @@ EXPERT_MISTAKES = (
         in_file(
             "experts.py", (r'( +)if "experts" not in name:\n', r'\1if "experts" in name:\n\1    continue\n\1else:\n')
         ),
-        ("some-tensors-scaled", "experts-scaled"),
+        ("some-tensors-summed", "some-tensors-scaled", "experts-scaled"),
     ),
     MeshMistake(
         "experts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,24 @@ def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
     return [stages[one] for one in places], _step(schedule(mine[0] if has_one else mine, 4, functional.mse_loss), mine)
 
 
+class LastStage(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(super().forward(values))
+
+
+def _alike() -> tuple[list[nn.Module], Step]:
+    """Two stages of which the second begins as a copy of the first, with a layer more."""
+    rank = dist.get_rank()
+    first, second = Stage(), LastStage()
+    second.load_state_dict(first.state_dict(), strict=False)
+    stage = pipelining.PipelineStage([first, second][rank], rank, 2, torch.device("cpu"))
+    return [[first, second][rank]], _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
+
+
 def _in_parts() -> tuple[list[nn.Module], Step]:
     """A mesh of two stages, each of which lies on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
@@ -102,6 +121,24 @@ def _in_parts() -> tuple[list[nn.Module], Step]:
     parallelize_module(module, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     stage = pipelining.PipelineStage(module, place, 2, torch.device("cpu"), group=mesh["stage"].get_group())
     return [module], _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
+
+
+def _replicas() -> tuple[list[nn.Module], Step]:
+    """Two pipelines, each with rows of its own, whose gradients are averaged."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    place, replica = mesh["stage"].get_local_rank(), mesh["data"].get_local_rank()
+    torch.manual_seed(place)
+    module = nn.Sequential(OrderedDict([(f"stage{place}", [Stage(), Stage(4)][place])]))
+    stage = pipelining.PipelineStage(module, place, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    step = _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
+
+    def averaged(rows: Tensor, targets: Tensor) -> None:
+        step(rows + replica, targets)
+        for one in module.parameters() if MISTAKE != "replicas-not-averaged" else ():
+            dist.all_reduce(one.grad, group=mesh["data"].get_group())
+            one.grad /= 2
+
+    return [module], averaged
 
 
 def _step(schedule: Any, stages: list[Any]) -> Step:
@@ -117,7 +154,7 @@ def run(scene: str, mistake: str = "") -> None:
     global MISTAKE
     MISTAKE = mistake
     torch.manual_seed(0)
-    others = {"communicating": _communicating, "in-parts": _in_parts}
+    others = {"communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike}
     modules, step = others[scene]() if scene in others else _scheduled(scene)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.01)

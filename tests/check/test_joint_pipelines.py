@@ -26,20 +26,27 @@ WRONG = {
 
 
 def checked(plumbline: Any, *scene: str) -> CheckedTraining:
-    check = plumbline.check(partial(joint_pipelines.run, *scene), ranks=4 if scene[0] == "in-parts" else 2)
+    check = plumbline.check(
+        partial(joint_pipelines.run, *scene), ranks=4 if scene[0] in ("in-parts", "replicas") else 2
+    )
     assert not any(end.has_failed for end in check.ends), check.ends
     training: CheckedTraining
     (training,) = check.trainings
     return training
 
 
-@pytest.mark.parametrize("scene", [*SCHEDULES, "in-parts"])
+@pytest.mark.parametrize("scene", [*SCHEDULES, "in-parts", "replicas"])
 def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     kind = getattr(joint_pipelines.pipelining, f"Schedule{scene}", None)
     if scene in SCHEDULES and kind is None:
         pytest.skip(f"this version of torch has no Schedule{scene}")
     training = checked(plumbline, scene)
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+
+
+def test_stages_that_begin_alike_are_not_accused(plumbline: Any) -> None:
+    training = checked(plumbline, "alike")
+    assert not [one for one in training.findings if one.outcome.is_bad]
 
 
 def test_stages_that_send_in_their_forward_are_judged_but_for_what_may_be_a_copy(plumbline: Any) -> None:

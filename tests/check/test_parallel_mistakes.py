@@ -89,6 +89,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        nn.init.zeros_(self.up.bias)
 
     def forward(self, values: Tensor) -> Tensor:
         return values + self.down(functional.gelu(self.up(self.norm(values))))

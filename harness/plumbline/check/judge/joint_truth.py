@@ -88,7 +88,9 @@ class JointTruth(Truth[JointGradient]):
         wrong = self.cases
         if not wrong and self.is_sum and all(found["one_loss"] for _, found in self.compared):
             return self._counted_by_every_rank()
-        if not wrong and (own := [one for number, found in self.compared for one in found["own"]]):
+        every = [found["own"] for _, found in self.compared]
+        own = [one for one in every[0] if all(one in others for others in every)]
+        if not wrong and own:
             return self._not_averaged(own)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
@@ -125,16 +127,16 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
-        """Return what is wrong if each rank uses, and trains, only its own copy of some parameters."""
+        """Return what is wrong if each replica uses, and trains, only its own copy of some parameters."""
         name, ranks = own[0]
         return failed_with_hint(
             CHECK,
-            f"{listed(dict.fromkeys(name for name, _ in own))} start with the same values on all ranks, and each rank "
-            "uses only its own copy, but gradients of the copies are not averaged over ranks",
+            f"{listed(dict.fromkeys(name for name, _ in own))} began with the same values on several ranks, and each "
+            "copy has samples of its own, but gradients of the copies are not averaged",
             "all-reduce the gradients of all replicated parameters",
             cause="some-parameters-not-synchronised",
             family="sync",
-            step=next(number for number, found in self.compared if found["own"]),
+            step=self.compared[0][0],
             rank=ranks[0],
             parameter=name,
         )

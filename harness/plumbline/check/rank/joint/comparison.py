@@ -47,8 +47,8 @@ MOST_HALVES = 48
 """Comparisons by which single parameters are found, where a direction through all of them is wrong."""
 
 
-MOST_OWN = 8
-"""Parameters of which it is asked whether only their own rank uses them."""
+MOST_OWN = 4
+"""Parameters of which it is asked whether their copies have effects on the same ranks."""
 
 
 @dataclass(frozen=True)
@@ -236,18 +236,32 @@ class _Comparison:
         found["judged"] = [self._named(place) for place in sorted(judged)]
         found["doubtful"] = [self._named(place) for place in doubtful]
         found["norms"] = self._norms()
-        own = [] if found["wrong"] else [place for place in doubtful[:MOST_OWN] if self._is_own(place)]
+        own = [] if found["wrong"] else self._not_averaged(doubtful)
         found["own"] = [self._named(place) for place in own]
         return found
 
-    def _is_own(self, place: int) -> bool:
-        """Return whether only the rank that holds a parameter uses it, although other ranks began with the same."""
-        ranks = self.groups[place].ranks
-        if self._losses < len(self._still) or len(ranks) > 1:  # stages of a pipeline send on what they compute
-            return False
-        difference = self._difference([place], f"own {place}")
-        alone = [share for rank, own in enumerate(difference.shares) for share in own if rank not in ranks]
-        return self._shows(difference, place) and not any(abs(share) > difference.limit for share in alone)
+    def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
+        """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
+
+        They are replicas, each with samples of its own; parts of a layer share an effect. Stages of a pipeline are run
+        apart, so their effects say nothing.
+        """
+        if self._losses < len(self._still):
+            return []
+        kinds: dict[Kind, list[int]] = {}
+        for place in doubtful:
+            kinds.setdefault(self.groups[place].kind, []).append(place)
+        found: list[int] = []
+        for places in list(kinds.values())[:MOST_OWN]:
+            differences = [self._difference([place], f"own {place}") for place in places]
+            reached = [
+                {rank for rank, own in enumerate(one.shares) if any(abs(share) > one.limit for share in own)}
+                for one in differences
+            ]
+            shown = all(self._shows(one, place) for one, place in zip(differences, places, strict=True))
+            if shown and all(reached) and sum(map(len, reached)) == len(set().union(*reached)):
+                found += places
+        return found
 
     def _norms(self) -> list[float]:
         """Return the smallest and the largest norm of all gradients: some may be copies of others, or parts."""

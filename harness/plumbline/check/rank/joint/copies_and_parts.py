@@ -103,17 +103,19 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
 def have_one_gradient(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
 ) -> bool:
-    """Return whether parts of a parameter, which began apart, have the same gradient, but other weights."""
+    """Return whether different parts of a parameter have the same gradient: DTensor's, or those that began apart."""
     group, most = groups[place], ROUNDINGS * unit
-    if any(held[rank][number]["in_parts"] for rank, number in group.keys):
-        parts = [[key] for key in group.instances[0]]
-    elif beginnings.began_alike(group.kind):
+    are_parts = any(held[rank][number]["in_parts"] for rank, number in group.keys)
+    if not are_parts and beginnings.began_alike(group.kind):
         return False
+    if are_parts:
+        parts = [[key] for key in group.instances[0]]
     else:
         parts = [list(other.instances[0]) for other in groups if other.kind == group.kind]
     first, *others = parts
     return bool(others) and all(
-        _same(held, first, other, ("gradient",), most) and not _same(held, first, other, ("weights",), most)
+        _same(held, first, other, ("gradient",), most)
+        and (are_parts or not _same(held, first, other, ("weights",), most))
         for other in others
     )
 
