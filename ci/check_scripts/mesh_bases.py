@@ -69,7 +69,7 @@ SCHEDULES = (
 ZERO_BUBBLE = SCHEDULES[3]
 
 
-def pytorch(file: str, ranks: int, covers: str, *changes: tuple[str, str], **more: object) -> Script:
+def pytorch(file: str, ranks: int, covers: str, *changes: tuple[str, str], also: tuple[Change, ...] = ()) -> Script:
     """Return one of PyTorch's examples of tensor parallelism, with the missing ``zero_grad``."""
     settings: dict[str, object] = {
         "folder": "distributed/tensor_parallelism",
@@ -80,11 +80,11 @@ def pytorch(file: str, ranks: int, covers: str, *changes: tuple[str, str], **mor
             (file, r"foreach=True", "foreach=False"),
             (file, r"( +)(output\.sum\(\)\.backward\(\)\n)", r"\1optimizer.zero_grad()\n\1\2"),
             *((file, *change) for change in changes),
+            *also,
         ),
         "ranks": ranks,
         "steps": 10,
         "because": "zero_grad was never called",
-        **more,
     }
     command = f"torchrun --standalone --nproc-per-node {ranks} {file}"
     return Script(f"pytorch {file[:-3]}", command, covers, "pytorch/examples", **settings)  # type: ignore[arg-type]
@@ -94,7 +94,12 @@ SMALL_LLAMA = (
     (r"dim=256, n_layers=2, n_heads=16, vocab_size=32000", "dim=32, n_layers=1, n_heads=4, vocab_size=64"),
     (r"torch\.randint\(32000, \(8, 256\)", "torch.randint(64, (4, 8)"),
     (r"output\.sum\(\)\.backward", "F.cross_entropy(output.flatten(0, 1), inp.flatten()).backward"),
-    (r"num_iterations = 10", "num_iterations = 5; torch.backends.cuda.enable_flash_sdp(False)"),
+    (r"num_iterations = 10", "num_iterations = 5"),
+)
+OWN_ATTENTION = (
+    "llama2_model.py",
+    r"F\.scaled_dot_product_attention\(xq, xk, xv, is_causal=True\)",
+    "(xq @ xk.transpose(-2, -1) / xq.shape[-1] ** 0.5).softmax(-1) @ xv",
 )
 SEQUENCE = pytorch(
     "sequence_parallel_example.py",
@@ -102,7 +107,13 @@ SEQUENCE = pytorch(
     "sequence parallelism by DTensor",
     (r"output\.sum\(\)", "output.square().sum()"),
 )
-FSDP_TP = pytorch("fsdp_tp_example.py", 4, "FSDP2 with tensor and sequence parallelism", *SMALL_LLAMA)
+FSDP_TP = pytorch(
+    "fsdp_tp_example.py",
+    4,
+    "FSDP2 with tensor and sequence parallelism",
+    *SMALL_LLAMA,
+    also=(OWN_ATTENTION,),  # DTensor has no flash attention for the CPU
+)
 
 FSDP2_CHANGES = (
     ("example.py", GATE, "if False:"),
