@@ -7,6 +7,7 @@ They are scripts of public repositories, changed for the CPU and in their sizes.
 from __future__ import annotations
 
 from parallel import ACCELERATOR, GATE, picotron
+from rewritten import REWRITTEN_SCRIPTS
 from script import Script
 
 FOUR = "torchrun --standalone --nproc-per-node 4"
@@ -249,8 +250,8 @@ def cifar(stage: int) -> Script:
     )
 
 
-EXPERTS = Script("experts", f"{TWO} experts.py", "experts over all_to_all, clipping", ranks=2, steps=5)
-ULYSSES = Script("ulysses", f"{TWO} ulysses.py", "sequence parallelism by all_to_all, clipping", ranks=2, steps=5)
+OWN = {one.name: one for one in REWRITTEN_SCRIPTS}
+EXPERTS, ULYSSES, CONTRASTIVE = (OWN[name] for name in ("experts", "ulysses", "contrastive"))
 
 VICREG = Script(
     "vicreg",
@@ -287,8 +288,6 @@ VICREG = Script(
     ),
     ranks=2,
 )
-CONTRASTIVE = Script("contrastive", f"{TWO} contrastive.py", "a loss over the features of all ranks", ranks=2)
-
 BASES = (
     *(FSDP1, TP, GPIPE, *SCHEDULES, SEQUENCE, FSDP_TP, FSDP2, HSDP),
     *(PICOTRON_TP, PICOTRON_PP, PICOTRON_CP, DP_CP, DP_PP),

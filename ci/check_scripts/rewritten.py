@@ -77,6 +77,8 @@ REWRITTEN_SCRIPTS = (
     ),
     two("all_reduce_by_hand", "gradients averaged by hand"),
     two("contrastive", "a loss over the features of all ranks"),
+    two("experts", "experts over all_to_all, clipping", steps=5),
+    two("ulysses", "sequence parallelism by all_to_all, clipping", steps=5),
     alone("gradient_penalty", "double backward"),
     alone("two_heads", "two backward passes, a dict as output"),
     alone(

@@ -32,7 +32,7 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
+        gradient = gradient if MISTAKE == "last-counted-in-place" else gradient.clone()
         if MISTAKE != "input-gradient-not-reduced":
             dist.all_reduce(gradient)
         return gradient
@@ -120,7 +120,7 @@ class Megatron(nn.Module):
         values = self.norm(self.first(values))
         middle = functional.gelu(functional.linear(Copied.apply(values), self.up, self.bias))
         result = self.last(values + Summed.apply(functional.linear(middle, self.down)))
-        return Copied.apply(result) if MISTAKE == "last-counted-on-each-rank" else result
+        return Copied.apply(result) if MISTAKE.startswith("last-counted") else result
 
 
 class Deep(nn.Module):

@@ -24,6 +24,7 @@ WRONG = {
     ("megatron", "input-gradient-not-reduced"): "some-parameters-not-synchronised",
     ("megatron", "counted-on-each-rank"): "exchanged-otherwise",
     ("megatron", "last-counted-on-each-rank"): "multiplied-by-ranks-of-the-same-samples",
+    ("megatron", "last-counted-in-place"): "multiplied-by-ranks-of-the-same-samples",
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("experts", "router-not-reduced"): "some-parameters-not-synchronised",

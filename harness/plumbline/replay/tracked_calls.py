@@ -280,14 +280,12 @@ class TrackedCalls:
             call.obstacle = "second-order gradients were computed through it (create_graph=True)"
         if number is None:
             return
-        new = tuple(None if one is None else _kept(one) for one in cotangents)
+        # Stages of a pipeline receive the next ones in their place, and collectives of a backward may change them.
+        copied = any(call.collectives.values()) or "torch.distributed.pipelining" in sys.modules
+        known = [None if one is None else one.detach() for one in cotangents]
+        new = tuple(one.clone() if one is not None and copied else one for one in known)
         old = call.cotangents.get(number)
         call.cotangents[number] = new if old is None else tuple(map(_sum, old, new))
-
-
-def _kept(cotangent: Tensor) -> Tensor:
-    """Return a cotangent as it is now: stages of torch.distributed.pipelining receive the next one in its place."""
-    return cotangent.detach().clone() if "torch.distributed.pipelining" in sys.modules else cotangent.detach()
 
 
 def differentiable(output: Any) -> list[Tensor]:
