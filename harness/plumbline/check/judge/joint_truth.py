@@ -88,9 +88,9 @@ class JointTruth(Truth[JointGradient]):
         wrong = self.cases
         if not wrong and self.is_sum and all(found["one_loss"] for _, found in self.compared):
             return self._counted_by_every_rank()
-        every = [found["own"] for _, found in self.compared]
-        own = [one for one in every[0] if all(one in others for others in every)]
-        if not wrong and own:
+        every = [found["own"] for _, found in self.compared if not found["wrong"]]
+        own = [one for one in every[0] if all(one in others for others in every)] if every else []
+        if own:  # what is wrong at a later step may follow from that
             return self._not_averaged(own)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
