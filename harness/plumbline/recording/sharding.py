@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -65,10 +66,16 @@ def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -
     return found
 
 
-def gradient_divisors(root: nn.Module) -> set[float | None]:
-    """Return by what FSDP2 divides sums of gradients over ranks; None is its own choice, the number of ranks."""
-    groups = [group for module in root.modules() for group in _groups(module)]
-    return {getattr(group, "gradient_divide_factor", None) for group in groups if group.fsdp_params}
+def requested_divisors(roots: Iterable[nn.Module]) -> set[float]:
+    """Return by what scripts have FSDP2 divide sums of gradients, as multiples of the number of ranks."""
+    groups = (group for root in roots for module in root.modules() for group in _groups(module))
+    return {_requested_divisor(group) for group in groups if group.fsdp_params}
+
+
+def _requested_divisor(group: Any) -> float:
+    factor = getattr(group, "gradient_divide_factor", None)
+    ranks = [getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")]
+    return 1.0 if factor is None else float(factor) / math.prod(ranks)
 
 
 def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:

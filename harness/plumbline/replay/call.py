@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.flat_sharding import part_of
+from plumbline.recording.sharding import local
 from plumbline.recording.zero3 import held
 from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.random_state import RandomState
@@ -122,7 +123,7 @@ class TrackedCall:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return at most ``SAMPLE`` entries of a tensor, evenly spread over it, as a copy."""
-    flat = tensor.detach().reshape(-1)
+    """Return at most ``SAMPLE`` entries of what this rank holds of a tensor, evenly spread over it, as a copy."""
+    flat = local(tensor.detach()).reshape(-1)
     stride = max(1, -(-flat.numel() // SAMPLE))
     return flat[::stride].clone()

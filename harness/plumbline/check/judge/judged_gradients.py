@@ -133,7 +133,7 @@ def requested_divisor(training: RecordedTraining) -> float | None:
     """Return by what the script has FSDP2 divide all sums of gradients over ranks, None where FSDP2 chooses."""
     modules = [one for rank in training.ranks for one in rank.facts.get("parallelism", {}).get("modules", ())]
     divisors = {divisor for module in modules for divisor in module.get("divisors", ())}
-    return divisors.pop() if len(divisors) == 1 else None
+    return divisors.pop() * training.world_size if len(divisors) == 1 else None
 
 
 def _hook_format(training: RecordedTraining) -> str:

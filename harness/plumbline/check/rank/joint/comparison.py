@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,18 +97,25 @@ class JointComparison:
         """Let go of gradients."""
         self._left = {}
 
-    def compare(self, calls: Sequence[RecordedCall], held: Sequence[JointParameter], losses: Sequence[float]) -> Facts:
+    def compare(
+        self,
+        calls: Sequence[RecordedCall],
+        held: Sequence[JointParameter],
+        losses: Sequence[float],
+        divisors: Collection[float] = (),
+    ) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
 
         ``losses`` are the values at which this rank's backward passes began, if they began at a loss. All ranks have to
-        call this at the same step.
+        call this at the same step. ``divisors``: by what the script has gradients divided, as multiples of the number
+        of ranks that reduce them.
         """
         if self.obstacle:
             return {"why": self.obstacle}
         try:
             try:
                 comparison = _Comparison(
-                    self._exchange, self._beginnings, calls, held, self._left, self._reading, losses
+                    self._exchange, self._beginnings, calls, held, self._left, self._reading, losses, divisors
                 )
                 found, self._reading = comparison.facts(), comparison.known
                 if found["wrong"]:
@@ -134,6 +141,7 @@ class _Comparison:
         left: Mapping[int, Tensor | None],
         known: Reading | None,
         losses: Sequence[float],
+        divisors: Collection[float],
     ) -> None:
         self._exchange = exchange
         self._rank = torch.distributed.get_rank()
@@ -151,6 +159,7 @@ class _Comparison:
             "held": [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)],
             "losses": list(losses),
             "unit": unit_of(calls),
+            "divisors": list(divisors),
             "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
         }
         theirs = exchange.values(ours)
@@ -158,7 +167,9 @@ class _Comparison:
             raise NoAgreementError("gradients were not finite")
         self._losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
         losses_alike = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
-        self._of = self._losses
+        requested = {divisor for one in theirs for divisor in one["divisors"]}
+        self._mean_of = self._losses * (requested.pop() if len(requested) == 1 else 1.0)
+        self._of = self._mean_of
         self._unit = max(one["unit"] for one in theirs)
         self._every = [one["held"] for one in theirs]
         self.groups = grouped(self._every, self._unit, beginnings)
@@ -302,7 +313,7 @@ class _Comparison:
         return readings[0], self._by(readings[0], places)
 
     def _by(self, reading: Reading, places: Sequence[int]) -> Difference:
-        self._of = 1 if reading.is_sum else self._losses
+        self._of = 1.0 if reading.is_sum else self._mean_of
         self._forward.take(reading.in_place)
         return self._difference(places, "0")
 

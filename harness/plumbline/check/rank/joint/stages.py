@@ -67,7 +67,7 @@ def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object
 
 
 def _digest(values: Tensor) -> str:
-    flat = values.detach().cpu().contiguous()
+    flat = local(values).detach().cpu().contiguous()
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() + str(flat.dtype)
 
 

@@ -24,6 +24,7 @@ from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import requested_divisors
 
 FLAT = (
     "the forward communicates, and FSDP1 keeps its parameters in flat tensors: use fully_shard (FSDP2) to have it "
@@ -79,7 +80,8 @@ class JointSteps(Observer):
                 self._found = {"why": FLAT}
                 return
             losses = [value for value in values.values() if value is not None]
-            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), losses)
+            divisors = requested_divisors(one.call.module for one in calls)
+            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), losses, divisors)
         elif _are_several_ranks():
             self._compare_functions()
 

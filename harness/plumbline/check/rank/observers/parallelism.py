@@ -18,7 +18,7 @@ from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
 from plumbline.recording.process import rank_and_world
-from plumbline.recording.sharding import gradient_divisors, holds_gradients_back, is_data_parallel_shard
+from plumbline.recording.sharding import holds_gradients_back, is_data_parallel_shard, requested_divisors
 
 _REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
@@ -153,7 +153,7 @@ class ParallelismObserver(Observer):
         units = flat_units(module)
         if not all(one.is_of_all_ranks for one in units):
             facts["sharded_as_data"] = False
-        facts["divisors"] = list(gradient_divisors(module))
+        facts["divisors"] = list(requested_divisors([module]))
         layouts = {layout for p in module.parameters() if (layout := _layout(p))}
         replicated = any(one.is_replicated for one in units)
         facts["layouts"] = sorted(layouts | ({REPLICATED_SHARDS} if replicated else set()))
