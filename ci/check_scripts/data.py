@@ -267,6 +267,11 @@ def texts() -> None:
     write_rows(Path("instructions/train.jsonl"), [{"instruction": c[0]["content"], "output": "is true"} for c in chats])
 
 
+def c4() -> None:
+    """Write texts where torchtitan looks for a part of C4."""
+    write_rows(Path("tests/assets/c4_test/data.json"), [{"text": " ".join(sentences(12, seed))} for seed in range(64)])
+
+
 def prompts() -> None:
     """Write prompts, and a function that rewards completions."""
     write_rows(Path("texts_with_prompts/train.jsonl"), [{"prompt": text} for text in sentences(32)])
@@ -285,7 +290,7 @@ KINDS: dict[str, Callable[[], None]] = {
     made.__name__: made
     for made in (
         *(nanogpt, wikitext, lightning_wikitext, sines, bert, llama, glue, accuracy, texts),
-        *(shakespeare, picotron, nanochat, fineweb, tinystories, cora, prompts),
+        *(shakespeare, picotron, nanochat, fineweb, tinystories, cora, c4, prompts),
     )
 }
 

@@ -5,6 +5,7 @@ Their licences allow to run them; nothing of them is copied into this project.
 
 from __future__ import annotations
 
+from in_parts import IN_PARTS
 from libraries import LIBRARIES
 from parallel import PARALLEL
 from script import PICTURES, Script
@@ -13,6 +14,7 @@ from teaching import TEACHING
 COMMITS = {
     "KellerJordan/modded-nanogpt": "e59ae87f884240fe637e45bc9b3f953954a6a79a",
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+    "NVIDIA/Megatron-LM": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
     "davda54/sam": "3c3afdbd71cff2462ec91c734b3d1170bd0f3707",
     "deepspeedai/DeepSpeedExamples": "45b4b7156c8794a3452a5a7d03dbd8d797068569",
     "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
@@ -31,6 +33,7 @@ COMMITS = {
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "pytorch/ignite": "de08e799cfb55a6cf4aa778575d6bad725385453",
     "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
+    "pytorch/torchtitan": "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a",
     "shivangraval50/distributed-training-lab": "6ac3b7d309cffd97232b7cf953a7fe224d285dca",
     "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
     "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
@@ -229,5 +232,6 @@ PUBLISHED = (
     ),
     *LIBRARIES,
     *PARALLEL,
+    *IN_PARTS,
     *TEACHING,
 )

@@ -1,0 +1,144 @@
+"""Published trainings whose ranks hold parts of a model or of its states, or whose losses gather over ranks."""
+
+from __future__ import annotations
+
+from script import Script
+
+TORCHRUN = "torchrun --standalone --nproc-per-node"
+
+ON_THE_CPU = (
+    ("run_simple_mcore_train_loop.py", r"(?m)^import torch$", "import torch\nimport cpu_for_cuda"),
+    ("run_simple_mcore_train_loop.py", r"torch\.cuda\.set_device\(local_rank\)", "pass"),
+    ("run_simple_mcore_train_loop.py", '"nccl"', '"gloo"'),
+    ("run_simple_mcore_train_loop.py", r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
+    ("run_simple_mcore_train_loop.py", r"compile_helpers\(\)\n", "pass\n"),
+)
+OWN_OPTIMIZER = (
+    (
+        "run_simple_mcore_train_loop.py",
+        r"optim: Adam = Adam\(gpt_model\.parameters\(\)\)",
+        "from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer\n"
+        "    optim = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=0.0), [gpt_model])",
+    ),
+    ("run_simple_mcore_train_loop.py", r"optim\.zero_grad\(\)", "gpt_model.zero_grad_buffer(), optim.zero_grad()"),
+)
+
+
+def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
+    """Return the training loop among the examples of Megatron, which needs megatron-core."""
+    settings: dict[str, object] = {
+        "source": "NVIDIA/Megatron-LM",
+        "folder": "examples",
+        "also": ("examples/run_simple_mcore_train_loop.py",),
+        "needs": ("megatron.core.datasets.helpers_cpp", "cpu_for_cuda"),
+        "changes": (*ON_THE_CPU, *more_changes),
+        "ranks": 2,
+        "steps": 5,
+        **more,
+    }
+    return Script(name, f"{TORCHRUN} 2 run_simple_mcore_train_loop.py", covers, **settings)  # type: ignore[arg-type]
+
+
+def torchtitan(name: str, ranks: int, options: str, covers: str) -> Script:
+    """Return a training of torchtitan's Llama for debugging."""
+    return Script(
+        f"torchtitan {name}",
+        f"{TORCHRUN} {ranks} -m torchtitan_on_cpu --module llama3 --config llama3_debugmodel --debug.seed 42 "
+        "--training.local_batch_size 2 --training.seq_len 32 --training.steps 4 --training.disable_cuda_graphs "
+        "--training.mixed_precision_param float32 --parallelism.spmd_backend partial_dtensor --checkpoint.interval 100 "
+        f"--validator.freq 100 {options}",
+        covers,
+        "pytorch/torchtitan",
+        also=("tests/assets/tokenizer",),
+        needs=("torchtitan", "torchtitan_on_cpu"),
+        data=("c4",),
+        ranks=ranks,
+    )
+
+
+def cifar(stage: int) -> Script:
+    """Return DeepSpeed's example of CIFAR-10 with a stage of ZeRO."""
+    file = "cifar10_deepspeed.py"
+    return Script(
+        f"deepspeed cifar zero {stage}",
+        f"{TORCHRUN} 2 {file} --epochs 1 --dtype fp32 --stage {stage}",
+        f"ZeRO {stage}, clipping, a schedule that begins at 0",
+        "deepspeedai/DeepSpeedExamples",
+        folder="training/cifar",
+        also=(f"training/cifar/{file}",),
+        needs=("deepspeed", "torchvision"),
+        environment={"DS_ACCELERATOR": "cpu"},
+        changes=(
+            (
+                file,
+                r"(?m)^import torchvision$",
+                'import sys; sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None\nimport torchvision',
+            ),
+            (file, r'"lr": 0\.001,', '"lr": 0.001, "torch_adam": True,'),
+        ),
+        ranks=2,
+    )
+
+
+TWO_VIEWS = (
+    "lambda one: tuple(T.Compose([T.RandomCrop(32), T.RandomHorizontalFlip(), T.ToTensor()])(one) for _ in 'xy')"
+)
+
+IN_PARTS = (
+    megatron(
+        "megatron-core loop",
+        "tensor parallelism by Megatron's layers, its DistributedDataParallel, torch's Adam",
+        accepted=("wrong",),
+        is_wrong=True,
+        because="Megatron's DistributedDataParallel keeps gradients in main_grad, which torch's Adam does not read: no "
+        "weight moves",
+    ),
+    megatron("megatron-core", "tensor parallelism by Megatron's layers, and its own optimizer", OWN_OPTIMIZER),
+    megatron(
+        "megatron-core sequence-parallel",
+        "the same with sequence parallelism",
+        (*OWN_OPTIMIZER, ("run_simple_mcore_train_loop.py", "num_layers=2,", "num_layers=2, sequence_parallel=True,")),
+    ),
+    torchtitan("fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "FSDP2 that sums, a loss in chunks"),
+    torchtitan(
+        "fsdp and tp",
+        4,
+        "--parallelism.data_parallel_shard_degree 2 --parallelism.tensor_parallel_degree 2",
+        "FSDP2 and tensor parallelism on a mesh of 2 × 2",
+    ),
+    torchtitan(
+        "hsdp",
+        4,
+        "--parallelism.data_parallel_shard_degree 2 --parallelism.data_parallel_replicate_degree 2",
+        "shards on two ranks, replicated twice",
+    ),
+    torchtitan(
+        "pp and fsdp",
+        4,
+        "--parallelism.data_parallel_shard_degree 2 --parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_schedule 1F1B",
+        "a pipeline whose stages FSDP2 shards",
+    ),
+    *(cifar(stage) for stage in (1, 2, 3)),
+    Script(
+        "vicreg",
+        f"{TORCHRUN} 2 main_vicreg.py --device cpu --data-dir data --exp-dir exp --arch resnet34 --mlp 32-32-32 "
+        "--batch-size 16 --epochs 1 --num-workers 0",
+        "a loss over the features of all ranks, gathered by a function of its own, LARS",
+        "facebookresearch/vicreg",
+        also=("main_vicreg.py", "distributed.py", "resnet.py"),
+        needs=("torchvision",),
+        changes=(
+            ("main_vicreg.py", "import augmentations as aug", "import torchvision.transforms as T"),
+            ("main_vicreg.py", r"aug\.TrainTransform\(\)", TWO_VIEWS),
+            ("main_vicreg.py", "pin_memory=True", "pin_memory=False"),
+            ("main_vicreg.py", r"\.cuda\(gpu(, non_blocking=True)?\)", ""),
+            ("main_vicreg.py", r"model = nn\.SyncBatchNorm\.convert_sync_batchnorm\(model\)", "pass"),
+            ("main_vicreg.py", r", device_ids=\[gpu\]", ""),
+            ("main_vicreg.py", r"torch\.backends\.cudnn\.benchmark = True", "torch.manual_seed(0)"),
+            ("distributed.py", r"torch\.cuda\.set_device\(args\.gpu\)", "pass"),
+            ("distributed.py", "'nccl'", "'gloo'"),
+        ),
+        ranks=2,
+    ),
+)

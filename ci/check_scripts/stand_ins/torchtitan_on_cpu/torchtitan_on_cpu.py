@@ -1,0 +1,33 @@
+"""Run torchtitan's own training, ``torchtitan.train``, on the CPU with gloo: it asks torch for an accelerator."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import flex_attention
+
+torch._utils._get_available_device_type = lambda: "cpu"
+torch.cpu.get_device_name = lambda device=None: "cpu"
+torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**30)
+torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
+torch.cpu.memory_stats = lambda device=None: {}
+
+import torchtitan.distributed.utils  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.train import main  # noqa: E402
+
+_set_factor = FSDPModule.set_gradient_divide_factor
+
+
+def _set_factor_on_gloo(self, factor):
+    _set_factor(self, factor)
+    self.set_force_sum_reduction_for_comms(True)  # gloo does not multiply
+
+
+FSDPModule.set_gradient_divide_factor = _set_factor_on_gloo
+torchtitan.distributed.utils.set_pg_timeouts = lambda *arguments, **options: None  # its barrier names a device
+flex_attention._validate_device = lambda *tensors: None  # torch refuses a backward pass of flex_attention on the CPU
+FlexAttention._compiled_flex_attn = flex_attention.flex_attention
+
+if __name__ == "__main__":
+    main()
