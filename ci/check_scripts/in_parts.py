@@ -94,11 +94,6 @@ IN_PARTS = (
         "weight moves",
     ),
     megatron("megatron-core", "tensor parallelism by Megatron's layers, and its own optimizer", OWN_OPTIMIZER),
-    megatron(
-        "megatron-core sequence-parallel",
-        "the same with sequence parallelism",
-        (*OWN_OPTIMIZER, ("run_simple_mcore_train_loop.py", "num_layers=2,", "num_layers=2, sequence_parallel=True,")),
-    ),
     torchtitan("fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "FSDP2 that sums, a loss in chunks"),
     torchtitan(
         "fsdp and tp",
