@@ -40,7 +40,7 @@ def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], .
 
 
 def torchtitan(name: str, ranks: int, options: str, covers: str) -> Script:
-    """Return a training of torchtitan's Llama for debugging."""
+    """Return a training of the Llama for debugging of the installed torchtitan; the repository has its tokenizer."""
     return Script(
         f"torchtitan {name}",
         f"{TORCHRUN} {ranks} -m torchtitan_on_cpu --module llama3 --config llama3_debugmodel --debug.seed 42 "
@@ -52,6 +52,7 @@ def torchtitan(name: str, ranks: int, options: str, covers: str) -> Script:
         also=("tests/assets/tokenizer",),
         needs=("torchtitan", "torchtitan_on_cpu"),
         data=("c4",),
+        is_adapted=True,
         ranks=ranks,
     )
 
@@ -87,32 +88,29 @@ TWO_VIEWS = (
 IN_PARTS = (
     megatron(
         "megatron-core loop",
-        "tensor parallelism by Megatron's layers, its DistributedDataParallel, torch's Adam",
+        "megatron-core 0.19.2: tensor parallelism by its layers, its DistributedDataParallel, torch's Adam",
         accepted=("wrong",),
         is_wrong=True,
         because="Megatron's DistributedDataParallel keeps gradients in main_grad, which torch's Adam does not read: no "
         "weight moves",
     ),
-    megatron("megatron-core", "tensor parallelism by Megatron's layers, and its own optimizer", OWN_OPTIMIZER),
-    torchtitan("fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "FSDP2 that sums, a loss in chunks"),
+    megatron(
+        "megatron-core", "megatron-core 0.19.2: tensor parallelism by its layers, and its own optimizer", OWN_OPTIMIZER
+    ),
+    torchtitan(
+        "fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "torchtitan 0.3.0: FSDP2 that sums, a loss in chunks"
+    ),
     torchtitan(
         "fsdp and tp",
         4,
         "--parallelism.data_parallel_shard_degree 2 --parallelism.tensor_parallel_degree 2",
-        "FSDP2 and tensor parallelism on a mesh of 2 × 2",
+        "torchtitan 0.3.0: FSDP2 and tensor parallelism on a mesh of 2 × 2",
     ),
     torchtitan(
         "hsdp",
         4,
         "--parallelism.data_parallel_shard_degree 2 --parallelism.data_parallel_replicate_degree 2",
-        "shards on two ranks, replicated twice",
-    ),
-    torchtitan(
-        "pp and fsdp",
-        4,
-        "--parallelism.data_parallel_shard_degree 2 --parallelism.pipeline_parallel_degree 2 "
-        "--parallelism.pipeline_parallel_schedule 1F1B",
-        "a pipeline whose stages FSDP2 shards",
+        "torchtitan 0.3.0: shards on two ranks, replicated twice",
     ),
     *(cifar(stage) for stage in (1, 2, 3)),
     Script(

@@ -26,6 +26,7 @@ class Script:
         environment: variables that are set for it.
         changes: a file, a pattern and what replaces it, where the original asks for devices that are not here, for an
             older library, or has its size in its text. A script with changes does not count as unmodified.
+        is_adapted: a stand-in changes what it runs on: it does not count as unmodified.
         ranks: how many ranks train.
         steps: how many optimizer steps it does.
         accepted: what check may say: ``right``, ``right in part``, ``not judged``, ``wrong``.
@@ -44,6 +45,7 @@ class Script:
     data: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     changes: tuple[tuple[str, str, str], ...] = ()
+    is_adapted: bool = False
     ranks: int = 1
     steps: int = 4
     accepted: tuple[str, ...] = ("right",)
@@ -54,4 +56,4 @@ class Script:
     @property
     def is_unmodified(self) -> bool:
         """Whether it is somebody else's script, as it was published."""
-        return self.source != REWRITTEN and not self.changes
+        return self.source != REWRITTEN and not self.changes and not self.is_adapted
