@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbline.check.function import CheckedFunction, check_function
@@ -118,6 +120,22 @@ def summed(scale: float = 1.0) -> list[float]:
     return fit(model, optimizer, WORLD)
 
 
+def summed_on_a_mesh() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)}
+    model: Any = parallelize_module(layers(), mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(mesh["dp"].get_local_rank())
+    for _ in range(2):
+        (model(torch.randn(4, 8)).full_tensor().square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
 def with_own_state() -> list[float]:
     library: Any = types.ModuleType("library_of_parts")
     library._CUDA_RNG_STATE_TRACKER = Tracker()
@@ -152,6 +170,12 @@ def test_a_sum_over_ranks_is_right_if_the_script_asks_fsdp_for_it() -> None:
     (finding,) = [one for one in checked.findings if one.check == "gradients"]
     assert "the sum over 2 ranks of what" in finding.message
     assert "set_gradient_divide_factor()" in finding.message
+
+
+def test_a_sum_is_right_beside_parts_whose_forward_returns_dtensors() -> None:
+    checked = check_function(summed_on_a_mesh, 4, steps=2)
+    assert not any(end.has_failed for end in checked.ends), checked.ends
+    checked.assert_right(require_full=True)
 
 
 def test_another_factor_than_the_script_asks_for_is_not_praised() -> None:
