@@ -162,7 +162,7 @@ def test_subjects_marks_outcomes_checks_capabilities_and_metrics_are_those_of_th
 
 def test_families_are_those_of_the_detection_suite():
     suite = "".join(path.read_text() for path in (ROOT / "suites" / "detection").glob("*.py"))
-    declared = re.findall(r"@known_bad\(([^)]*?)on=", suite)
+    declared = re.findall(r"@known_bad\(([^)]*?)(?:causes|on)=", suite)
     families = {family for arguments in declared for family in re.findall(r'"([\w-]+)"', arguments)}
     assert set(column("docs/how-the-judge-decides.md", "## Causes and families")) == families
 
