@@ -153,6 +153,19 @@ def test_a_forward_that_draws_is_known() -> None:
     assert (first["drew"], second["drew"]) == ([], ["torch"])
 
 
+def test_a_pass_may_end_inside_of_a_forward() -> None:
+    observer = GeneratorObserver()
+    layer = nn.Linear(2, 2)
+    observer.backward_begins(0, ())
+    observer.forward_begins(layer, (), {})
+    observer.backward_ends(0)
+    observer.forward_ends()
+    observer.forward_begins(layer, (), {})
+    observer.forward_ends()
+    observer.backward_begins(1, ())
+    assert len((observer.backward_ends(1) or {})["forwards"]) == 1
+
+
 def test_states_are_read_and_not_moved() -> None:
     layer = nn.Linear(2, 2)
     before = torch.get_rng_state()

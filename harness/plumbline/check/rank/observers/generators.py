@@ -46,7 +46,8 @@ class GeneratorObserver(Observer):
         self._open = False
 
     def backward_ends(self, number: int) -> Facts | None:
-        forwards, self._forwards = self._forwards, []
+        # A pass may run inside of a forward, which goes on after it: what that draws is not known.
+        forwards, self._forwards, self._open = self._forwards, [], False
         return {"forwards": forwards} if forwards else None
 
     def stop(self) -> None:
