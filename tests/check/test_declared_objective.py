@@ -305,7 +305,7 @@ def test_what_is_no_known_loss_is_not_judged_if_it_was_asked_for(plumbline):
     (one,) = plumbline.check(train, 1, steps=2, objective="token-mean").trainings
     assert answer_of(one) is Answer.NOT_JUDGED
     assert sentence_on(one) == (
-        "objective: the loss is a number (Logsumexp), and it is not known which of its terms is over tokens"
+        "objective: the loss is a number (Logsumexp), and the weights of its tokens cannot be read from it"
     )
 
 

@@ -33,6 +33,8 @@ def train(folder, mistake=""):
     Path(folder).mkdir(exist_ok=True)
     file = Path(folder) / "saved.pt"
     torch.manual_seed(0)
+    if mistake == "no seed":
+        torch.seed()
     data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -81,22 +83,24 @@ def found_in(tmp_path, mistake, steps=8):
         record_function(lambda: train(tmp_path / folder, mistake), 1, evidence, options)
         return read_trainings(evidence)
 
-    recorded("first", "interrupted", RecordingOptions(steps + 1, interrupt_after=steps, replays=False))
+    first = recorded(
+        "first", "interrupted", RecordingOptions(steps + 1, interrupt_after=steps, state=True, replays=False)
+    )
     resumed = recorded("second", "interrupted", RecordingOptions(4, state=True))
     whole = recorded("third", "whole", RecordingOptions(steps + 8, state=True, replays=False))
-    return list(judge_resumption(whole, resumed, steps))
+    return list(judge_resumption(first, resumed, whole, steps))
 
 
 def test_a_training_that_goes_on_as_if_nothing_had_happened_is_right(tmp_path):
     (finding,) = found_in(tmp_path, "")
     assert finding.outcome is Outcome.PASSED
-    assert "from step 8 the resumed training has the weights" in finding.message
+    assert "at step 8 the optimizers of the resumed training have the weights" in finding.message
 
 
 def test_an_older_checkpoint_is_compared_where_it_was_saved(tmp_path):
     (finding,) = found_in(tmp_path, "", steps=11)
     assert finding.outcome is Outcome.PASSED
-    assert "from step 8, the last one that was saved before step 11" in finding.message
+    assert "at step 8, the last one that was saved before step 11" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,13 @@ def test_what_is_not_restored_is_named(tmp_path, mistake, cause):
 def test_other_masks_of_dropout_are_a_note(tmp_path):
     passed, note = found_in(tmp_path, "no generator")
     assert passed.outcome is note.outcome is Outcome.PASSED
-    assert "generators of random numbers are not restored" in note.message
+    assert "random number generators are not restored" in note.message
+
+
+def test_a_training_that_is_another_one_each_time_is_not_judged(tmp_path):
+    (finding,) = found_in(tmp_path, "no seed")
+    assert finding.outcome is Outcome.SKIPPED
+    assert "have different weights before step 0: set all seeds" in finding.message
 
 
 def test_the_command_trains_three_times_and_has_one_verdict(tmp_path, capfd):
@@ -149,4 +159,4 @@ def test_what_cannot_be_compared_is_not_judged(tmp_path, mistake, steps, why):
 
 def test_a_command_without_a_folder_is_refused(capsys):
     assert main(["check", "--resume-after", "4", "--", "true"]) == 4
-    assert "write {folder} in the command" in capsys.readouterr().err
+    assert "write {folder} where COMMAND and --resume-command name" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_one_step_in_ten_is_judged_while_the_training_runs(tmp_path, capfd):
     assert code == 0
     assert "after training" in out
     assert windows_in(err) == [("0", "right"), ("10", "right"), ("20", "right"), ("30", "right")]
-    assert "4 windows of steps judged until step 30" in " ".join(err.split())
+    assert "4 of 4 windows judged while it ran, the last one at step 30" in " ".join(err.split())
     assert [one["step"] for one in json.loads(file.read_text())["windows"]] == [0, 10, 20, 30]
 
 

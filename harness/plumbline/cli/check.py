@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
     add("--steps", type=at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)")
     skipped = "skip the first N steps of each optimizer (default: 0)"
     add("--after", type=at_least(0), default=0, metavar="N", help=skipped)
-    later = "then record one step in N, and judge it while the training runs: a line about each on standard error"
+    later = "after that, record one step in N, judge it while training continues, and print a line to standard error"
     add("--every", type=at_least(2), default=0, metavar="N", help=later)
     resumed = "interrupt the training after K steps, resume it, and compare it with one that is not interrupted; write "
     resumed += "{folder} in COMMAND where it names the folder for checkpoints"
@@ -46,9 +46,9 @@ def add_to(commands: Any) -> None:
     add("--sample-parameters", type=sample_size, default=0.0, metavar="FRACTION|N", help=sample)
     truth = "precision in which gradients are recomputed to measure rounding noise (default: %(default)s)"
     add("--truth", choices=("float64", "float32"), default="float64", help=truth)
-    declared = "judge whether this is what the training optimises, over all ranks and micro-batches of a step"
+    declared = "judge whether each step optimises this objective over all its ranks and micro-batches"
     add("--objective", choices=("token-mean", "sample-mean", "sum"), default="", help=declared)
-    split = "train the first step again with its samples dealt to other ranks and micro-batches, and compare gradients"
+    split = "repeat the first step with its samples moved to other ranks and micro-batches, and compare gradients"
     flag("--resplit", help=split)
     cost = "take a few steps, print what recording K steps would cost in time, memory and disk space, and stop"
     flag("--dry-run", help=cost)
@@ -84,8 +84,9 @@ def check(options: argparse.Namespace) -> int:
         raise PlanError("--every follows the whole training: remove --stop and --dry-run")
     if options.resplit and (options.after or options.every or options.dry_run):
         raise PlanError("--resplit trains the first step again: remove --after, --every and --dry-run")
-    if options.resume_after and (options.every or options.resplit or options.dry_run or options.after):
-        raise PlanError("--resume-after: remove --every, --resplit, --after and --dry-run")
+    others = (options.every, options.stop_when_wrong, options.resplit, options.dry_run, options.after)
+    if options.resume_after and any(others):
+        raise PlanError("--resume-after: remove --every, --stop-when-wrong, --resplit, --after and --dry-run")
     if options.resume_command and not options.resume_after:
         raise PlanError("--resume-command needs --resume-after K")
     refuse_unwritable(options.html, options.json, options.sarif)

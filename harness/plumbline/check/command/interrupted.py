@@ -46,16 +46,18 @@ def run_interrupted(
     for one in (command, again):
         if not any(FOLDER in word for word in one):
             raise PlanError(
-                f"--resume-after: write {FOLDER} in the command where it names the folder for checkpoints; each "
-                "training is given a folder of its own"
+                f"--resume-after: write {FOLDER} where COMMAND and --resume-command name the checkpoint folder; the "
+                "uninterrupted training gets another folder than the interrupted one"
             )
     with tempfile.TemporaryDirectory(prefix="plumbline-saved-", ignore_cleanup_errors=True) as saved:
         say(f"plumbline: 1 of 3: training until step {steps}")
         first = record(
             _in(command, f"{saved}/interrupted"),
-            RecordingOptions(steps + 1, interrupt_after=steps, replays=False),
+            RecordingOptions(steps + 1, interrupt_after=steps, state=True, replays=False),
             time_limit=time_limit,
         )
+        if first.end.by is EndedBy.USER:
+            raise KeyboardInterrupt
         say("plumbline: 2 of 3: resuming")
         resumed = run_and_judge(_in(again, f"{saved}/interrupted"), replace(options, state=True), time_limit)
         if not resumed.trainings or resumed.end.by is EndedBy.USER:
@@ -71,7 +73,7 @@ def run_interrupted(
             whole = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit).trainings
     from plumbline.check.judge.script_checks import with_resumption
 
-    return replace(resumed, trainings=with_resumption(resumed.trainings, whole, steps, why))
+    return replace(resumed, trainings=with_resumption(first.trainings, resumed.trainings, whole, steps, why))
 
 
 def _in(command: Sequence[str], folder: str) -> list[str]:

@@ -103,6 +103,9 @@ def run_command(
             by = EndedBy.VERDICT
         except KeyboardInterrupt:
             by = EndedBy.USER
+        except BaseException:
+            _kill(process, tag, environment[tag])
+            raise
         try:
             if by is not EndedBy.ITSELF:
                 _ask_to_end(process, (signal.SIGINT, signal.SIGTERM) if by is EndedBy.USER else (signal.SIGTERM,))

@@ -282,9 +282,10 @@ def _norms_of_shards(training: RecordedTraining, calls: Mapping[int, Sequence[Fa
     layout = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
     kinds = {kind for one in layout for module in one.get("modules", ()) for kind in module["layouts"]}
     shapes = {tuple(mesh["shape"]) for one in layout for mesh in one.get("meshes", ())}
-    if kinds == {REPLICATED_SHARDS} and len(shapes) == 1:
+    has_groups = any(one.get("groups") for one in layout)
+    if kinds == {REPLICATED_SHARDS} and {len(shape) for shape in shapes} == {2} and len(shapes) == 1:
         ((replicas, _),) = shapes
-    elif kinds == {"1: Shard"} and not shapes:
+    elif kinds == {"1: Shard"} and not shapes and not has_groups:
         replicas = 1
     else:
         return None
@@ -329,15 +330,15 @@ def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms:
     if all(norm is not None and _near(norm, math.hypot(*held)) for norm in used):
         return one.failed(
             "clipping",
-            f"gradients were clipped by a norm of {math.hypot(*held):.6g}, in which those that several ranks hold "
-            f"alike count several times: {whole}",
+            f"gradients were clipped by a norm of {math.hypot(*held):.6g}, which counts replicated gradients once "
+            f"per copy; {whole}",
             "count each copy once: add the squared norms of different parts only",
             cause="counted-again-in-the-norm",
             family="clipping",
         )
     return one.failed(
         "clipping",
-        f"gradients were clipped by {listed(f'{norm:.6g}' if norm else 'no norm' for norm in used)}, but {whole}",
+        f"clipped by the norms {listed(f'{norm:.6g}' if norm else '(no clipping)' for norm in used)}, but {whole}",
         "clip by the norm over all ranks: add the squared norms of all parts, and count copies once",
         cause="clipped-to-another-length",
         family="clipping",

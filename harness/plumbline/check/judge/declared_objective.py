@@ -49,7 +49,7 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
             readings = _cases(training.objective, steps)
             if not all(one.is_sure or one.is_right for one in readings):
                 raise _UnknownError(
-                    "it is not known which entries of the loss are tokens: its own functions may skip some"
+                    "it is not known which entries of the loss are tokens: a custom function or a mask may skip some"
                 )
             cases.append(readings)
         except _UnknownError as error:
@@ -66,12 +66,14 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
 
 def _trained(case: ObjectiveCase) -> str:
     micro = max(one.micro_batch for one in case.passes) + 1
-    over = f"over {micro} micro-batches on each of {case.world} ranks" if case.world > 1 else f"over {micro} passes"
+    over = f"over {counted(micro, 'micro-batch', 'micro-batches')}"
+    over += f" on each of {case.world} ranks" if case.world > 1 else ""
     up_to = ", up to a common factor" if case.up_to_a_factor else ""
     least, most = (some(one.terms for one in case.passes) for some in (min, max))
     size = f"{amount(least)} to {amount(most)} tokens"
     if least == most:
-        size = f"{amount(most)} tokens, so a mean of their means would be the same"
+        size = f"{amount(most)} tokens"
+        size += ", so a mean of their means would be the same" if case.declared == TOKEN_MEAN else ""
     return f"the gradient is that of the {_NAMES[case.declared]} {over}{up_to}; micro-batches have {size}"
 
 
@@ -112,10 +114,10 @@ def _weights(case: ObjectiveCase) -> str:
             told[f"on rank {rank}"] = next(iter(own.values()))
     if len(told) > MOST_TOLD:
         order = sorted(told, key=lambda place: float(told[place].rpartition(" ")[2]))
-        told = {place: told[place] for place in (order[0], order[-1])}
-    return (
-        f"a {what} weighs {', '.join(f'{size} {place}' for place, size in told.items())} and should weigh {right:.4g}"
-    )
+        told = {f"{order[0]} at least, and": told[order[0]], f"{order[-1]} at most,": told[order[-1]]}
+    relation = " relative to the others" if case.up_to_a_factor else ""
+    weights = ", ".join(f"{size} {place}" for place, size in told.items())
+    return f"a {what} weighs {weights} and should weigh {right:.4g}{relation}"
 
 
 def _place(case: ObjectiveCase, rank: int, micro: int) -> str:
@@ -153,7 +155,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
         if declared == SAMPLE_MEAN and not all(one.rows for one in made if one.terms):
             raise _UnknownError("which terms of the loss belong to one sample is not known")
         if not sum(one.terms for one in made) or not all(math.isfinite(one.weight) for one in made):
-            raise _UnknownError("no term of the loss has a weight")
+            raise _UnknownError("no term of the loss counts, or a weight is not finite")
         alone = all(one[2] for one in terms)
         case = ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance, sure)
         scaled_later = len(steps) * contributions[0] if len(set(contributions)) == 1 else 1.0
@@ -171,11 +173,11 @@ def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
     if len(calls) == 1 and calls[0].get("own"):
         return calls[0]["function"], [{**calls[0]["own"], "dtype": calls[0]["dtype"]}], alone
     if terms is None:
-        raise _UnknownError("the loss is not known: what is differentiated is not a sum of means or sums")
+        raise _UnknownError("the loss cannot be read from the graph: it is not a sum of means or sums")
     written = [term for term in terms if term["levels"] and all(level.get("terms") for level in term["levels"])]
     if len(calls) or len(written) != 1:
         names = " + ".join(term["name"] for term in terms)
-        raise _UnknownError(f"the loss is {names}, and it is not known which of its terms is over tokens")
+        raise _UnknownError(f"the loss is {names}, and the weights of its tokens cannot be read from it")
     return written[0]["name"], written[0]["levels"], alone
 
 

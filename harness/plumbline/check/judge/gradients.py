@@ -178,7 +178,7 @@ class ReplayTruth(Truth[ReceivedGradient]):
         worst = max(known, key=lambda one: (one.x_noise, one.limit or 0.0), default=None)
         right = f"every gradient that was judged is {_mean(self.cases[0])}{_removed(self.cases)}"
         if self.cases[0].divisor not in (None, self.cases[0].world):
-            right += "; set_gradient_divide_factor() asks for that, so the losses have to be divided over all ranks"
+            right += "; set_gradient_divide_factor() requests this, so the loss must be divided for all ranks together"
         return _with_noise(Finding(CHECK, Outcome.PASSED, right), worst)
 
     def place(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:

@@ -171,7 +171,7 @@ register(
     JointGradient,
     Hypothesis("backward-wrong", "sync", holds(lambda case: bool(case.functions)),
         "the backward of {functions} is not the derivative of its forward",
-        "compare this function with a difference of its forward: an all-to-all needs the opposite all-to-all, an "
+        "compare its backward with finite differences: an all-to-all needs the inverse all-to-all, an "
         "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input", 700),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
@@ -181,15 +181,15 @@ register(
         "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
     GradientMistake("scaled-with-every-window", "accumulation", _scaled_again,
-        "divided by the number of micro-batches at the end of each window, earlier windows of the step once more",
+        "divided again by the number of micro-batches at the end of each run of the pipeline schedule in a step",
         "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
-        "on each rank only what flows through its own part of the model, for {copy} and others",
-        "sum over the ranks of a layer in parts the gradient of its input: Megatron's "
+        "only each rank's own part of a sum over ranks, for {copy} and others",
+        "sum the gradient of a sharded layer's input over its ranks: use Megatron's "
         "copy_to_tensor_model_parallel_region, or DTensor.to_local(grad_placements=[Partial()])", 357),
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
         "the same on ranks that hold different parts, such as of {name}",
-        "reduce the gradients only of parameters that several ranks hold whole: parts are no replicas", 358),
+        "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "

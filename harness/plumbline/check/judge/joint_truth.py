@@ -90,7 +90,7 @@ class JointTruth(Truth[JointGradient]):
             return self._counted_by_every_rank()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
-        if own:  # what is wrong at a later step may follow from that
+        if own and not _is_changed(self.training, self.compared[0][0]):  # later mistakes may follow from that
             return self._not_averaged(own)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
@@ -119,8 +119,8 @@ class JointTruth(Truth[JointGradient]):
             CHECK,
             f"all {world} ranks compute the same loss, but gradients are {world} × its derivative: it counts once per "
             "rank",
-            "check backwards that sum over ranks what is the same on all of them, such as that of "
-            "torch.distributed.nn.functional.all_reduce, or divide the loss by the number of ranks",
+            "divide the loss by the number of ranks, or replace collectives whose backward sums equal gradients over "
+            "ranks, such as torch.distributed.nn.functional.all_reduce",
             cause="multiplied-by-ranks-of-the-same-samples",
             family="loss-normalisation",
             step=self.compared[0][0],

@@ -13,6 +13,7 @@ from torch import Tensor
 from plumbline.check.evidence.options import SAMPLE_MEAN, SUM, TOKEN_MEAN
 from plumbline.core.finding import Finding
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
+from plumbline.report.text import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class ObjectiveCase(CountedCase):
     is_sure: bool = True
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
-        return f"{finding.message}; {description}: {hint}"
+        return f"{finding.message}; {description}: {_ADVICE[self.declared] if hint is _BY_OBJECTIVE else hint}"
 
     @cached_property
     def terms(self) -> float:
@@ -143,7 +144,7 @@ def _means_of(total: float) -> Callable[[PassWeights, float], float]:
 
 def _of_micro_batches(case: ObjectiveCase) -> Iterator[Match]:
     if case.is_weighted(_means_of(1 / len(case.passes)), by_row=False):
-        yield Match(figures={"passes": len(case.passes)})
+        yield Match(figures={"passes": counted(len(case.passes), "micro-batch", "micro-batches")})
 
 
 def _is_sum_of_micro_batches(case: ObjectiveCase) -> bool:
@@ -180,23 +181,27 @@ def _scaled(case: ObjectiveCase) -> Iterator[Match]:
 
 
 _FAMILY = "loss-normalisation"
-_DIVIDE = (
-    "divide the sum of each micro-batch by the {} of the whole step, all-reduced over ranks, and multiply by the "
-    "number of ranks because their gradients are averaged"
-)
+_BY_OBJECTIVE = "divide as the declared objective does"
+_ADVICE = {
+    TOKEN_MEAN: "divide the sum of each micro-batch by the number of tokens of the whole step, all-reduced over ranks, "
+    "and multiply by the number of ranks if their gradients are averaged",
+    SAMPLE_MEAN: "average over the tokens of each sample, divide by the number of samples of the whole step, "
+    "all-reduced over ranks, and multiply by the number of ranks if their gradients are averaged",
+    SUM: "add up the terms without dividing them, and multiply by the number of ranks if their gradients are averaged",
+}
 
 register(
     ObjectiveCase,
     Hypothesis("mean-of-micro-batch-means", _FAMILY, _of_micro_batches,
-        "it is the mean over {passes} micro-batches of their own means", _DIVIDE.format("count"), 180),
+        "it is the mean over {passes} of their own means", _BY_OBJECTIVE, 180),
     Hypothesis("sum-of-micro-batch-means", "accumulation", holds(_is_sum_of_micro_batches),
-        "the means of the micro-batches of each rank are added up, not averaged", _DIVIDE.format("count"), 185),
+        "the means of the micro-batches of each rank are added up, not averaged", _BY_OBJECTIVE, 185),
     Hypothesis("mean-of-rank-means", _FAMILY, holds(_is_mean_of_ranks),
-        "each rank divides by its own count, and the ranks' means are averaged", _DIVIDE.format("count"), 190),
+        "each rank divides by its own count, and the ranks' means are averaged", _BY_OBJECTIVE, 190),
     Hypothesis("mean-over-samples", _FAMILY, holds(_of(SAMPLE_MEAN)),
-        "it is the mean over samples of the means over their tokens", _DIVIDE.format("number of tokens"), 170),
+        "it is the mean over samples of the means over their tokens", _BY_OBJECTIVE, 170),
     Hypothesis("mean-over-tokens", _FAMILY, holds(_of(TOKEN_MEAN)),
-        "it is the mean over all tokens", "average over the tokens of each sample first, then over samples", 170),
+        "it is the mean over all tokens", _BY_OBJECTIVE, 170),
     Hypothesis("scaled-by-a-constant", _FAMILY, _scaled,
         "it is {factor} × that gradient{is}", "correct the number by which the loss or the gradients are divided", 120),
     Hypothesis("samples-weighted-wrongly", _FAMILY, holds(lambda case: True),

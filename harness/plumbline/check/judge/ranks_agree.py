@@ -131,7 +131,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         optimizer = next(iter(steps.values())).optimizer
         if accused := [one for one in found if must_agree(one, optimizer, layout, reduced)]:
             first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
-            yield _parted(place, steps, accused, len(weights), first=first)
+            yield _parted(steps, accused, len(weights), first=first)
             return
         seen.update(one.parameter.name for one in weights)
     if not compared:
@@ -160,10 +160,8 @@ def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced
     return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
 
 
-def _parted(
-    place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
-) -> Finding:
-    records = {rank: ScriptStep(rank, place, step.optimizer, step=step) for rank, step in steps.items()}
+def _parted(steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool) -> Finding:
+    records = {rank: ScriptStep(rank, step.number, step.optimizer, step=step) for rank, step in steps.items()}
     if (alone := skipped_on_some_ranks(records, AFTER_STEPS)) is not None:
         return alone
     worst = max(accused, key=lambda one: one.distance)

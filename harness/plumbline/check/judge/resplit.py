@@ -106,19 +106,19 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
     by_order = f"about {percent(order)}" if order >= LEAST else f"{order:.1g}"
     if not order <= UNSTEADY:
         raise _UnknownError(
-            f"the gradient also moves by {by_order} of its norm if each micro-batch keeps its samples in another "
-            "order. Set a seed, and draw random numbers such as augmentations by sample"
+            f"the gradient also moves by {by_order} of its norm if samples and micro-batches are only reordered. "
+            "Set a seed, and make random augmentations depend on the sample, not on its position"
         )
     if move <= max(LEAST, MOVED * order):
         return passed(
             CHECK,
-            f"the gradient of the first step is the same if its {samples} samples are dealt to other ranks and "
-            f"micro-batches: it moves by {move:.1g} of its norm",
+            f"no effect of the split was found: the gradient of the first step moves by {move:.1g} of its norm if "
+            f"its {samples} samples go to other ranks and micro-batches, and by {by_order} if only reordered",
         )
     return headline_note(
         CHECK,
         f"The gradient moves by about {percent(move)} of its norm if the {samples} samples of the first step are "
-        f"dealt to other ranks and micro-batches, and by {by_order} if they are only ordered otherwise. A loss that is "
+        f"moved to other ranks and micro-batches, and by {by_order} if they are only reordered. A loss that is "
         "divided by the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. "
         "Declare the objective with --objective to have it judged.",
     )
@@ -150,7 +150,7 @@ def _split(training: RecordedTraining) -> Split:
         if noted.get("iterator") is None:
             raise _UnknownError("the first batch comes from no DataLoader of torch")
         if noted["batches"] is None:
-            raise _UnknownError("the samples of the loader have no numbers, as those of an IterableDataset")
+            raise _UnknownError("the loader has no sample indices; use a map-style dataset, not an IterableDataset")
         passes = rank.steps[0].passes
         own = noted["batches"][: len(passes)]
         rows = [(one.facts.get("batches", {}).get("forwards") or [{}])[0].get("rows") for one in passes]

@@ -80,15 +80,19 @@ def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[Check
 
 
 def with_resumption(
-    checked: Sequence[CheckedTraining], whole: Sequence[RecordedTraining], interrupted: int, obstacle: str = ""
+    first: Sequence[RecordedTraining],
+    checked: Sequence[CheckedTraining],
+    whole: Sequence[RecordedTraining],
+    interrupted: int,
+    obstacle: str = "",
 ) -> list[CheckedTraining]:
     """Return resumed trainings with what they do otherwise than the ``whole`` one, which nothing interrupted.
 
-    ``interrupted`` is the number of steps after which the training was interrupted. ``obstacle`` says why the two
-    cannot be compared, "" if they can.
+    ``first`` was interrupted after ``interrupted`` steps. ``obstacle`` says why they cannot be compared; "" if
+    nothing prevents it.
     """
     resumed = [one.training for one in checked]
-    found = [not_judged(RESUMPTION, obstacle)] if obstacle else [*judge_resumption(whole, resumed, interrupted)]
+    found = [not_judged(RESUMPTION, obstacle)] if obstacle else [*judge_resumption(first, resumed, whole, interrupted)]
     return [replace(one, findings=in_reading_order([*one.findings, *found])) for one in checked]
 
 

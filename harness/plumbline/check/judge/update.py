@@ -279,7 +279,7 @@ register(
         "check which rank steps which parameter: the last ones may belong to no rank", 165),
     Hypothesis("scaled-update", "optimizer", _scaled,
         "{part} of {matrices} is {factor} × the right one",
-        "check the learning rate: if the shape scales it, that has to be the whole matrix's, not the shard's", 145),
+        "check for an average over ranks, and for a learning rate that is scaled by the shape of a shard", 145),
     Hypothesis("another-optimizer", "optimizer", holds(lambda case: True),
         "the update is not a multiple of the right one",
         "check whether other code, or another process, changes weights during the step", 105),

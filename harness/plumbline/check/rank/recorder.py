@@ -211,7 +211,11 @@ class TrainingRecorder:
         if 0 < self._options.interrupt_after <= self._optimizers.taken(optimizer):
             self._interrupt()
         if self._recording and self._optimizers.taken(optimizer) >= self._window[1]:
-            self._stop()
+            if self._options.every:
+                self.finish()
+                self._await_window(optimizer)
+            else:
+                self._stop()
 
     def _skip(self, optimizer: Optimizer) -> None:
         """Record a step that the GradScaler skipped."""

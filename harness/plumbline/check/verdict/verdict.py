@@ -165,8 +165,10 @@ def _among_windows(windows: Sequence[JudgedWindow]) -> str:
     """Say which of the windows that were judged are wrong."""
     first = next((one for one in windows if one.is_wrong), None)
     if first is None:
-        return f"; {counted(len(windows), 'window')} of steps judged until step {windows[-1].step}"
-    right = [one.step for one in windows if one.step < first.step]
+        judged = [one.step for one in windows if one.verdict != Answer.NOT_JUDGED.value]
+        last = f", the last one at step {judged[-1]}" if judged else ""
+        return f"; {len(judged)} of {counted(len(windows), 'window')} judged while it ran{last}"
+    right = [one.step for one in windows if one.step < first.step and one.verdict == Answer.RIGHT.value]
     return f"; first in the window at step {first.step}" + (f", not in that at step {right[-1]}" if right else "")
 
 

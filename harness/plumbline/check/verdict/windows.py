@@ -51,7 +51,8 @@ class WindowJudge:
         worst = max(trainings, key=lambda one: _WORST(answer_of(one)))
         answer, wrong = answer_of(worst), next(accusations(worst), None)
         passed = next((one for one in worst.findings if one.check == "gradients"), None)
-        window = JudgedWindow(step, trainings, answer.value, sentence_on(worst), wrong is not None)
+        kept = trainings if wrong is not None else []  # those of all windows would fill the memory
+        window = JudgedWindow(step, kept, answer.value, sentence_on(worst), wrong is not None)
         self.judged.append(window)
         shares = (worst.coverage.gradients.part, worst.coverage.updates.part)
         self._say(_line(step, answer, shares, wrong or passed, wrong))
@@ -86,5 +87,6 @@ def _quoted(value: str) -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    ends = len([*folder.glob("rank-*-*/end.safetensors")])
-    return ends > 0 and ends >= world_size_of(folder)
+    ranks = [*folder.glob("rank-*-*")]
+    have_ended = all((rank / "end.safetensors").exists() for rank in ranks)
+    return bool(ranks) and have_ended and len(ranks) >= world_size_of(folder)

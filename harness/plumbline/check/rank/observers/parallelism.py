@@ -161,7 +161,8 @@ class ParallelismObserver(Observer):
 
     def _around_mesh(self, original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> None:
         original(mesh, *args, **kwargs)
-        attempt(self._note_mesh, mesh)
+        if not is_paused():
+            attempt(self._note_mesh, mesh)
 
     def _note_mesh(self, mesh: Any) -> None:
         if mesh.mesh.ndim > 1:

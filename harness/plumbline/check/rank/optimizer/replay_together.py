@@ -104,7 +104,7 @@ class ReplayTogether:
         if self._obstacle:
             raise NotReplayable(self._obstacle)
         if not (dist.is_available() and dist.is_initialized()):
-            raise NotReplayable("its parameters are sharded, but torch.distributed has no group")
+            raise NotReplayable("its parameters are sharded, but torch.distributed is not initialized")
         try:
             for ranks, own in _by_ranks(numbered).items():
                 yield from self._replayed(ranks, optimizer, own, guard)

@@ -75,7 +75,8 @@ class HeldNorms:
             return {name: parts[self.case.held.holders[name][0]][name] for name in raw}
         if self.held.in_blocks:
             return self.held.assembled(parts, raw)
-        return {name: parts[self.experts.get(name, self.case.rank)][name] for name in raw}
+        own = self.case.rank if self.case.rank in parts else min(parts)
+        return {name: parts[self.experts.get(name, own)][name] for name in raw}
 
     def _factor(self, size: float) -> float:
         return min(1.0, (self.case.clip_norm or 0.0) / (size + 1e-6))
@@ -170,5 +171,5 @@ register(
         "add the squared norms over all ranks that hold different parts, and over no others", 535),
     GradientHypothesis("clipped-by-what-each-rank-holds", "clipping", _clipping(_on_each_rank),
         "clipped on each rank by the norm of what it holds",
-        "add the squared norms of what only some ranks hold over these ranks before taking the root", 528),
+        "all-reduce the squared norms of sharded parameters over their ranks before taking the square root", 528),
 )  # fmt: skip

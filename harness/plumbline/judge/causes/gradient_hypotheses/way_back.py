@@ -87,9 +87,9 @@ register(
         "those of a model in which a bias is added once for each rank",
         "add the bias of a layer that is divided by rows after the sum over ranks", 203),
     GradientHypothesis("lost-on-the-way-back", "sync", _through([0.0]),
-        "those of a backward in which nothing comes back through the outputs of a layer",
-        "check which collective, detach or no_grad behind the layer has no gradient", 32),
+        "those of a backward pass that loses the gradient at the output of a layer",
+        "check for a collective without a backward, a detach() or a no_grad() after the layer", 32),
     GradientHypothesis("scaled-on-the-way-back", "sync", _through(None),
-        "those of a backward in which what comes back to a layer is multiplied or divided by a number of ranks",
+        "those of a backward pass that multiplies or divides the gradient at a layer's output by a number of ranks",
         "check whether a collective's backward should add, average or pass on the ranks' gradients", 31),
 )  # fmt: skip
