@@ -90,7 +90,7 @@ class JointTruth(Truth[JointGradient]):
             return self._counted_by_every_rank()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
-        if own and not _is_changed(self.training, self.compared[0][0]):  # later mistakes may follow from that
+        if own:  # what is wrong at a later step may follow from that
             return self._not_averaged(own)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"

@@ -22,7 +22,7 @@ ROUNDING = 1e-4
 less in a few steps, and rounding to bfloat16 makes a thousandth. Below it, nothing is accused."""
 
 SAME_SETTING = 1e-6
-"""The relative distance up to which settings are the same: schedules in closed form round otherwise than their steps."""
+"""The relative distance up to which settings are the same: schedules in closed form round otherwise than steps."""
 
 _LOADED_NOTHING = "check that a checkpoint had been saved, that the command finds it, and that its weights are loaded"
 
