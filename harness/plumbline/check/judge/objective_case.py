@@ -201,7 +201,7 @@ register(
     Hypothesis("mean-over-samples", _FAMILY, holds(_of(SAMPLE_MEAN)),
         "it is the mean over samples of the means over their tokens", _BY_OBJECTIVE, 170),
     Hypothesis("mean-over-tokens", _FAMILY, holds(_of(TOKEN_MEAN)),
-        "it is the mean over all tokens", _BY_OBJECTIVE, 170),
+        "it is the mean over all tokens", _BY_OBJECTIVE, 175),
     Hypothesis("scaled-by-a-constant", _FAMILY, _scaled,
         "it is {factor} × that gradient{is}", "correct the number by which the loss or the gradients are divided", 120),
     Hypothesis("samples-weighted-wrongly", _FAMILY, holds(lambda case: True),
