@@ -104,17 +104,19 @@ def run_and_judge(
     """
     with _folder() as folder:
         write_options(folder, options)
-        # Importing torch takes a second or more: the command runs meanwhile.
+        judge = None if judge_in is None else judge_in(folder)
+        # Importing torch takes a second or more: the command runs meanwhile. A judge has imported it.
         loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
         loading.start()
-        judge = None if judge_in is None else judge_in(folder)
-        with closing(ProcessWatch(folder, *([] if judge is None else [judge.look]))) as watch:
-            ended = options.stop or options.dry_run
-            variables = environment(str(folder))
-            end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
+        try:
+            with closing(ProcessWatch(folder, *([] if judge is None else [judge.look]))) as watch:
+                ended = options.stop or options.dry_run
+                variables = environment(str(folder))
+                end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
+        finally:
+            loading.join()  # or two threads import torch at the same time
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
-        loading.join()
         from plumbline.check.judge.script_checks import judged_trainings, with_resplit
 
         begun = time.monotonic()
