@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
@@ -88,8 +89,12 @@ def is_run_here(command: Command) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imports_of_the_parser():
-    """Import what the parser needs once: pytester drops what a test imports, and each test would import it again."""
+    """Import what the parser needs once: pytester drops what a test imports, and each test would import it again.
+
+    Programs of ``ci/`` import torch._dynamo, which cannot be imported twice.
+    """
     COMMAND_PARSER()
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if not is_run_here(one)], ids=str)
