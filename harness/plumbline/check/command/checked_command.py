@@ -109,7 +109,7 @@ def run_and_judge(
         loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
         loading.start()
         try:
-            with closing(ProcessWatch(folder, *([] if judge is None else [judge.look]))) as watch:
+            with closing(ProcessWatch(folder, None if judge is None else judge.look)) as watch:
                 ended = options.stop or options.dry_run
                 variables = environment(str(folder))
                 end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)

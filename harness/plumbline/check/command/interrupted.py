@@ -63,7 +63,9 @@ def run_interrupted(
         if not resumed.trainings or resumed.end.by is EndedBy.USER:
             return resumed
         whole: Sequence[RecordedTraining] = ()
-        why = "" if first.interrupted else f"the training ended before step {steps}, so it was not interrupted"
+        at_limit = "at the time limit, " if first.end.by is EndedBy.TIME_LIMIT else ""
+        why = f"the training ended {at_limit}before step {steps}, so it was not interrupted"
+        why = "" if first.interrupted else why
         if not why and not any(Path(f"{saved}/interrupted").rglob("*")):
             why = f"the training saved nothing in {FOLDER} in its first {steps} steps"
         if not why:

@@ -153,13 +153,13 @@ def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
 class ProcessWatch:
     """Follows the processes that have notes in ``folder``. ``ended`` has their ids in the order in which they ended.
 
-    ``looks`` is called at each look, and may raise ``EndOfCommand``.
+    ``on_look`` is called at each look, and may raise ``EndOfCommand``.
     Where the system has no file descriptors for processes (those of Linux 5.3), no order is known.
     """
 
-    def __init__(self, folder: Path, looks: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, on_look: Callable[[], None] | None = None) -> None:
         self.ended: list[int] = []
-        self._looks = looks
+        self._on_look = on_look
         self._folder = folder
         self._known: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -174,7 +174,8 @@ class ProcessWatch:
             if deadline is not None and time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(process.args, seconds or 0.0)
             self._look(LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
-            self._looks()
+            if self._on_look is not None:
+                self._on_look()
         process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:

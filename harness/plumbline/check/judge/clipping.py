@@ -47,12 +47,8 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         _copies_in_parts,
     ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
-    for flaw in (
-        _shards_by_hand,
-        _copies_apart,
-        _by_another_norm,
-        _other_length,
-    ):  # each may follow from what stands before it
+    each_may_follow = [_shards_by_hand, _copies_apart, _by_another_norm, _other_length]  # from those before it
+    for flaw in each_may_follow:
         if not found and (finding := flaw(training)) is not None:
             found = [finding]
     yield from found

@@ -79,13 +79,13 @@ def _trained(case: ObjectiveCase) -> str:
 
 def _failed(case: ObjectiveCase) -> Finding:
     gap, due = case.distance, f"that of the {_NAMES[case.declared]}"
-    apart = f"is not {due}" if gap is None else f"differs from {due} by about {percent(gap)} of its norm"
+    apart = f"is not {due}" if gap is None else f"differs from {due} by about {in_two_digits(gap)} of its norm"
     observed = f"the gradient at step {case.step} {apart}: {_weights(case)}"
     return Finding(CHECK, Outcome.FAILED, observed, step=case.step)
 
 
-def percent(share: float) -> str:
-    """Return a distance in two digits: norms of projections are not known to more."""
+def in_two_digits(share: float) -> str:
+    """Return a distance as a percentage: norms of projections are not known to more digits."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 

@@ -22,8 +22,7 @@ class JointGradient(GradientCase):
     ``alone``: no other parameter was right at this step. ``began_alike``: other ranks began with the same values of a
     parameter of this name, and received another gradient for it. ``one_gradient``: ranks that hold different parts
     received the same for them. ``own_path``: the name of a parameter whose copies receive only what flows through each
-    rank's own part of the model. ``functions`` communicate in the forward, and have a
-    backward that is not its derivative.
+    rank's own part of the model. ``functions`` communicate in the forward, and their backward is not its derivative.
     """
 
     index: int

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plumbline.check.evidence.options import Deal, RecordingOptions
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.declared_objective import percent
+from plumbline.check.judge.declared_objective import in_two_digits
 from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import received_by
@@ -103,7 +103,7 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
     if not first.shape == ordered.shape == dealt.shape or not bool(first.any()):
         raise _UnknownError("the gradient is zero, or the script trained other parameters when it ran again")
     order, move = (float((one - first).norm() / first.norm()) for one in (ordered, dealt))
-    by_order = f"about {percent(order)}" if order >= LEAST else f"{order:.1g}"
+    by_order = f"about {in_two_digits(order)}" if order >= LEAST else f"{order:.1g}"
     if not order <= UNSTEADY:
         raise _UnknownError(
             f"the gradient also moves by {by_order} of its norm if samples and micro-batches are only reordered. "
@@ -117,7 +117,7 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
         )
     return headline_note(
         CHECK,
-        f"The gradient moves by about {percent(move)} of its norm if the {samples} samples of the first step are "
+        f"The gradient moves by about {in_two_digits(move)} of its norm if the {samples} samples of the first step are "
         f"moved to other ranks and micro-batches, and by {by_order} if they are only reordered. A loss that is "
         "divided by the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. "
         "Declare the objective with --objective to have it judged.",

@@ -249,11 +249,11 @@ def _worst(own: RecordedStep, other: RecordedStep | None, *, with_shards: bool) 
 
 
 def _state(pair: Resumption) -> Finding | None:
+    if not pair.same_ranks:
+        return None  # ranks may share the states out
     for place, rank, expected, step in pair.pairs():
         if place:
             continue
-        if not pair.same_ranks:
-            continue  # ranks may share the states out
         mine, theirs = (_states_of(one, with_shards=True) for one in (step, expected))
         shared = [name for name in mine if name in theirs]
         missing = [name for name in shared if theirs[name] and not mine[name]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -81,19 +82,13 @@ class EvidenceWriter:
 
     def wait_for_ends(self, ranks: int, seconds: float) -> None:
         """Wait until so many ranks have written their end, at most so many seconds."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._ends() < ranks:
-            time.sleep(0.02)
+        _wait_until(lambda: self._ends() >= ranks, seconds)
 
     def wait_for_interrupted(self, rank: int, ranks: int, seconds: float) -> None:
         """Note that this rank is about to end, and wait until so many are, at most so many seconds."""
         with open(os.path.join(self._folder, f"{INTERRUPTED}{rank}"), "w", encoding="utf-8"):
             pass
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if sum(one.name.startswith(INTERRUPTED) for one in os.scandir(self._folder)) >= ranks:
-                return
-            time.sleep(0.02)
+        _wait_until(lambda: sum(one.name.startswith(INTERRUPTED) for one in os.scandir(self._folder)) >= ranks, seconds)
 
     def _ends(self) -> int:
         own = [one.path for one in os.scandir(self._folder) if one.name.startswith("rank-")]
@@ -106,6 +101,12 @@ class EvidenceWriter:
             with suppress(FileExistsError):  # but where the check has ended and removed its folder, none is made again
                 os.mkdir(each)
         return folder
+
+
+def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not holds():
+        time.sleep(0.02)
 
 
 def _pass(name: str, one: BackwardPass, tensors: dict[str, Tensor]) -> Facts:

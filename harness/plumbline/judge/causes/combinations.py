@@ -12,6 +12,9 @@ from plumbline.evidence.trace import Tensors
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.oracle.oracle import mean_gradient
 
+TO_AVOID_ZERO = 1e-6
+"""What ``clip_grad_norm_`` adds to the norm before it divides by it."""
+
 CONCLUSIVE = 4
 """A fit needs at least this many equations for each unknown, or it would fit anything."""
 
@@ -30,7 +33,12 @@ def clip_limit_of(clipped: float, whole: float) -> float:
 
     ``clip_grad_norm_`` adds 1e-6 to the length before it divides.
     """
-    return clipped * (whole + 1e-6) / whole if whole else 0.0
+    return clipped * (whole + TO_AVOID_ZERO) / whole if whole else 0.0
+
+
+def clip_factor(limit: float | None, size: float) -> float:
+    """Return by how much ``clip_grad_norm_`` multiplies gradients if it takes ``size`` for their norm."""
+    return min(1.0, (limit or 0.0) / (size + TO_AVOID_ZERO))
 
 
 def total_distance(left: Tensors, right: Tensors) -> float:

@@ -15,6 +15,12 @@ from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import mean_gradient
 
 
+def on_stages(case: OracleGradientCase) -> dict[int, Tensors]:
+    """Return the raw gradient of what each rank holds, where ranks hold whole tensors."""
+    raw = case.expected.raw
+    return {rank: {name: raw[name] for name in case.held.on(rank) & raw.keys()} for rank in case.held.ranks}
+
+
 @dataclass(frozen=True, eq=False)
 class HeldParts:
     """The ranks that hold a model together with the one of a case, and what each of them holds."""

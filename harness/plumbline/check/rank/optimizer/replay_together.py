@@ -28,7 +28,7 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     replaying,
     stepping,
 )
-from plumbline.check.rank.optimizer.twin import StepInput, stepped
+from plumbline.check.rank.optimizer.twin import StepInput, norm_in_float64, stepped
 from plumbline.check.rank.optimizer.whole_input import WholeInput, described, like_shard
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.recording.observer import Facts
@@ -196,8 +196,8 @@ class _Replay:
             native = self._step(given)
         exact = self._step(given, exact=True)
         right, truth = _segment(native) - start, _segment(exact) - start
-        unit = (_length(before) + _length(exact - before)) * torch.finfo(before.dtype).eps / 2
-        noise = max(_length(native.double() - exact), unit)
+        unit = (norm_in_float64(before) + norm_in_float64(exact - before)) * torch.finfo(before.dtype).eps / 2
+        noise = max(norm_in_float64(native.double() - exact), unit)
         del native, exact
         nudged = [_segment(self._step(_nudged(given, seed))) - start for seed in range(_NUDGES)]
         spread = max(float((one - right).norm()) for one in nudged)
@@ -332,7 +332,3 @@ def _tensors_of(state: Any) -> list[Tensor]:
 
 def _segment(tensor: Tensor) -> Tensor:
     return segment(as_real(tensor).double())
-
-
-def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(as_real(tensor).double()))

@@ -26,6 +26,11 @@ _WIDER = {
 }  # fmt: skip
 
 
+def norm_in_float64(tensor: Tensor) -> float:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
+
+
 @dataclass(frozen=True, eq=False)
 class StepInput:
     """What an optimizer's step of one parameter begins with."""

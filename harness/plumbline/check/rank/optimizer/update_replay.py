@@ -26,6 +26,7 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
 )
 from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
 from plumbline.check.rank.optimizer.shared_memory import shared_places
+from plumbline.check.rank.optimizer.twin import norm_in_float64
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Observer
@@ -230,19 +231,14 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
     before = local(parameter.detach()).clone()
     exact = _real(after.exact)
     rough = [_real(one) for one in (after.native, after.traced) if one is not None]
-    noise = max(_length(one - exact) for one in rough)
+    noise = max(norm_in_float64(one - exact) for one in rough)
     # A copy of a class that is not torch's own must repeat the step, so that the replay in float64 says something.
     judged_natively = after.lowered or not is_of_torch(optimizer)
     native = None if not judged_natively else _segment(rough[0].double() - _real(before), before.dtype)
     update = exact.sub_(_real(before))
-    unit = (_length(_real(before)) + _length(update)) * torch.finfo(before.dtype).eps / 2
+    unit = (norm_in_float64(_real(before)) + norm_in_float64(update)) * torch.finfo(before.dtype).eps / 2
     lowers = after.lowered and is_of_torch(optimizer)
     return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit, lowers)
-
-
-def _length(tensor: Tensor) -> float:
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
 
 
 def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -290,7 +286,7 @@ def _is_finite(gradient: Tensor) -> bool:
     own = local(gradient)
     values = own._values() if own.is_sparse else own
     # A norm is far cheaper to compute; of numbers in float64 it may overflow.
-    return math.isfinite(_length(values)) or bool(values.isfinite().all())
+    return math.isfinite(norm_in_float64(values)) or bool(values.isfinite().all())
 
 
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from plumbline.judge.causes.combinations import mean, scaled
+from plumbline.judge.causes.combinations import clip_factor, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts, block_of, mean_over
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import holds, register
@@ -115,7 +115,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
         for copies in {1, siblings} | ({siblings * replicas} if replicas > 1 else set()):
             for times in {(replicas, copies), (replicas, replicas * copies)} - {(1, 1)}:
                 size = math.sqrt(times[0] * divided + times[1] * whole)
-                yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), raw)
+                yield scaled(clip_factor(case.clip_norm, size), raw)
 
 
 def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[list[Tensor]]]:

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import chain, combinations
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import scaled
-from plumbline.judge.causes.held_parts import HeldParts, own_experts
+from plumbline.judge.causes.combinations import clip_factor, scaled
+from plumbline.judge.causes.held_parts import HeldParts, on_stages, own_experts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.noise import length
@@ -35,7 +35,7 @@ class HeldNorms:
         """The parts that only this rank has, by rank; nothing if ranks hold all alike."""
         raw = self.case.expected.raw
         if self.case.in_stages:
-            return {r: {n: raw[n] for n in self.case.held.on(r) & raw.keys()} for r in self.case.held.ranks}
+            return on_stages(self.case)
         if self.held.in_blocks:
             blocks = {r: self.held.blocks_on(r, raw) for r in self.held.siblings}
             return {r: {str(number): block for number, block in enumerate(own)} for r, own in blocks.items()}
@@ -65,7 +65,7 @@ class HeldNorms:
 
     def clipped_by(self, size: float) -> Tensors:
         """Return the gradient as clipped by a wrong norm."""
-        return scaled(self._factor(size), self.case.expected.raw)
+        return scaled(clip_factor(self.case.clip_norm, size), self.case.expected.raw)
 
     def clipped_by_each(self, sizes: Mapping[int, float]) -> Tensors:
         """Return the gradient with what each rank has clipped by another norm."""
@@ -77,9 +77,6 @@ class HeldNorms:
             return self.held.assembled(parts, raw)
         own = self.case.rank if self.case.rank in parts else min(parts)
         return {name: parts[self.experts.get(name, own)][name] for name in raw}
-
-    def _factor(self, size: float) -> float:
-        return min(1.0, (self.case.clip_norm or 0.0) / (size + 1e-6))
 
 
 def _clipping(predict: Callable[[HeldNorms], Iterator[Tensors]]) -> Callable[[OracleGradientCase], Gradients]:

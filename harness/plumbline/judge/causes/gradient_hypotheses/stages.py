@@ -6,8 +6,8 @@ from itertools import chain, combinations
 
 import torch
 
-from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import CONCLUSIVE, factor_between, scaled
+from plumbline.judge.causes.combinations import CONCLUSIVE, clip_factor, factor_between, scaled
+from plumbline.judge.causes.held_parts import on_stages
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.mistakes.case import Combination
@@ -75,27 +75,22 @@ def _divided_again(case: OracleGradientCase) -> Gradients:
         yield from case.predicted(weight)
 
 
-def _own_norms(case: OracleGradientCase) -> dict[int, Tensors]:
-    raw = case.expected.raw
-    return {rank: {name: raw[name] for name in case.held.on(rank) & raw.keys()} for rank in case.held.ranks}
-
-
 def _clipped_stage_by_stage(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.in_stages:
-        own = {rank: clipped(held, case.clip_norm) for rank, held in _own_norms(case).items()}
+        own = {rank: clipped(held, case.clip_norm) for rank, held in on_stages(case).items()}
         yield {name: own[case.held.holders[name][0]][name] for name in case.expected.raw}
 
 
 def _norm_of_one_stage(case: OracleGradientCase) -> Gradients:
-    for held in _own_norms(case).values() if case.clip_norm is not None and case.in_stages else ():
+    for held in on_stages(case).values() if case.clip_norm is not None and case.in_stages else ():
         if size := length(held):
-            yield scaled(min(1.0, (case.clip_norm or 0.0) / (size + 1e-6)), case.expected.raw)
+            yield scaled(clip_factor(case.clip_norm, size), case.expected.raw)
 
 
 def _shared_counted_again(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.shared:
-        size = sum(length(held) ** 2 for held in _own_norms(case).values()) ** 0.5
-        yield scaled(min(1.0, case.clip_norm / (size + 1e-6)), case.expected.raw)
+        size = sum(length(held) ** 2 for held in on_stages(case).values()) ** 0.5
+        yield scaled(clip_factor(case.clip_norm, size), case.expected.raw)
 
 
 def _stage_not_clipped(case: OracleGradientCase) -> Gradients:
