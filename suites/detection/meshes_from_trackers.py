@@ -453,9 +453,7 @@ class NormsOfRanksAveraged(ExpertParallel):
         return (norm / self.job.world_size).square()
 
 
-@known_bad(
-    "clipping", causes=["clipped-by-what-each-rank-holds"], on=failing("gradients", *CLIPPED_EXPERTS, precisions=["32"])
-)
+@known_bad("clipping", causes=["clipped-shard-by-shard"], on=failing("gradients", *CLIPPED_EXPERTS, precisions=["32"]))
 class NormOfWhatARankHolds(ExpertParallel):
     """Each rank clips by the norm of its experts and of what all hold (Automodel#3816, ColossalAI#2192).
 

@@ -186,7 +186,8 @@ class Trainer:
             if loader is not None:
                 check_loader(loader, self.plan, training)
                 if training and self.plan.micro_batches is not None:
-                    from plumbline.trainer.balanced.batches import possible_micro_batches  # only this backend needs it
+                    # Only this backend needs it.
+                    from plumbline.trainer.balanced.pipeline_batches import possible_micro_batches
 
                     possible_micro_batches(loader, self.plan.micro_batches)
 

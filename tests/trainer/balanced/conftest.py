@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plumbline.trainer.balanced.batches import divisors
 from plumbline.trainer.balanced.chain import find_chain
+from plumbline.trainer.balanced.pipeline_batches import divisors
 from plumbline.trainer.balanced.planning import best_plan, measure_chain
 from plumbline.trainer.module import in_mode
 

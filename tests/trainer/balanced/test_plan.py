@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plumbline.trainer import MisconfigurationError
-from plumbline.trainer.balanced.batches import divisors
 from plumbline.trainer.balanced.partition import partition
+from plumbline.trainer.balanced.pipeline_batches import divisors
 from plumbline.trainer.balanced.planning import best_plan, memory_limits, plan_stages
 from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Stage, StagePlan
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.trainer.balanced.batches import indivisible
 from plumbline.trainer.balanced.data_flow import Part
 from plumbline.trainer.balanced.exchange import Exchange, Shape, shapes_of
 from plumbline.trainer.balanced.interception import Interception
 from plumbline.trainer.balanced.measurements import StageClock
+from plumbline.trainer.balanced.pipeline_batches import indivisible
 from plumbline.trainer.balanced.remote_tensor import is_remote
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.nested import batch_length, scatter, tensors_in

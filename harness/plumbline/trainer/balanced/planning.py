@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plumbline.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
 from plumbline.trainer.balanced.blocks import undisturbed
 from plumbline.trainer.balanced.chain import Chain, find_chain
 from plumbline.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
 from plumbline.trainer.balanced.pipeline import split
+from plumbline.trainer.balanced.pipeline_batches import divisors, first_batch, possible_micro_batches
 from plumbline.trainer.balanced.profile import optimizer_state_bytes, profile
 from plumbline.trainer.balanced.stage_plan import Balance, Prediction, Profile, Stage, StagePlan
 from plumbline.trainer.checkpoints import TrainingState

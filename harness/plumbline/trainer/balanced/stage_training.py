@@ -14,11 +14,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from plumbline.trainer import checkpoints
-from plumbline.trainer.balanced.batches import SameBatches
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.balanced.exchange import Exchange, StageTimeout, group_with_timeout, limit_default_group
 from plumbline.trainer.balanced.measurements import StageMemory
 from plumbline.trainer.balanced.pipeline import Pipeline, Place
+from plumbline.trainer.balanced.pipeline_batches import SameBatches
 from plumbline.trainer.balanced.planning import make_plan
 from plumbline.trainer.balanced.shared_weights import Beacon, SharedWeights, StageReplicas, clip_over_stages
 from plumbline.trainer.balanced.stage_plan import Balance

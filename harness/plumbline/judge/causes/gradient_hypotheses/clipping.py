@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from plumbline.judge.causes.combinations import factor_between, mean, scaled
-from plumbline.judge.causes.held_parts import HeldParts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
@@ -33,20 +32,6 @@ def _tensor_by_tensor(case: OracleGradientCase) -> Gradients:
         yield {
             name: value for n, v in case.expected.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
         }
-
-
-def _shard_by_shard(case: OracleGradientCase) -> Gradients:
-    """Predict that each rank scaled the blocks and tensors that it holds by one factor of any size."""
-    held = HeldParts(case)
-    if case.clip_norm is None or not held.in_blocks:
-        return
-    parts = {}
-    for rank in held.siblings:
-        factor = factor_between(held.on(rank, case.expected.raw), held.on(rank, case.observed), default=0.0)
-        if factor < 0:
-            return
-        parts[rank] = scaled(factor, case.expected.raw)
-    yield held.assembled(parts, case.expected.raw)
 
 
 def _by_value(case: OracleGradientCase) -> Gradients:
@@ -105,9 +90,6 @@ register(
     GradientHypothesis("clipped-tensor-by-tensor", "clipping", _tensor_by_tensor,
         "clipped tensor by tensor",
         "clip by the norm of all gradients together", 540),
-    GradientHypothesis("clipped-shard-by-shard", "clipping", _shard_by_shard,
-        "right in direction shard by shard, but each rank's shard is scaled by a different factor",
-        "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530),
     GradientHypothesis("clipped-by-value", "clipping", _by_value,
         "clipped entry by entry",
         "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),

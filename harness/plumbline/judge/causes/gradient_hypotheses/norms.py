@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, combinations
 
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import clip_factor, scaled
+from plumbline.judge.causes.combinations import clip_factor, factor_between, scaled
 from plumbline.judge.causes.held_parts import HeldParts, on_stages, own_experts
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import register
@@ -114,7 +114,22 @@ def _mean(sizes: list[float]) -> float:
     return sum(sizes) / len(sizes)
 
 
-def _on_each_rank(norms: HeldNorms) -> Iterator[Tensors]:
+def _on_each_rank(case: OracleGradientCase) -> Gradients:
+    """Predict one factor for each rank: by the norm of what it holds, or any where ranks hold blocks of tensors."""
+    yield from _clipping(_by_own_norms)(case)
+    held = HeldParts(case)
+    if case.clip_norm is None or not held.in_blocks:
+        return
+    parts = {}
+    for rank in held.siblings:
+        factor = factor_between(held.on(rank, case.expected.raw), held.on(rank, case.observed), default=0.0)
+        if factor < 0:
+            return
+        parts[rank] = scaled(factor, case.expected.raw)
+    yield held.assembled(parts, case.expected.raw)
+
+
+def _by_own_norms(norms: HeldNorms) -> Iterator[Tensors]:
     yield norms.clipped_by_each({rank: norms.norm_on(rank) for rank in norms.own})
 
 
@@ -166,7 +181,8 @@ register(
     GradientHypothesis("norm-of-some-shards", "clipping", _clipping(_along_a_dimension),
         "clipped on each rank by a norm that was added along only some dimensions of the mesh",
         "add the squared norms over all ranks that hold different parts, and over no others", 535),
-    GradientHypothesis("clipped-by-what-each-rank-holds", "clipping", _clipping(_on_each_rank),
-        "clipped on each rank by the norm of what it holds",
-        "all-reduce the squared norms of sharded parameters over their ranks before taking the square root", 528),
+    GradientHypothesis("clipped-shard-by-shard", "clipping", _on_each_rank,
+        "clipped on each rank by a norm of its own: what each rank holds is scaled by another factor",
+        "clip by the norm of all shards together: all-reduce the squared norms of sharded parameters over their ranks "
+        "before taking the root, as clip_grad_norm_ does with DTensors", 530),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import joint_losses
+import losses_that_communicate
 import pytest
 
 from plumbline.check.judge.noted import HeadlineNote
@@ -25,7 +25,7 @@ WRONG = (
 
 
 def checked(plumbline: Any, *scene: str) -> CheckedTraining:
-    check = plumbline.check(partial(joint_losses.run, *scene), ranks=2, steps=2)
+    check = plumbline.check(partial(losses_that_communicate.run, *scene), ranks=2, steps=2)
     assert not any(end.has_failed for end in check.ends), check.ends
     training: CheckedTraining
     (training,) = check.trainings
