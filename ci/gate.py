@@ -10,7 +10,8 @@ Stages:
   trained. A backend without a trained cell is a failure, even where pytest ends with 0.
 - one for each released library of ``RELEASED``, in an environment of its own: ``plumbline smoke`` must be right, and an
   entry of its expected failures must be met. ``ci/released-constraints.txt`` pins the environment, which is made where
-  it is missing, as by ``plumbline subjects install``.
+  it is missing, as by ``plumbline subjects install``. Where there is a callback for it, a right training with the
+  callback is RIGHT, and one with a mistake WRONG.
 - ``check``: ``plumbline check`` on a right script and on the same script with a mistake.
 - ``wheel``: the built wheel works in a project that has packages called ``harness``, ``suites`` and ``tests``.
 
@@ -20,6 +21,7 @@ Prints a table of the stages with their times. Exits with 1 if a stage failed.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -75,6 +77,13 @@ RELEASED: Mapping[str, str] = {"lightning": "accumulation", "accelerate": "accum
 """Released libraries, each with a workload on which it is expected to fail."""
 
 
+CALLBACKS: Mapping[str, Sequence[str]] = {
+    "lightning": (),
+    "transformers": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+}
+"""Released libraries with a callback, each with what starts its script on two ranks."""
+
+
 class GateError(Exception):
     """A stage failed; the message says why."""
 
@@ -109,7 +118,17 @@ def release(name: str, workload: str) -> str:
     _, known = conformance(Claim(subject, ("ddp",), 2, ("mlp", workload)))
     if not known:
         raise GateError(f"no expected failure of {name} was met with the workload {workload}")
+    if name in CALLBACKS:
+        callback(name, subject.partition("python=")[2])
     return f"{pinned(name)}: smoke is right, {known} expected failure{'s' * (known > 1)}"
+
+
+def callback(name: str, python: str) -> None:
+    """Train with Plumbline's callback of a library: a right training, and one that never zeroes its gradients."""
+    words = [python, *CALLBACKS[name], str(ROOT / "ci" / "callback_scripts" / f"with_{name}.py")]
+    for more, headline in (([], "RIGHT: "), (["wrong"], "WRONG: gradients: previous step not zeroed")):
+        if headline not in run([*words, *more], PYTHONPATH=str(ROOT / "harness")):
+            raise GateError(f"the callback of {name} does not say {headline}")
 
 
 def conformance(claim: Claim) -> tuple[dict[str, int], int]:
@@ -156,8 +175,8 @@ def wheel() -> str:
     return output.splitlines()[-1]
 
 
-def run(command: Sequence[str], *, code: int = 0) -> str:
-    """Run a command in the checkout and show what it prints; return that.
+def run(command: Sequence[str], *, code: int = 0, **environment: str) -> str:
+    """Run a command in the checkout, with more variables in its environment, and show what it prints; return that.
 
     Raises:
         GateError: it did not exit with ``code``.
@@ -165,7 +184,7 @@ def run(command: Sequence[str], *, code: int = 0) -> str:
     lines = []
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
+        text=True, errors="replace", env=os.environ | environment,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:

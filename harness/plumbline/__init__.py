@@ -1,6 +1,7 @@
 """Plumbline: does a distributed trainer compute what one device computes?
 
-What a subject needs is here: ``subject``, ``current_job``, and the reference ``Trainer``. Nothing is imported
+What a subject needs is here: ``subject``, ``current_job``, and the reference ``Trainer``; and ``attach``, which checks
+the training of the process that calls it. Nothing is imported
 before it is asked for, so that pytest and the workers start fast.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plumbline.check.attach import attach
+    from plumbline.check.callbacks.lightning_callback import LightningCallback as LightningCallback
+    from plumbline.check.callbacks.transformers_callback import TransformersCallback as TransformersCallback
     from plumbline.core.mesh import FlatPart, Part
     from plumbline.slurm.grid_search import HyperOptArgumentParser, SlurmCluster
     from plumbline.subjects.declare import subject
@@ -23,11 +27,16 @@ __all__ = [
     "SlurmCluster",
     "TrainLoop",
     "Trainer",
+    "attach",
     "current_job",
     "subject",
 ]
 
+# The callbacks are not in __all__, which everybody can import: they need the library whose callbacks they are.
 _HOMES = {
+    "attach": "plumbline.check.attach",
+    "LightningCallback": "plumbline.check.callbacks.lightning_callback",
+    "TransformersCallback": "plumbline.check.callbacks.transformers_callback",
     "FlatPart": "plumbline.core.mesh",
     "Part": "plumbline.core.mesh",
     "HyperOptArgumentParser": "plumbline.slurm.grid_search",

@@ -60,7 +60,7 @@ def test_a_right_trainer_is_never_accused(simulation, cell_of, thorough, workloa
                 assert not finding.outcome.is_bad, (cell.id, problem.seed, finding)
 
 
-@pytest.mark.parametrize("precision", ["16", "bf16"])
+@pytest.mark.parametrize("precision", ["16", "bf16", "bf16-true"])
 def test_sums_that_are_mostly_exact_in_16_bits_accuse_nobody(simulation, cell_of, thorough, precision):
     """Numbers of few bits round in one order of summation and not in another: no measured run may show it."""
     cell = cell_of("linear-exact", "dp", "1x4", precision)

@@ -12,31 +12,21 @@ from typing import Any
 from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
 from plumbline.check.evidence.read import read_trainings
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.script_checks import CheckedTraining, judged_trainings, with_resplit
+from plumbline.check.judge.script_checks import judged_trainings, with_resplit
 from plumbline.check.rank.install import make_recorder
-from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
-from plumbline.core.finding import Finding
+from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.rank_main import RankEnd
 from plumbline.ranks.run import run_on_ranks
+from plumbline.recording.patching import Patches
 
 _OBSTACLE = "obstacle-"
 
 
 @dataclass(frozen=True)
-class CheckedFunction:
-    """What was found in the trainings of a function, and how its ranks ended.
+class CheckedFunction(TrainingVerdict):
+    """The verdict on the trainings of a function, and how its ranks ended."""
 
-    ``obstacle`` says why recording ended early on a rank that left no step, "" if it did not.
-    """
-
-    trainings: tuple[CheckedTraining, ...]
-    ends: tuple[RankEnd, ...]
-    obstacle: str = ""
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All findings, of all trainings."""
-        return [finding for one in self.trainings for finding in one.findings]
+    ends: tuple[RankEnd, ...] = ()
 
     @property
     def values(self) -> list[Any]:
@@ -55,13 +45,7 @@ class CheckedFunction:
         for end in self.ends:
             if end.has_failed:
                 raise AssertionError(f"rank {end.rank} failed: {end.description or end.how.value}\n{end.stderr}")
-        if not self.trainings:
-            why = self.obstacle or "no optimizer of torch.optim stepped on any rank"
-            raise AssertionError(f"nothing was recorded: {why}")
-        for one in self.trainings:
-            answer = answer_of(one)
-            if answer is not Answer.RIGHT and (require_full or answer is not Answer.RIGHT_IN_PART):
-                raise AssertionError(f"{answer.value}: {sentence_on(one)}{_messages(one)}")
+        super().assert_right(require_full=require_full)
 
 
 def check_function(
@@ -102,7 +86,7 @@ def check_function(
                 return read_trainings(Path(folder))
 
         trainings = with_resplit(trainings, rerun)
-    return CheckedFunction(tuple(trainings), ends, obstacle)
+    return CheckedFunction(tuple(trainings), obstacle, ends)
 
 
 def record_function(
@@ -120,7 +104,10 @@ def record_function(
 
     def recorded(_: Any) -> Any:
         recorder = make_recorder(str(folder))
-        recorder.install()
+        patches = Patches()
+        with patches.collected():
+            recorder.install()
+        patches.replace_imported()
         try:
             return train()
         finally:
@@ -129,7 +116,3 @@ def record_function(
                 Path(folder, f"{_OBSTACLE}{os.getpid()}").write_text(f"recording failed: {error}", "utf-8")
 
     return run_on_ranks(recorded, ranks, timeout=timeout)
-
-
-def _messages(one: CheckedTraining) -> str:
-    return "".join(f"\n  {finding.check}: {finding.message}" for finding in one.findings if finding.outcome.is_bad)

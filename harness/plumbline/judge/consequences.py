@@ -211,17 +211,21 @@ def mark_consequences(
             origins[finding.check], hints[finding.check] = rule.origin, rule.hint
         elif same_cause and (twin := _twin(finding, bad, origins)):
             origins[finding.check] = twin
-    return [_marked(one, origins, hints.get(one.check), rules) for one in findings]
+    judged = {one.check for one in findings if one.outcome is not Outcome.SKIPPED}
+    return [_marked(one, origins, hints.get(one.check), rules, judged) for one in findings]
 
 
-def _marked(finding: Finding, origins: dict[str, str], hint: str | None, rules: Sequence[Rule]) -> Finding:
+def _marked(
+    finding: Finding, origins: dict[str, str], hint: str | None, rules: Sequence[Rule], judged: Collection[str]
+) -> Finding:
     if finding.check in origins:
         finding = with_hint(finding, hint) if hint else finding
         return replace(finding, consequence_of=_root(finding.check, origins))
     missing = next((one.origin for one in rules if one.needed and one.applies_to(finding)), None)
     if missing is None or not finding.outcome.is_bad:
         return finding
-    message = f"{finding.message}; this does not count as wrong, because the check {missing} found nothing wrong"
+    why = "found nothing wrong" if missing in judged else "could not judge them"
+    message = f"{finding.message}; this does not count as wrong, because the check {missing} {why}"
     changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None}
     return Information(**vars(finding) | changed)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plumbline.recording.patching import replace
 from plumbline.recording.pause import is_paused
 
 
@@ -28,7 +29,7 @@ class BackwardPasses:
         self.count = 0
 
     def install(self) -> None:
-        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad`` for the rest of the process's life."""
+        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad``."""
         autograd: Any = torch.autograd
         backward, grad = autograd.backward, autograd.grad
 
@@ -48,7 +49,8 @@ class BackwardPasses:
             finally:
                 self._apart -= 1
 
-        autograd.backward, autograd.grad = followed_backward, followed_grad
+        replace(autograd, "backward", followed_backward)
+        replace(autograd, "grad", followed_grad)
 
     @property
     def is_apart(self) -> bool:

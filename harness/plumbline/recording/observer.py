@@ -34,6 +34,9 @@ class Observer:
     def install(self) -> None:
         """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""
 
+    def found(self, one: Any) -> None:
+        """Something is there that the script has made before recording was installed: ``one`` is of any type."""
+
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """The script has made an optimizer, or steps with one whose making was not seen, recorded or not."""
 

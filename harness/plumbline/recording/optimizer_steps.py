@@ -11,6 +11,7 @@ import torch._compile
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plumbline.recording.parameters import is_container
+from plumbline.recording.patching import undone_by
 from plumbline.recording.pause import is_paused
 
 _STEPS_IN = Optimizer.profile_hook_step.__code__.co_filename
@@ -43,13 +44,13 @@ class OptimizerSteps:
         self.begun = 0
 
     def install(self, *, outside_graphs: bool = False) -> None:
-        """Register the hooks. They are never removed: torch walks through all hooks while one of them runs.
+        """Register the hooks. None is removed inside of a step: torch walks through all hooks while one of them runs.
 
         ``outside_graphs`` keeps them outside of the graph of a compiled step, which costs 2 µs per step.
         """
         wrap: Any = torch._compile._disable_dynamo if outside_graphs else lambda hook: hook
-        register_optimizer_step_pre_hook(wrap(lambda *args: self.before(*args)))
-        register_optimizer_step_post_hook(wrap(lambda *args: self.after(*args)))
+        undone_by(register_optimizer_step_pre_hook(wrap(lambda *args: self.before(*args))).remove)
+        undone_by(register_optimizer_step_post_hook(wrap(lambda *args: self.after(*args))).remove)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note the beginning of a step; return its arguments if it has a closure, which is then followed."""

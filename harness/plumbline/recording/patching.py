@@ -1,9 +1,12 @@
-"""Puts a function around another one, so that names imported from it later are the new one."""
+"""Puts a function around another one, for good or until it is taken back."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,8 +23,75 @@ def attempt(note: Callable[..., T], *args: Any) -> T | None:
         return None
 
 
+class Patches:
+    """What is replaced and registered inside of ``collected``, so that it can be taken back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._functions: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collect what ``replace`` and ``undone_by`` are called with inside the block, on any thread."""
+        _COLLECTING.append(self)
+        try:
+            yield
+        finally:
+            _COLLECTING.remove(self)
+
+    def add(self, undo: Callable[[], None], *replaced: Any) -> None:
+        """Call ``undo`` when all is taken back. ``replaced``: a function, and the one that stands in its place."""
+        self._undo.append(undo)
+        if replaced and isinstance(replaced[0], FunctionType):
+            self._functions[id(replaced[0])] = replaced[0], replaced[1]
+
+    def replace_imported(self) -> None:
+        """Replace the functions also where modules other than torch's have imported them by name."""
+        with self.collected():
+            for module in list(sys.modules.values()):
+                if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] in ("torch", "plumbline"):
+                    continue  # torch's own modules see the original also where all is replaced before the script runs
+                for name, value in list(vars(module).items()):
+                    known = self._functions.get(id(value))
+                    if known is not None and known[0] is value:
+                        replace(module, name, known[1])
+
+    def take_back(self) -> None:
+        """Put back what is still in place, the last one first."""
+        while self._undo:
+            self._undo.pop()()
+        self._functions.clear()
+
+
+_COLLECTING: list[Patches] = []
+_ABSENT = object()
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set ``owner.name``, of a module or class: for good, or until collected patches are taken back."""
+    old, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
+    setattr(owner, name, new)
+
+    def put_back() -> None:
+        if vars(owner).get(name, _ABSENT) is not new:
+            return  # somebody else has replaced it since
+        if old is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+    for patches in _COLLECTING:
+        patches.add(put_back, seen, new)
+
+
+def undone_by(undo: Callable[[], None]) -> None:
+    """Call ``undo`` when collected patches are taken back; where none are collected, never."""
+    for patches in _COLLECTING:
+        patches.add(undo)
+
+
 def wrap(owner: Any, name: str, around: Around) -> None:
-    """Replace ``owner.name`` by a function that calls ``around`` with the original and the arguments, for good.
+    """Replace ``owner.name`` by a function that calls ``around`` with the original and the arguments.
 
     Where there is no such name, nothing happens: versions of torch differ.
     """
@@ -33,7 +103,7 @@ def wrap(owner: Any, name: str, around: Around) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, wrapper)
+    replace(owner, name, wrapper)
 
 
 def wrap_overrides(base: Any, name: str, around: Around) -> None:
@@ -51,7 +121,7 @@ def wrap_overrides(base: Any, name: str, around: Around) -> None:
         if name in vars(cls):
             wrap(cls, name, around)
 
-    base.__init_subclass__ = classmethod(init_subclass)
+    replace(base, "__init_subclass__", classmethod(init_subclass))
 
 
 def _classes(base: Any) -> Iterator[Any]:

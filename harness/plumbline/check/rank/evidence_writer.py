@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,13 +28,18 @@ class EvidenceWriter:
     The rank may become known only with the first step, so nothing is written before that.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: Callable[[], str]) -> None:
+        """``folder`` is called once, before the first step is written."""
+        self._find = folder
         self._steps = 0
+
+    @cached_property
+    def _folder(self) -> str:
+        return self._find()
 
     def of_window(self, step: int) -> EvidenceWriter:
         """Return the writer of a later window, which begins with this step, to a folder below this one."""
-        return EvidenceWriter(os.path.join(self._folder, f"{WINDOW}{step:09d}"))
+        return EvidenceWriter(lambda: os.path.join(self._folder, f"{WINDOW}{step:09d}"))
 
     @property
     def has_steps(self) -> bool:

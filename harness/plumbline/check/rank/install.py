@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from plumbline.check.evidence.options import read_deal, read_options
+from plumbline.check.evidence.options import Deal, RecordingOptions, read_deal, read_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.observers.registry import training_observers
 from plumbline.check.rank.observers.resumable_state import ResumableStateObserver
@@ -47,7 +47,12 @@ def activate(folder: str, note: Callable[..., None]) -> None:
 
 
 def make_recorder(folder: str) -> TrainingRecorder:
+    """Return what records as the options in ``folder`` say, and writes there."""
     options = read_options(folder)
+    return recorder_of(options, EvidenceWriter(lambda: folder), read_deal(folder) if options.splits else {})
+
+
+def recorder_of(options: RecordingOptions, writer: EvidenceWriter, deal: Deal) -> TrainingRecorder:
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)
     replays: list[Observer] = [UpdateReplay(sample)] if options.replays else []
@@ -56,5 +61,5 @@ def make_recorder(folder: str) -> TrainingRecorder:
     if options.state:
         others.append(ResumableStateObserver())
     if options.splits:
-        others.append(SplitObserver(read_deal(folder), without_dropout=options.without_dropout))
-    return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)
+        others.append(SplitObserver(deal, without_dropout=options.without_dropout))
+    return TrainingRecorder(options, writer, scale, clipping, others, sample)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from plumbline.check.rank.memory_needed import NotEnoughMemoryError
+from plumbline.check.rank.shared_folder import UnreachableFolderError
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class OwnErrors:
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, NotEnoughMemoryError):
+    if isinstance(error, (NotEnoughMemoryError, UnreachableFolderError)):
         return str(error)
     if isinstance(error, OSError):
         return (

@@ -6,10 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +107,29 @@ class TrainingRecorder:
         follow_added_parameters(lambda optimizer: self._errors.keep(lambda: self._note(optimizer)))
         self._errors.keep(lambda: self._observers.tell(lambda one: one.install()))
 
+    def follow(self, optimizers: Iterable[Optimizer], others: Iterable[Any] = ()) -> None:
+        """Follow optimizers that were made before ``install``, and tell the observers of ``others``.
+
+        Where gradients are left from before, their backward passes are unknown: the first step that is recorded is then
+        the one after the next.
+        """
+        known = list(optimizers)
+        has_gradients = any(one.grad is not None for optimizer in known for one in parameters_of(optimizer))
+        if has_gradients and not self._window[0]:
+            self._window = 1, 1 + self._options.steps
+
+        def note() -> None:
+            for one in others:
+                self._observers.tell(methodcaller("found", one))
+            for optimizer in known:
+                self._note(optimizer)
+
+        self._errors.keep(note)
+
+    def wait_for_ends(self) -> None:
+        """Wait until all ranks of the group have written their evidence, or have had the time for it."""
+        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
+
     def forget(self) -> None:
         """In a forked process: record its steps as its own, unless the parent has taken some itself."""
         if self._optimizers.have_begun:
@@ -112,6 +137,11 @@ class TrainingRecorder:
             self._finished = True
         else:
             self._pid = os.getpid()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether recording has ended."""
+        return self._ended
 
     @property
     def has_steps(self) -> bool:
@@ -326,7 +356,7 @@ class TrainingRecorder:
 
     def _end_process(self) -> None:
         """End the process with all others of its group: those that are behind may still need it."""
-        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
+        self.wait_for_ends()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Final
 
 from plumbline.check.command.checked_command import CheckedCommand
+from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.judge.estimate import estimate_lines
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
@@ -35,15 +37,19 @@ _SIGN_STYLES: Final = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMA
 def verdict_screen(checked: CheckedCommand, verdict: Verdict, *, width: int = 80, colour: bool = False) -> str:
     """Return the screen, in lines of at most ``width``."""
     screen = _Screen(width, colour)
-    screen.headline(verdict.answer, verdict.sentence)
-    for incident in verdict.incidents:
-        screen.indented(f"! {incident}", "yellow")
-    for place, one in enumerate(checked.trainings, 1):
-        if len(checked.trainings) > 1:
-            screen.blank()
-            screen.headline(answer_of(one), sentence_on(one), f"training {place}: ")
-        _show_training(screen, one, checked.options.truth)
+    screen.verdict(verdict.answer, verdict.sentence, verdict.incidents)
+    screen.trainings(checked.trainings, checked.options.truth)
     return screen.ended(checked)
+
+
+def trainings_screen(
+    trainings: Sequence[CheckedTraining], answer: Answer, sentence: str, obstacle: str, *, width: int = 80
+) -> str:
+    """Return the screen on trainings that no command has started; ``obstacle`` is what went wrong, if anything did."""
+    screen = _Screen(width, colour=False)
+    screen.verdict(answer, sentence, [obstacle] if obstacle else [])
+    screen.trainings(trainings, RecordingOptions().truth)
+    return screen.text
 
 
 def dry_run_screen(checked: CheckedCommand, steps: int, *, width: int = 80, colour: bool = False) -> str:
@@ -84,6 +90,18 @@ class _Screen:
         self._lines.append(before + self._styled(found, f"bold {_COLOURS[answer]}") + self._styled(after, "bold"))
         self._lines += [self._styled(line, "bold") for line in others]
 
+    def verdict(self, answer: Answer, sentence: str, incidents: Sequence[str]) -> None:
+        self.headline(answer, sentence)
+        for incident in incidents:
+            self.indented(f"! {incident}", "yellow")
+
+    def trainings(self, trainings: Sequence[CheckedTraining], truth: str) -> None:
+        for place, one in enumerate(trainings, 1):
+            if len(trainings) > 1:
+                self.blank()
+                self.headline(answer_of(one), sentence_on(one), f"training {place}: ")
+            _show_training(self, one, truth)
+
     def questions(self, lines: list[Line]) -> None:
         signs = max(len(line.sign.value) for line in lines) + 2
         checks = max(len(printable(line.check)) for line in lines) + 2
@@ -99,6 +117,10 @@ class _Screen:
         """Return the whole screen, with how the command ended in its last lines."""
         self.blank()
         self.indented(ran(checked), "dim")
+        return self.text
+
+    @property
+    def text(self) -> str:
         return "\n".join(self._lines)
 
     def _wrap(self, text: str, indent: int = 0) -> list[str]:

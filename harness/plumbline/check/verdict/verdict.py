@@ -55,20 +55,24 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
 
     ``require_full``: a training that is right in part has the exit code of one that could not be judged.
     """
-    answers = [answer_of(one) for one in checked.trainings]
-    answer = max(answers, key=list(Answer).index, default=Answer.NOT_JUDGED)
-    if not answers:
-        sentence = why_nothing_was_recorded(checked)
+    if not checked.trainings:
+        answer, sentence = Answer.NOT_JUDGED, why_nothing_was_recorded(checked)
     else:
-        sentence = sentence_on(checked.trainings[answers.index(answer)])
-        if len(answers) > 1:
-            sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
+        answer, sentence = worst(checked.trainings)
         if checked.windows:
             sentence = f"{sentence}{_among_windows(checked.windows)}"
     also = list(incidents(checked))
     if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
         answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; before that, {sentence}"
     return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
+
+
+def worst(trainings: Sequence[CheckedTraining]) -> tuple[Answer, str]:
+    """Return the worst answer to one or more trainings, and its reason."""
+    answers = [answer_of(one) for one in trainings]
+    answer = max(answers, key=list(Answer).index)
+    sentence = sentence_on(trainings[answers.index(answer)])
+    return answer, f"{answers.count(answer)} of {len(answers)} trainings: {sentence}" if len(answers) > 1 else sentence
 
 
 def answer_of(one: CheckedTraining) -> Answer:

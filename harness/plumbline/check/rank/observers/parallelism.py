@@ -82,6 +82,13 @@ class ParallelismObserver(Observer):
         for name in _OTHER_COLLECTIVES:
             wrap(torch.distributed, name, self._around_collective)
 
+    def found(self, one: Any) -> None:
+        self._wrapped = self._wrapped or isinstance(one, nn.parallel.DistributedDataParallel)
+        if type(one).__name__ == "DeviceMesh":
+            self._note_mesh(one)
+        elif isinstance(one, torch.distributed.ProcessGroup) and 1 < one.size() < world_size():
+            self._groups.append(one.size())
+
     def wrapper_of(self, module: nn.Module) -> Any:
         """Return the DistributedDataParallel through which a module has been called, None where there is none."""
         return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrappers.get(module)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.generators import generator_states
 from plumbline.recording.observer import Observer
-from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.patching import attempt, replace, wrap
 from plumbline.recording.sharding import local
 from plumbline.replay import agreement
 from plumbline.replay.call import SAMPLE
@@ -72,7 +72,8 @@ class RecomputationObserver(Observer):
             wrap(module._checkpoint_hook, "__init__", self._saves)
             wrap(module._CheckpointFrame, "check_recomputed_tensors_match", self._has_saved_again)
         if hasattr(module, "CheckpointFunction"):
-            module.CheckpointFunction.forward = staticmethod(self._following(module.CheckpointFunction.forward))
+            forward = staticmethod(self._following(module.CheckpointFunction.forward))
+            replace(module.CheckpointFunction, "forward", forward)
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modes, and where statistics lie that a normalisation saves for its backward but does not use."""

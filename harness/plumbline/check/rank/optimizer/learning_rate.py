@@ -37,6 +37,11 @@ class LearningRate(WrappingObserver):
         wrap_overrides(LRScheduler, "step", self._around_step)
         wrap_overrides(LRScheduler, "__init__", self._around_init)
 
+    def found(self, one: Any) -> None:
+        optimizer = getattr(one, "optimizer", None)
+        if isinstance(one, LRScheduler) and isinstance(optimizer, Optimizer):
+            self._schedulers.setdefault(optimizer, WeakSet()).add(one)
+
     def start(self) -> None:
         super().start()
         self._calls.clear()
@@ -63,9 +68,7 @@ class LearningRate(WrappingObserver):
         finally:
             self._depth -= 1
         with self.notes():
-            optimizer = getattr(scheduler, "optimizer", None)
-            if isinstance(optimizer, Optimizer):
-                self._schedulers.setdefault(optimizer, WeakSet()).add(scheduler)
+            self.found(scheduler)
 
     def _around_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         outermost = self._depth == 0

@@ -42,6 +42,11 @@ class PrecisionUsed(WrappingObserver):
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             wrap(DistributedDataParallel, name, self._around_register)
 
+    def found(self, one: Any) -> None:
+        # A private name: where a version of torch lacks it, hooks of wrappers made before are not known.
+        if isinstance(one, DistributedDataParallel):
+            self._hooks += [_name(hook) for hook, _ in getattr(one, "_comm_hooks", ())]
+
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._in_backward = [
@@ -82,9 +87,12 @@ class PrecisionUsed(WrappingObserver):
     def _around_register(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with self.notes():
-            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1]))
-            self._hooks.append(str(getattr(hook, "__qualname__", hook)))
+            self._hooks.append(_name(kwargs.get("hook", kwargs.get("comm_hook_type", args[-1]))))
         return result
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", hook))
 
 
 def _flags() -> Facts:

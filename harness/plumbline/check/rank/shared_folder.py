@@ -1,0 +1,71 @@
+"""A temporary folder to which all ranks of a process group write, and that the last one to leave removes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from plumbline.recording.process import rank_and_world
+
+_LEFT = "left-"
+
+
+class UnreachableFolderError(Exception):
+    """A rank does not see the folder of the others; the message says what to do."""
+
+
+class SharedFolder:
+    """The folder with this ``name`` among those of a process group; ``prepare`` is called with it by one rank.
+
+    Without a group, each process has a folder of its own. ``above``: the folder in which it is made, the temporary one
+    if it is None.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[Path], None], above: str | None = None) -> None:
+        self._name = name
+        self._prepare = prepare
+        self._above = above
+        self.path: str | None = None
+        self._place = 0, 1
+
+    def find(self) -> str:
+        """Return the folder: the one of the rank that has asked first.
+
+        Raises:
+            OSError: it cannot be made.
+            UnreachableFolderError: it is on another machine.
+        """
+        own = tempfile.mkdtemp(prefix="plumbline-attach-", dir=self._above)
+        self._prepare(Path(own))
+        self._place = rank_and_world() or self._place
+        self.path = own if rank_and_world() is None else self._agreed(own)
+        return self.path
+
+    def leave(self) -> None:
+        """Say that this rank needs the folder no more; the last rank to say so removes it."""
+        if self.path is not None:
+            rank, ranks = self._place
+            with suppress(OSError):
+                Path(self.path, f"{_LEFT}{rank}").touch()
+                if sum(one.name.startswith(_LEFT) for one in os.scandir(self.path)) >= ranks:
+                    shutil.rmtree(self.path, ignore_errors=True)
+            self.path = None
+
+    def _agreed(self, own: str) -> str:
+        c10d: Any = torch.distributed.distributed_c10d
+        store = c10d.PrefixStore("plumbline attach", c10d._get_default_store())
+        found: str = store.compare_set(self._name, "", own).decode()
+        if found != own:
+            shutil.rmtree(own, ignore_errors=True)
+            if not os.path.isdir(found):
+                raise UnreachableFolderError(
+                    f"the folder {found} of another rank is not on this machine: pass folder=, which all machines share"
+                )
+        return found

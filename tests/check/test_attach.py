@@ -1,0 +1,198 @@
+"""``plumbline.attach``: the verdict of ``plumbline check`` on a training that no command line starts."""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import plumbline
+from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
+from plumbline.check.training_verdict import TrainingVerdict
+from plumbline.ranks.run import run_on_ranks
+
+WORLD = 2
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is left in the temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    gc.collect()
+    assert glob.glob(str(tmp_path / "plumbline*")) == []
+
+
+class Training:
+    """A training with clipping, imported by name, and a schedule; on several ranks with DDP and a sampler."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+        alone = not distributed.is_initialized()
+        self.model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.model = self.model if alone else DistributedDataParallel(self.model)
+        self.loader = DataLoader(data, 4, sampler=None if alone else DistributedSampler(data))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = StepLR(self.optimizer, 2)
+
+    def step(self, count: int) -> list[float]:
+        losses = []
+        for _, (inputs, labels) in zip(range(count), self.loader, strict=False):
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(inputs), labels)
+            loss.backward()
+            clip_grad_norm_(self.model.parameters(), 0.05)
+            self.optimizer.step()
+            self.schedule.step()
+            losses.append(loss.item())
+        return losses
+
+
+def on_two_ranks(train: Callable[[], Any]) -> list[Any]:
+    ends = run_on_ranks(lambda _: train(), WORLD, timeout=120)
+    assert not any(end.has_failed for end in ends), [end.stderr for end in ends]
+    return [end.value for end in ends]
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a module or class; torch itself replaces a step when an optimizer is made."""
+    return {name: value for name, value in vars(owner).items() if name != "step"}
+
+
+def told(verdict: TrainingVerdict) -> tuple[str, list[tuple[str, str]]]:
+    return verdict.answer.value, [(one.check, one.outcome.value) for one in verdict.findings]
+
+
+def before_all() -> Any:
+    with plumbline.attach(steps=2) as attached:
+        Training().step(3)
+    return told(attached.verdict())
+
+
+def between_steps() -> Any:
+    training = Training()
+    training.step(1)
+    with plumbline.attach(training.optimizer, steps=2) as attached:
+        training.step(4)
+    return told(attached.verdict())
+
+
+def on_rank_0_alone() -> Any:
+    training = Training()
+    with plumbline.attach(steps=2) as attached:
+        training.step(3)
+    return told(attached.verdict()) if distributed.get_rank() == 0 else "not asked"
+
+
+def without_a_reduction() -> Any:
+    training = Training()
+    training.model = training.model.module
+    with plumbline.attach(steps=2) as attached:
+        training.step(3)
+    verdict = attached.verdict()
+    return verdict.sentence, str(verdict)
+
+
+RIGHT_CHECKS = ["initial-weights", "samples", "gradients", "learning-rate", "update", "ranks-agree"]
+
+
+@pytest.mark.parametrize("where", [before_all, between_steps])
+def test_each_rank_is_told_the_verdict_of_all(where: Callable[[], Any]) -> None:
+    first, second = on_two_ranks(where)
+    assert first == second
+    answer, findings = first
+    assert answer == "right"
+    assert {name for name, outcome in findings if outcome == "passed"} >= {*RIGHT_CHECKS, "clipping"}
+
+
+def test_one_rank_may_ask_alone() -> None:
+    asked, other = on_two_ranks(on_rank_0_alone)
+    assert asked[0] == "right"
+    assert other == "not asked"
+
+
+def test_what_is_wrong_is_named() -> None:
+    sentence, screen = on_two_ranks(without_a_reduction)[0]
+    assert sentence.startswith("gradients: not synchronised")
+    assert "average the gradients over ranks" in screen
+
+
+def test_it_can_be_attached_again_and_everything_is_put_back() -> None:
+    places: list[Any] = [nn.functional, torch.autograd, torch.nn.utils, torch.utils.checkpoint, distributed]
+    places += [Optimizer, DataLoader, _BaseDataLoaderIter, DistributedDataParallel, nn.Module, torch.amp.GradScaler]
+    before = [attributes(one) for one in places]
+    imported = globals()["clip_grad_norm_"]
+    training = Training()
+    for _ in range(2):
+        with plumbline.attach(training.optimizer, steps=2) as attached:
+            training.step(4)
+        verdict = attached.verdict()
+        assert verdict.right
+        verdict.assert_right(require_full=True)
+        assert "RIGHT" in verdict._repr_html_()
+        assert [attributes(one) for one in places] == before
+        assert globals()["clip_grad_norm_"] is imported
+
+
+def test_the_training_is_the_same_bit_for_bit() -> None:
+    plain = Training().step(4)
+    with plumbline.attach(steps=2):
+        followed = Training().step(4)
+    assert followed == plain
+
+
+def test_a_wrong_training_says_so_where_it_is_asserted() -> None:
+    training = Training()
+    training.optimizer.zero_grad = lambda: None
+    with plumbline.attach(training.optimizer, steps=3) as attached:
+        training.step(3)
+    with pytest.raises(AssertionError, match="previous step not zeroed"):
+        attached.verdict().assert_right()
+
+
+def test_without_a_step_nothing_is_judged() -> None:
+    with plumbline.attach() as attached:
+        pass
+    verdict = attached.verdict()
+    assert (verdict.answer.value, verdict.right) == ("not judged", False)
+    assert "no optimizer of torch.optim has completed a step" in verdict.sentence
+    with pytest.raises(AssertionError, match="nothing was recorded"):
+        verdict.assert_right()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"steps": 0}, "steps=0"), ({"after": -1}, "after=-1"), ({"objective": "mean"}, "token-mean")],
+)
+def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plumbline.attach(**arguments)
+
+
+def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = os.path.isdir
+
+    def found() -> str:
+        monkeypatch.setattr(os.path, "isdir", lambda path: "plumbline-attach" not in str(path) and there(path))
+        try:
+            folder = SharedFolder("1", lambda path: None).find()
+        except UnreachableFolderError as error:
+            return str(error)
+        os.rmdir(folder)
+        return "found"
+
+    assert sorted(one.partition("pass ")[2] for one in on_two_ranks(found)) == ["", "folder=, which all machines share"]
