@@ -164,6 +164,15 @@ def test_a_wrong_training_says_so_where_it_is_asserted() -> None:
         attached.verdict().assert_right()
 
 
+def test_gradients_left_from_before_are_no_step_of_their_own() -> None:
+    training = Training()
+    training.optimizer.zero_grad = lambda: None
+    training.step(2)
+    with plumbline.attach(training.optimizer, steps=3) as attached:
+        training.step(5)
+    assert attached.verdict().sentence.startswith("gradients: previous step not zeroed")
+
+
 def test_without_a_step_nothing_is_judged() -> None:
     with plumbline.attach() as attached:
         pass

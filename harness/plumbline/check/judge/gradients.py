@@ -187,7 +187,9 @@ class ReplayTruth(Truth[ReceivedGradient]):
     def evidence(self, wrong: Sequence[ReceivedGradient]) -> GradientEvidence[ReceivedGradient]:
         """Return the wrong gradients alone: at which steps a mistake has an effect is not known of a script."""
         factor = statistics.median(map(_factor, wrong))
-        return GradientEvidence([replace(case, factor=factor) for case in wrong])
+        # What the step before the first recorded one has left in the gradients is unknown.
+        known = [case for case in wrong if case.has_earlier_step or not case.step.number]
+        return GradientEvidence([replace(case, factor=factor) for case in known or wrong])
 
     def conclude(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
         return excuse_manual_edits(_advised(finding, self.training), wrong, self.training)
