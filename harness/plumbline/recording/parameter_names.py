@@ -14,7 +14,7 @@ from plumbline.recording.parameters import parameters_of
 class ParameterNames:
     """Knows a parameter's name by the first module that holds it; further modules' classes are put in front.
 
-    ``roots`` are these modules, as they were when they were added.
+    ``roots`` are these modules.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -28,9 +28,12 @@ class ParameterNames:
             return
         self.roots.append(root)
         flat_units(root)
-        prefix = "" if len(self.roots) == 1 else f"{type(root).__name__}."
-        for name, parameter in root.named_parameters():
-            self._named.setdefault(id(parameter), (prefix + name.replace(WRAPPED, ""), parameter))
+        self._name_those_of(root)
+
+    def refresh(self) -> None:
+        """Name the parameters that modules were given after they were added, such as adapters."""
+        for root in self.roots:
+            self._name_those_of(root)
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """Return all parameters that require a gradient, with their names."""
@@ -61,6 +64,11 @@ class ParameterNames:
     def of_one(self, parameter: Tensor) -> str:
         """Return the name of a parameter, its shape where no module holds it."""
         return self._name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+
+    def _name_those_of(self, root: nn.Module) -> None:
+        prefix = "" if root is self.roots[0] else f"{type(root).__name__}."
+        for name, parameter in root.named_parameters():
+            self._named.setdefault(id(parameter), (prefix + name.replace(WRAPPED, ""), parameter))
 
     def _name(self, parameter: Tensor) -> str | None:
         return self._named[id(parameter)][0] if self.knows(parameter) else None

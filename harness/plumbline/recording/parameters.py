@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer
 
 from plumbline.recording.patching import wrap
@@ -24,6 +26,22 @@ def is_container(optimizer: Optimizer) -> bool:
             if inner == {*map(id, parameters_of(optimizer))}:
                 return True
     return False
+
+
+class RegisteredParameters:
+    """Notes which parameters modules are given from now on, for good: adapters, layers that replace others."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        register_module_parameter_registration_hook(self._note)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        known = self._known.get(id(parameter))
+        return known is not None and known() is parameter
+
+    def _note(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if parameter is not None:
+            self._known[id(parameter)] = weakref.ref(parameter)
 
 
 def follow_added_parameters(added: Callable[[Optimizer], None]) -> None:

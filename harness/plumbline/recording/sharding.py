@@ -45,6 +45,14 @@ def is_shard(tensor: Tensor) -> bool:
     return is_data_parallel_shard(tensor) or any(type(one).__name__ != "Replicate" for one in placements)
 
 
+def is_replicated(tensor: Tensor, ranks: int = 0) -> bool:
+    """Return whether a DTensor says that each of its ranks, which are that many if given, holds all of it."""
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None or (ranks and mesh.size() != ranks):
+        return False
+    return all(type(one).__name__ == "Replicate" for one in placements)
+
+
 def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter that ``fully_shard`` shards, and the unsharded leaf at which its local gradient arrives."""
     for one in _sharded(roots):

@@ -26,6 +26,7 @@ from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows
+from plumbline.check.judge.unreduced import judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint, with_hint
@@ -82,6 +83,15 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if (stale := _stale(training)) is not None:
         yield stale
         return
+    found = list(_compared(training))
+    if not any(one.outcome is Outcome.FAILED for one in found):
+        # The mean over ranks of gradients that nothing has averaged is right all the same.
+        replicated = judge_replicated_gradients(training)
+        found = found if replicated is None else [replicated]
+    yield from found
+
+
+def _compared(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = with_stages(training, joint.judge())
@@ -192,7 +202,9 @@ class ReplayTruth(Truth[ReceivedGradient]):
         return GradientEvidence([replace(case, factor=factor) for case in known or wrong])
 
     def conclude(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
-        return excuse_manual_edits(_advised(finding, self.training), wrong, self.training)
+        names = {name for name, _ in _wrong_parameters(self)} if finding.family == "sync" else ()
+        advised = with_reason(_advised(finding, self.training), names, self.training)
+        return excuse_manual_edits(advised, wrong, self.training)
 
 
 def _stale(training: RecordedTraining) -> Finding | None:

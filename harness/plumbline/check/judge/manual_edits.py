@@ -13,6 +13,7 @@ from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, step_objectives
+from plumbline.check.judge.unreduced import ranks_hold_one_model
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
@@ -46,7 +47,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             "local SGD does; it is not known whether it averages them",
             step,
         )
-    if finding.cause == "not-synchronised" and ranks_begin_apart(training):
+    if finding.cause == "not-synchronised" and ranks_begin_apart(training) and not ranks_hold_one_model(training):
         return not_judged(
             check,
             "each rank holds its own weights and steps with its own gradients. These may be separate trainings or "

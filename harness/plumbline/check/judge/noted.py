@@ -44,9 +44,9 @@ class ObserverFacts(ScriptStep):
             names = [one.name for one in own[number : number + 1]]
         return names or [f"parameter {number} of the optimizer"]
 
-    def failed(self, check: str, observed: str, hint: str = "", *, cause: str, family: str) -> Finding:
+    def failed(self, check: str, observed: str, hint: str = "", **cause_and_parameter: str) -> Finding:
         """Return a failure: what was observed, that it was first at this step, and what to do."""
-        details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, "cause": cause, "family": family}
+        details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, **cause_and_parameter}
         first = f"{observed}, first"
         return failed_with_hint(check, first, hint, **details) if hint else failed(check, first, **details)
 

@@ -23,6 +23,7 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong, or what no optimizer moves: nothing tells a forgotten parameter from one that is meant."""
     found = (
         next(_replaced(training), None)
+        or _added_later(training)
         or _stale_masters(training)
         or _missing_on_some_ranks(training)
         or _not_copied_back(training)
@@ -45,6 +46,41 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
                 f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is meant",
             )
     return None
+
+
+def _added_later(training: RecordedTraining) -> Finding | None:
+    """Find parameters that a partly frozen model was given after its optimizer was made, as adapters are.
+
+    They have gradients and no optimizer, and nothing else moves them.
+    """
+    for rank in training.ranks:
+        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
+        steps = [_unoptimized(step) for step in rank.steps if not step.skipped]
+        names = [name for name in (steps[-1] if steps else ()) if name not in late and _stays(name, steps)]
+        if names:
+            one = len(names) == 1
+            return failed_with_hint(
+                CHECK,
+                f"{counted(len(names), 'parameter')} {'was' if one else 'were'} added to a partly frozen model after "
+                f"the optimizer was created, and {'is' if one else 'are'} in no optimizer, so "
+                f"{'it never moves' if one else 'they never move'} although backward passes compute gradients: "
+                f"{listed(names)}",
+                "create the optimizer after all adapters are added, or pass them to add_param_group() on every rank",
+                cause="added-after-the-optimizer",
+                family="optimizer",
+                step=rank.steps[-1].number,
+                rank=rank.rank,
+                parameter=names[0],
+            )
+    return None
+
+
+def _stays(name: str, steps: list[Mapping[str, Facts]]) -> bool:
+    """Return whether a later parameter has a gradient in the last steps, and the same values in all of them."""
+    own = [step[name] for step in steps if name in step]
+    values = {one["digest"] for one in own}
+    is_later = all(one["later"] and one["beside_frozen"] and one["gradient"] for one in own)
+    return len(own) > 1 and is_later and len(values) == 1 and None not in values
 
 
 def _replaced(training: RecordedTraining) -> Iterator[Finding]:
@@ -81,7 +117,10 @@ def _stale(steps: list[RecordedStep]) -> list[int]:
         for number, parameter in enumerate(steps[-1].parameters)
         if not parameter.named
         and parameter.sampled
-        and all(not bool(step.parts(step.received)[number].nan_to_num().any()) for step in steps)
+        and all(
+            number >= len(step.parameters) or not bool(step.parts(step.received)[number].nan_to_num().any())
+            for step in steps  # the optimizer may have been given it later
+        )
     ]
 
 

@@ -32,6 +32,16 @@ class RankWeights:
         """Whether a DistributedDataParallel keeps it the same on every rank."""
         return all(one["wrapped"] for one in self.noted)
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is a DTensor that should be the same on every rank."""
+        return all(one.get("replicated") for one in self.noted)
+
+    @property
+    def why_unreduced(self) -> str:
+        """Why a wrapper of the model reduces no gradients of it, "" where it does or there is none."""
+        return next((str(one["unreduced"]) for one in self.noted if one.get("unreduced")), "")
+
     def differ(self, when: str) -> bool:
         """Say whether ranks differ in the values they ``began`` with, had ``before`` or ``after``, or ``gradients``."""
         return len({one[when] for one in self.noted}) > 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
+from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.noted import failed_observers, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
@@ -24,6 +25,15 @@ from plumbline.judge.hypothesis import Match, explain
 from plumbline.report.text import counted
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
+
+_BROADCAST = (
+    "DistributedDataParallel broadcast them when it was created",
+    "load and initialise weights before creating DistributedDataParallel",
+)
+_AVERAGED = (
+    "gradients of this model are averaged over ranks",
+    "load the same frozen weights on all ranks, or broadcast them from one rank",
+)
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
@@ -55,7 +65,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
                 AT_THE_START, f"{what} between ranks at the first recorded step; this may be intended: {layout.reason}"
             )
             return
-    frozen = _frozen(training) if layout.is_data_parallel else None
+    frozen = _frozen(training, {name for _, name in reduced}) if layout.is_data_parallel else None
     if frozen is not None:
         yield frozen
     elif compared:
@@ -87,12 +97,13 @@ class UnequalScriptStart(UnequalStartCase):
         return self.names, self.of
 
 
-def _frozen(training: RecordedTraining) -> Finding | None:
+def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | None:
+    """Find frozen parameters that differ between ranks, in a model whose other gradients are averaged over them."""
     for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
         tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
-        if not all(module["wrapped"] for module in modules) or any(
-            table.keys() != tables[0].keys() for table in tables
-        ):
+        is_wrapped = all(module["wrapped"] for module in modules)
+        is_reduced = not forward_communicates(training) and any(name in reduced for name, _ in tables[0])
+        if not (is_wrapped or is_reduced) or any(table.keys() != tables[0].keys() for table in tables):
             continue
         frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
         differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
@@ -100,8 +111,13 @@ def _frozen(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 AT_THE_START,
                 f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
-                "forward, although DistributedDataParallel broadcast them when it was created",
-                "load and initialise weights before creating DistributedDataParallel",
+                "forward, although "
+                + (
+                    "DistributedDataParallel broadcast them when it was created" if is_wrapped else "they are one model"
+                ),
+                "load and initialise weights before creating DistributedDataParallel"
+                if is_wrapped
+                else "load the same frozen weights on all ranks, or broadcast them from one rank",
                 cause="not-broadcast",
                 family="sync",
                 parameter=differing[0],
@@ -154,8 +170,8 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
-    """Say whether a parameter is meant to be the same on all ranks: a wrapper or its gradients say so."""
-    if (optimizer, weights.parameter.name) in reduced:
+    """Say whether a parameter is meant to be the same on all ranks: a wrapper, its type or its gradients say so."""
+    if (optimizer, weights.parameter.name) in reduced or weights.is_replicated:
         return True
     return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
 

@@ -12,6 +12,7 @@ from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
+from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.learning_rate import judge_learning_rate
@@ -27,6 +28,7 @@ from plumbline.check.judge.resumption import CHECK as RESUMPTION
 from plumbline.check.judge.resumption import judge_resumption
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
+from plumbline.check.judge.uneven_ranks import judge_uneven_ranks
 from plumbline.check.judge.update import judge_update
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.judge.checks import CHECKS
@@ -44,6 +46,8 @@ CHECKS[RecordedTraining] |= {
     "learning-rate": judge_learning_rate,
     "update": judge_update,
     "optimized-parameters": judge_optimized_parameters,
+    "frozen-weights": judge_frozen_weights,
+    "uneven-ranks": judge_uneven_ranks,
     "ranks-agree": judge_ranks_agree,
     "buffers": judge_buffers,
     "precision": judge_precision_used,

@@ -13,7 +13,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import RegisteredParameters, parameters_of
 
 MOST_LATE = 8
 """Optimizers after the recorded steps that are named: some scripts make one for every task."""
@@ -36,6 +36,7 @@ class KnownOptimizers:
         self._taken: dict[int, int] = {}
         self._recorded: set[int] = set()
         self._seen_late: WeakSet[Optimizer] = WeakSet()
+        self._registered_later: RegisteredParameters | None = None
         self.late: Entries = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -59,6 +60,8 @@ class KnownOptimizers:
     def add(self, optimizer: Optimizer) -> None:
         """Number an optimizer, which is not known yet."""
         self._made.append(optimizer)
+        if self._registered_later is None:
+            self._registered_later = RegisteredParameters()
 
     def number(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer among those that the script made, of the part that steps now."""
@@ -101,21 +104,29 @@ class KnownOptimizers:
         """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.
 
         Each with its shape, or those of the parameters in a flat one; whether it has a gradient; whether it is a flat
-        one, or a part of one, of which this rank holds entries; and a digest of its values where that is asked for.
-        Optimizers hold copies of those that are ``copied``.
+        one, or a part of one, of which this rank holds entries; whether its module was given it after the first
+        optimizer was made, and whether that model has frozen parameters and some of an optimizer; and a digest of its
+        values where that is asked for, or it is a later one. Optimizers hold copies of those that are ``copied``.
         """
         known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
-        found = (one for root in self._names.roots for one in root.parameters())
-        return {
-            self._names.of_one(one): {
-                "shapes": [list(shape) for shape in _shapes(one)],
-                "gradient": _has_gradient(one),
-                "in_flat": part_of(one) is not None and one.numel() > 0,
-                "digest": tensor_digest(one) if with_digests else None,
-            }
-            for one in found
-            if one.requires_grad and id(one) not in known and isinstance(one, nn.Parameter)
-        }
+        found: Facts = {}
+        for root in self._names.roots:
+            own = list(root.parameters())
+            beside_frozen = any(not p.requires_grad for p in own) and any(id(p) in known for p in own)
+            for one in own:
+                if one.requires_grad and id(one) not in known and isinstance(one, nn.Parameter):
+                    later = self._registered_later is not None and one in self._registered_later
+                    if not self._names.knows(one):
+                        self._names.refresh()
+                    found[self._names.of_one(one)] = {
+                        "shapes": [list(shape) for shape in _shapes(one)],
+                        "gradient": _has_gradient(one),
+                        "in_flat": part_of(one) is not None and one.numel() > 0,
+                        "later": later,
+                        "beside_frozen": beside_frozen,
+                        "digest": tensor_digest(one) if with_digests or later else None,
+                    }
+        return found
 
     def unstepped(self) -> Entries:
         """Return the trainable parameters of optimizers of which no step was recorded, each parameter once."""

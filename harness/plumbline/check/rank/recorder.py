@@ -104,7 +104,7 @@ class TrainingRecorder:
         """Follow every optimizer that the script makes."""
         self._passes.install()
         OptimizerSteps(self).install(outside_graphs=True)
-        follow_added_parameters(lambda optimizer: self._errors.keep(lambda: self._note(optimizer)))
+        follow_added_parameters(lambda optimizer: self._errors.keep(lambda: self._note_parameters(optimizer)))
         self._errors.keep(lambda: self._observers.tell(lambda one: one.install()))
 
     def follow(self, optimizers: Iterable[Optimizer], others: Iterable[Any] = ()) -> None:
@@ -186,6 +186,11 @@ class TrainingRecorder:
             facts = {**self._observers.final_facts(self._later), "late": self._optimizers.late}
             with suppress(OSError):  # the check may have ended before the process, and removed its folder
                 self._first_writer.write_later(self._world[0], facts)
+
+    def _note_parameters(self, optimizer: Optimizer) -> None:
+        if not self._finished:
+            self._names.refresh()  # they may have been added to modules that were called before
+        self._note(optimizer)
 
     def _note(self, optimizer: Optimizer) -> None:
         if self._finished or optimizer in self._optimizers:

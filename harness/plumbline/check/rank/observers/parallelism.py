@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,12 @@ from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
 from plumbline.recording.process import rank_and_world
-from plumbline.recording.sharding import holds_gradients_back, is_data_parallel_shard, requested_divisors
+from plumbline.recording.sharding import (
+    holds_gradients_back,
+    is_data_parallel_shard,
+    is_replicated,
+    requested_divisors,
+)
 
 _REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
@@ -63,6 +69,7 @@ class ParallelismObserver(Observer):
         self._meshes: list[Facts] = []
         self._groups: list[int] = []
         self._wrapped = False
+        self._covered: WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[Tensor], bool]]] = WeakKeyDictionary()
         self._counting = False
         self._reduced: dict[int, int] = {}
         self._entries = 0
@@ -92,6 +99,34 @@ class ParallelismObserver(Observer):
     def wrapper_of(self, module: nn.Module) -> Any:
         """Return the DistributedDataParallel through which a module has been called, None where there is none."""
         return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrappers.get(module)
+
+    def unreduced(self, module: nn.Module) -> dict[int, str]:
+        """Return why its parallelism reduces no gradients of some trainable parameters of a module, by their ids.
+
+        ``added`` or ``frozen``: they were added to the model later, or required no gradient, when
+        DistributedDataParallel was created. ``unsharded``: ``fully_shard`` has the module, but not them.
+        """
+        wrapper = self.wrapper_of(module)
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        own = [
+            parameter
+            for name, parameter in getattr(wrapper, "module", module).named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+        if wrapper is None:
+            is_sharded = any(base.__name__ == "FSDPModule" for one in module.modules() for base in type(one).__mro__)
+            plain = [one for one in own if not hasattr(one, "placements") or is_replicated(one)]
+            return dict.fromkeys(map(id, plain), "unsharded") if is_sharded else {}
+        if (covered := self._covered.get(wrapper)) is None:
+            return {}
+        found = {}
+        for one in own:
+            known, required_gradient = covered.get(id(one), (None, False))
+            if known is None or known() is not one:
+                found[id(one)] = "added"
+            elif not required_gradient:
+                found[id(one)] = "frozen"
+        return found
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how a module is parallel, when it is called for the first time."""
@@ -178,6 +213,10 @@ class ParallelismObserver(Observer):
     def _around_wrapper(self, original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
         self._wrapped = True
         original(wrapper, *args, **kwargs)
+        attempt(self._note_covered, wrapper)
+
+    def _note_covered(self, wrapper: Any) -> None:
+        self._covered[wrapper] = {id(one): (weakref.ref(one), one.requires_grad) for one in wrapper.parameters()}
 
     def _around_group(self, original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         group = original(ranks, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plumbline.check.rank.observers.batches import BatchObserver
 from plumbline.check.rank.observers.buffers import BufferObserver
+from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
@@ -36,5 +37,6 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         UnusedLossObserver(),
         TieObserver(),
         MovedWeightObserver(),
+        FrozenWeightObserver(),
         ScriptLineObserver(),
     ]

@@ -13,6 +13,7 @@ from plumbline.check.rank.observers.parallelism import ParallelismObserver, worl
 from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import is_replicated
 
 
 class WeightObserver(Observer):
@@ -22,6 +23,8 @@ class WeightObserver(Observer):
     the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, and ``projections`` of the
     weights after it, whose relative distance is about that of the weights. ``began`` has the digests before the
     optimizer's first step of all, which may not be recorded; None for parameters that it was given later.
+    ``unreduced`` says why a wrapper reduces no gradients of a parameter of its own, ``replicated`` which are DTensors
+    that should be the same on all ranks.
     """
 
     name = "weights"
@@ -68,6 +71,8 @@ class WeightObserver(Observer):
             gradients = [p.grad for p in parameters]
             self._noted = {
                 "wrapped": self._wrapped(parameters),
+                "unreduced": self._unreduced(parameters),
+                "replicated": [is_replicated(p, world_size()) for p in parameters],
                 "began": [self._began.get(id(p)) for p in parameters],
                 "before": [tensor_digest(p) for p in parameters],
                 "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
@@ -96,6 +101,12 @@ class WeightObserver(Observer):
             named = wrapper.module.named_parameters() if wrapper is not None else ()
             kept.update(id(p) for name, p in named if name not in ignored and p.requires_grad)
         return [id(parameter) in kept for parameter in parameters]
+
+    def _unreduced(self, parameters: list[Tensor]) -> list[str]:
+        why: dict[int, str] = {}
+        for module in self._modules:
+            why |= self._parallelism.unreduced(module)
+        return [why.get(id(parameter), "") for parameter in parameters]
 
 
 def _gradient_digest(gradient: Tensor) -> str | None:

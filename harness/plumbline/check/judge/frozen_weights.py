@@ -1,0 +1,84 @@
+"""Whether frozen weights stay what they are: optimizers that move them, adapters that are added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
+from plumbline.core.finding import Finding
+from plumbline.report.text import counted, listed
+
+CHECK, OBSERVER = "update", "frozen-weights"
+
+
+def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield the first thing that is wrong with frozen weights, or a note that something changes them between steps."""
+    yield from failed_observers(training, OBSERVER, CHECK)
+    every = list(noted(training, OBSERVER))
+    found = next(filter(None, map(_stepped, every)), None) or next(filter(None, map(_merged, every)), None)
+    if found is not None:
+        yield found
+        return
+    changed = next((one for one in every if one.facts["between"]), None)
+    if changed is not None:
+        yield _changed(changed)
+
+
+def _stepped(one: ObserverFacts) -> Finding | None:
+    """Return what is wrong if a step that trains other parameters moves frozen ones, without a gradient of its own."""
+    within = one.facts["within"]
+    kinds = {name: within[name]["gradient"] for name in within}
+    names = [name for name, kind in kinds.items() if kind != "own"]
+    if one.step.skipped or not names or not _trains(one):
+        return None
+    zero = kinds[names[0]] == "zero"
+    names = [name for name in names if kinds[name] == kinds[names[0]]]
+    is_one = len(names) == 1
+    return one.failed(
+        CHECK,
+        f"{counted(len(names), 'frozen parameter')} ({listed(names)}) {'is' if is_one else 'are'} moved by the step, "
+        + ("by weight decay or momentum: .grad is zero and not None" if zero else "along .grad of an earlier step"),
+        "set .grad of frozen parameters to None, or give the optimizer trainable parameters only",
+        cause="frozen-parameter-trained",
+        family="optimizer",
+        parameter=names[0],
+    )
+
+
+def _trains(one: ObserverFacts) -> bool:
+    """Return whether backward passes reach other parameters of the step."""
+    return any(bool(each.local.any()) for each in one.step.passes)
+
+
+def _merged(one: ObserverFacts) -> Finding | None:
+    """Return what is wrong if an adapter was added to the weights beside it, and still has gradients afterwards."""
+    gradients = dict(zip([p.name for p in one.step.parameters], one.step.parts(one.step.received), strict=True))
+    for name, change in one.facts["between"].items():
+        left, right, factor = change["product"] or (None, None, 0.0)
+        used = [each for each in (left, right) if each in gradients and bool(gradients[each].nan_to_num().any())]
+        if factor > 0 and len(used) == 2:
+            return one.failed(
+                CHECK,
+                f"{factor:.4g} × the product of {left} and {right} was added to the frozen {name} between two "
+                f"steps, but {left} and {right} stay and have gradients, so the model counts their product twice",
+                "merge adapters into a copy of the model, or unmerge them before training goes on",
+                cause="merged-and-trained-on",
+                family="checkpoint",
+                parameter=name,
+            )
+    return None
+
+
+def _changed(one: ObserverFacts) -> Finding:
+    between = one.facts["between"]
+    factors = {f"{change['factor']:.6g}" if change["factor"] else "" for change in between.values()}
+    was = "was" if len(between) == 1 else "were"
+    how = f"{was} multiplied by {next(iter(factors))}" if len(factors) == 1 and "" not in factors else "changed"
+    return information(
+        CHECK,
+        f"{counted(len(between), 'frozen parameter')} {how} between two optimizer steps, first before {one.name} on "
+        f"rank {one.rank}: {listed(between)}. Possible reasons: a moving average of weights, weight decay by the "
+        "script, adapters that are merged",
+        one.step.number,
+    )

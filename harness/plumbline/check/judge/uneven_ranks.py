@@ -1,0 +1,114 @@
+"""Parameters that take part in the training on some ranks only, although all ranks train one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.model_parts import forward_communicates
+from plumbline.check.judge.noted import headline_note
+from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
+from plumbline.check.judge.rank_weights import common_steps, shared_part
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint
+from plumbline.report.text import counted, listed
+
+CHECK = "update"
+
+
+def judge_uneven_ranks(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield parameters that only some ranks train, and those of a partly frozen model that only some ranks use."""
+    if training.world_size == 1 or forward_communicates(training) or not _is_one_model(training):
+        return
+    found = _trained_on_some(training)
+    if found is not None:
+        yield found
+    elif names := _used_on_some(training):
+        yield headline_note(
+            CHECK,
+            f"In each recorded step, {listed(names)} {'gets' if len(names) == 1 else 'get'} gradients from some ranks, "
+            "but never from the others. Check that the same adapters and layers are active on all ranks.",
+        )
+
+
+def _is_one_model(training: RecordedTraining) -> bool:
+    """Return whether a wrapper divides the data alone over the ranks: each module is one model on all of them."""
+    if not rank_layout(training).is_data_parallel:
+        return False
+    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
+    return bool(modules) and all(module["wrapper"] or module["sharded_as_data"] for module in modules)
+
+
+def _trained_on_some(training: RecordedTraining) -> Finding | None:
+    existing = [_existing(training, rank.rank) for rank in training.ranks]
+    for _, steps in common_steps(training):
+        trained = {rank: _trained(step) for rank, step in steps.items()}
+        names = {name for own in trained.values() for name in own}
+        for name in sorted(names):
+            lacking = [rank for rank, own in trained.items() if name not in own]
+            if not lacking:
+                continue
+            having = [rank for rank in steps if rank not in lacking]
+            every = sorted(each for each in names if [r for r, own in trained.items() if each not in own] == lacking)
+            are_frozen = name in existing[lacking[0]]
+            what = "are frozen on" if are_frozen else "do not exist on"
+            return failed_with_hint(
+                CHECK,
+                f"{counted(len(every), 'parameter')} of one model {'is' if len(every) == 1 else 'are'} trained on "
+                f"{_ranks(having)} only: {listed(every)}; they {what} {_ranks(lacking)}",
+                "freeze and add parameters in the same way on every rank, before the model is wrapped or sharded",
+                cause="trained-on-some-ranks",
+                family="sync",
+                step=steps[lacking[0]].number,
+                rank=lacking[0],
+                parameter=name,
+            )
+    return None
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed(numbers)}"
+
+
+def _existing(training: RecordedTraining, rank: int) -> set[str]:
+    own = next(one for one in training.ranks if one.rank == rank)
+    modules = (own.facts.get(WEIGHTS) or {}).get("modules", ())
+    return {parameter["name"] for module in modules for parameter in module["parameters"]}
+
+
+def _trained(step: RecordedStep) -> set[str]:
+    own = {one.name for one in step.parameters if one.named and one.trained and one.held_in is None}
+    return own | set(step.facts.get("unoptimized") or {})
+
+
+def _used_on_some(training: RecordedTraining) -> list[str]:
+    """Return parameters whose gradients come from the same ranks at each of several steps, and not from the others."""
+    modules = (training.ranks[0].facts.get(WEIGHTS) or {}).get("modules", ())
+    if all(parameter["trained"] for module in modules for parameter in module["parameters"]):
+        return []
+    users: dict[str, list[frozenset[int]]] = {}
+    world = set(range(training.world_size))
+    for _, steps in common_steps(training):
+        if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
+            return []
+        for name, ranks in _users(shared_part(steps)).items():
+            users.setdefault(name, []).append(ranks)
+    return [
+        name
+        for name, every in users.items()
+        if (seen := [ranks for ranks in every if ranks]) and len(seen) > 1 and len(set(seen)) == 1 and seen[0] != world
+    ]
+
+
+def _users(steps: Mapping[int, RecordedStep]) -> dict[str, frozenset[int]]:
+    found: dict[str, set[int]] = {}
+    for rank, step in steps.items():
+        every = [step.parts(one.local) for one in (*step.other_passes, *step.passes)]
+        for number, parameter in enumerate(step.parameters):
+            if parameter.sampled and parameter.named and parameter.held_in is None:
+                own = found.setdefault(parameter.name, set())
+                if any(bool(parts[number].any()) for parts in every):
+                    own.add(rank)
+    return {name: frozenset(ranks) for name, ranks in found.items()}

@@ -1,0 +1,102 @@
+"""Parameters whose gradients a wrapper of their model does not reduce, such as adapters that were added to it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.rank_weights import OBSERVER, RankWeights, common_steps, weights_at
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint, with_hint
+from plumbline.report.text import listed
+
+CHECK = "gradients"
+
+_ROUNDINGS = 128  # as many as between copies on the ranks, which may add up gradients in different orders
+
+_CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
+
+_WHY = {
+    "added": (
+        "{names} {were} added to the model after DistributedDataParallel was created, which does not reduce their "
+        "gradients: add all parameters first, then wrap the model"
+    ),
+    "frozen": (
+        "{names} did not require a gradient when DistributedDataParallel was created, which does not reduce their "
+        "gradients: wrap the model again after unfreezing parameters"
+    ),
+    "unsharded": (
+        "{names} {are} not sharded by FSDP, which then does not reduce their gradients: add parameters before "
+        "fully_shard, or broadcast them once and average their gradients in the script"
+    ),
+}
+
+
+def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraining) -> Finding:
+    """Return a finding about gradients that are not synchronised; its hint says why a wrapper does not do it.
+
+    ``names`` are the parameters with wrong gradients.
+    """
+    if finding.cause not in _CAUSES:
+        return finding
+    wrong = set(names)
+    reasons: dict[str, dict[str, None]] = {}
+    for one in _common_weights(training):
+        if one.why_unreduced and one.parameter.name in wrong:
+            reasons.setdefault(one.why_unreduced, {}).setdefault(one.parameter.name)
+    if not reasons:
+        return finding
+    why, found = max(reasons.items(), key=lambda each: len(each[1]))
+    forms = {"were": "was", "are": "is"} if len(found) == 1 else {"were": "were", "are": "are"}
+    return with_hint(finding, _WHY[why].format(names=listed(found), **forms))
+
+
+def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
+    """Return what is wrong if DTensors that say that all ranks hold the same have another gradient on each rank.
+
+    None also where the ranks have the same weights after the step: it may average gradients itself.
+    """
+    for place, steps in common_steps(training):
+        apart = [
+            one
+            for one in weights_at(place, steps)
+            if one.is_replicated and one.differ("after") and not one.is_rounding and _have_other_gradients(one)
+        ]
+        if apart:
+            step = next(iter(steps.values()))
+            names = [one.parameter.name for one in apart]
+            finding = failed_with_hint(
+                CHECK,
+                f"{listed(names)} {'is a DTensor' if len(names) == 1 else 'are DTensors'} with the placement "
+                "Replicate, but each rank steps with a gradient of its own samples",
+                "average these gradients over the ranks of the mesh",
+                cause="some-parameters-not-synchronised",
+                family="sync",
+                step=step.number,
+                rank=min(steps),
+                parameter=names[0],
+            )
+            return with_reason(finding, names, training)
+    return None
+
+
+def ranks_hold_one_model(training: RecordedTraining) -> bool:
+    """Return whether parameters that nothing reduces are part of a model that is sharded over all ranks."""
+    return any(one.why_unreduced == "unsharded" for one in _common_weights(training))
+
+
+def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
+    for place, steps in common_steps(training):
+        if all(OBSERVER in step.facts for step in steps.values()):
+            yield from weights_at(place, steps)
+
+
+def _have_other_gradients(one: RankWeights) -> bool:
+    dtype = getattr(torch, one.parameter.dtype)
+    if not one.differ("gradients") or not dtype.is_floating_point:
+        return False
+    first, *others = [each.nan_to_num() for each in one.received]
+    size = max(float(each.norm()) for each in (first, *others))
+    return any(float((each - first).norm()) > _ROUNDINGS * torch.finfo(dtype).eps * size for each in others)

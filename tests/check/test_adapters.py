@@ -1,0 +1,264 @@
+"""`plumbline check` on adapters and frozen weights: what is added beside frozen weights, when, and who trains it.
+
+Public threads tell of the mistakes: huggingface/transformers#48873 (added after ``fully_shard``, each rank trains its
+own), hao-ai-lab/FastVideo#1666 (as DTensors that say Replicate), modelscope/mcore-bridge#173 (one rank's part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import cross_entropy, linear
+from torch.nn.parallel import DistributedDataParallel
+
+from plumbline.check.function import CheckedFunction, check_function
+
+STEPS = 4
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a trainable product of low rank."""
+
+    def __init__(self, base: nn.Module, seed: int = 7) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)))
+        self.up = nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        down, up = (one.to_local() if isinstance(one, DTensor) else one for one in (self.down, self.up))
+        return self.base(inputs) + linear(linear(inputs, down), up)
+
+
+def pretrained(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def adapt(model: Any, seed: int = 7) -> Any:
+    model[0] = Adapted(model[0], seed)
+    return model
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trainable(model), 0.01, weight_decay=0.1)
+
+
+def fit(
+    model: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    before: Callable[[int], None] = lambda step: None,
+    after: Callable[[int], None] = lambda step: None,
+    set_to_none: bool = True,
+) -> None:
+    torch.manual_seed(1 + dist.get_rank())
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none)
+        before(step)
+        cross_entropy(model(torch.randn(4, 6)), torch.randint(4, (4,))).backward()
+        optimizer.step()
+        after(step)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    """Average gradients over the ranks as they arrive."""
+
+    def average(parameter: Tensor) -> None:
+        gradient: Any = parameter.grad
+        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+    for one in trainable(model):
+        one.register_post_accumulate_grad_hook(average)
+    return model
+
+
+def added_after_the_optimizer() -> None:
+    model = pretrained()
+    optimizer = adamw(model)
+    fit(DistributedDataParallel(adapt(model)), optimizer)
+
+
+def added_after_the_wrapper() -> None:
+    model = pretrained()
+    wrapped = DistributedDataParallel(model)
+    model[0], model[2] = Adapted(model[0]), model[2].requires_grad_(False)
+    fit(wrapped, adamw(model))
+
+
+def unfrozen_after_the_wrapper() -> None:
+    model = adapt(pretrained())
+    wrapped = DistributedDataParallel(model)
+    model[0].base.requires_grad_(True)
+    fit(wrapped, adamw(model))
+
+
+def added_after_sharding(*, seed: int | None = None, replicated: bool = False, synchronised: bool = False) -> None:
+    """As huggingface/transformers#48873 does; with ``replicated`` as hao-ai-lab/FastVideo#1666."""
+    model = pretrained().requires_grad_(False)
+    for one in (model[0], model[2], model):
+        fully_shard(one)
+    adapt(model, dist.get_rank() if seed is None else seed)
+    for name in ("down", "up") if replicated else ():
+        value = DTensor.from_local(getattr(model[0], name).data, init_device_mesh("cpu", (2,)), [Replicate()])
+        setattr(model[0], name, nn.Parameter(value))
+    fit(averaged(model) if synchronised else model, adamw(model))
+
+
+def frozen_weights_of_each_rank() -> None:
+    model = adapt(pretrained(dist.get_rank()))
+    model[2].requires_grad_(False)
+    fit(averaged(model), adamw(model))
+
+
+def adapters_of_one_rank() -> None:
+    model = pretrained()
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    if dist.get_rank() == 0:
+        adapt(model)
+    fit(wrapped, adamw(model))
+
+
+def frozen_but_decayed() -> None:
+    model = pretrained()
+    optimizer = adamw(model)
+
+    def freeze(step: int) -> None:
+        model[0].requires_grad_(step < 2)
+
+    fit(averaged(model), optimizer, before=freeze, set_to_none=False)
+
+
+def merged_to_be_saved() -> None:
+    model = adapt(pretrained())
+
+    def save(step: int) -> None:
+        if step == 1:
+            model[0].base.weight.data += 0.5 * model[0].up.detach() @ model[0].down.detach()
+
+    fit(DistributedDataParallel(model), adamw(model), after=save)
+
+
+def checked(train: Callable[[], None]) -> CheckedFunction:
+    found = check_function(train, 2, steps=STEPS)
+    assert not any(end.has_failed for end in found.ends), found.ends
+    return found
+
+
+@pytest.mark.parametrize(
+    ("train", "cause", "says"),
+    [
+        (added_after_the_optimizer, "added-after-the-optimizer", "0.down, 0.up"),
+        (added_after_the_wrapper, "not-synchronised", "after DistributedDataParallel was created"),
+        pytest.param(
+            unfrozen_after_the_wrapper,
+            "some-parameters-not-synchronised",
+            "wrap the model again after unfreezing",
+            marks=pytest.mark.nightly,
+        ),
+        (added_after_sharding, "not-synchronised", "0.down, 0.up are not sharded by FSDP"),
+        (partial(added_after_sharding, replicated=True, seed=7), "some-parameters-not-synchronised", "Replicate"),
+        pytest.param(
+            partial(added_after_sharding, synchronised=True),
+            "not-broadcast",
+            "differ between ranks before",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            frozen_weights_of_each_rank,
+            "not-broadcast",
+            "frozen parameters differ between ranks",
+            marks=pytest.mark.nightly,
+        ),
+        (adapters_of_one_rank, "trained-on-some-ranks", "trained on rank 0 only"),
+        (frozen_but_decayed, "frozen-parameter-trained", "by weight decay or momentum"),
+        (merged_to_be_saved, "merged-and-trained-on", "0.5 × the product of 0.up and 0.down was added"),
+    ],
+)
+def test_a_mistake_with_adapters_is_named(train: Callable[[], None], cause: str, says: str) -> None:
+    bad = [one for one in checked(train).findings if one.outcome.is_bad]
+    assert bad[0].cause == cause
+    assert any(says in one.message for one in bad), bad
+
+
+def of_a_later_optimizer_group() -> None:
+    model = pretrained()
+    optimizer = adamw(model)
+
+    def add(step: int) -> None:
+        if step == 2:
+            adapt(model)
+            optimizer.add_param_group({"params": [model[0].down, model[0].up], "lr": 0.1})
+            averaged(model[0])
+
+    fit(averaged(model), optimizer, before=add)
+
+
+def unfrozen_on_schedule() -> None:
+    model = pretrained()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    wrapped = [DistributedDataParallel(model)]
+
+    def unfreeze(step: int) -> None:
+        if step == 2:
+            model[0].requires_grad_(True)
+            wrapped[0] = DistributedDataParallel(model)
+
+    fit(lambda inputs: wrapped[0](inputs), optimizer, before=unfreeze)
+
+
+def merged_and_begun_anew() -> None:
+    """As ReLoRA does."""
+    model = adapt(pretrained())
+
+    def restart(step: int) -> None:
+        if step == 1:
+            model[0].base.weight.data += model[0].up.detach() @ model[0].down.detach()
+            model[0].up.data.zero_()
+
+    fit(DistributedDataParallel(model), adamw(model), after=restart)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        of_a_later_optimizer_group,
+        pytest.param(unfrozen_on_schedule, marks=pytest.mark.nightly),
+        merged_and_begun_anew,
+        partial(added_after_sharding, seed=7, replicated=True, synchronised=True),
+    ],
+)
+def test_nothing_is_said_against_what_is_right(train: Callable[[], None]) -> None:
+    checked(train).assert_right(require_full=True)
+
+
+def test_frozen_weights_that_the_script_moves_are_a_note() -> None:
+    def train() -> None:
+        model = adapt(pretrained())
+
+        def decay(step: int) -> None:
+            model[0].base.weight.data *= 0.99
+
+        fit(DistributedDataParallel(model), adamw(model), after=decay)
+
+    found = checked(train)
+    found.assert_right()
+    (note,) = [one for one in found.findings if "frozen parameter" in one.message]
+    assert "1 frozen parameter was multiplied by 0.99 between two optimizer steps" in note.message
