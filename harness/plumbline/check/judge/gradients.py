@@ -105,6 +105,14 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
                 "these parameters are shards. Shards that start equal stay equal and do the same work: initialize each "
                 "with a different seed. If they are replicas, their gradients are divided too often.",
             )
+        if joint.doubtful and finding.outcome is Outcome.PASSED and not by_replay:
+            names = sorted({name for name, _ in joint.doubtful})
+            yield headline_note(
+                CHECK,
+                f"{listed(names)} began with equal values on several ranks and {'has' if len(names) == 1 else 'have'} "
+                "other gradients on each. That is right for shards. If they are replicas, sum their gradients over "
+                "these ranks: each has only the part of its own tokens or inputs.",
+            )
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)

@@ -47,17 +47,20 @@ class Beginnings:
     """Which parameters the ranks held alike when they were compared for the first time.
 
     Parts of a layer mostly begin with values of their own. Where they begin alike, such as biases of zeros, nothing
-    tells them from copies of one parameter whose gradients somebody forgot to add up, unless the layer has other
-    parameters that began apart, or other stages of a pipeline begin with the same constants.
+    tells them from copies of one parameter whose gradients somebody forgot to add up, unless they are constants and
+    the layer has other parameters that began apart, or other stages of a pipeline begin with the same constants.
     """
 
     def __init__(self) -> None:
         self._alike: dict[Kind, bool] = {}
+        self._constant: set[Kind] = set()
         self.parts: set[Kind] = set()
         """Those that are the same on several ranks, and turned out right only as parts."""
 
-    def note(self, kind: Kind, *, alike: bool) -> None:
+    def note(self, kind: Kind, *, alike: bool, constant: bool) -> None:
         """Note how a parameter begins, once."""
+        if kind not in self._alike and constant:
+            self._constant.add(kind)
         self._alike.setdefault(kind, alike)
 
     def began_alike(self, kind: Kind) -> bool:
@@ -68,7 +71,7 @@ class Beginnings:
         """Return whether different instances of a parameter may have been meant as one."""
         layer = kind[0].rpartition(".")[0]
         apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
-        return self._alike[kind] and not apart
+        return self._alike[kind] and not (apart and kind in self._constant)
 
 
 def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings) -> list[Group]:
@@ -90,7 +93,12 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
         else:
             of.append(keys)
     for kind, found in kinds.items():
-        beginnings.note(kind, alike=all(_may_be_one(held, found[0][0], one[0], most) for one in found))
+        rank, number = found[0][0][0]
+        beginnings.note(
+            kind,
+            alike=all(_may_be_one(held, found[0][0], one[0], most) for one in found),
+            constant=held[rank][number]["constant"],
+        )
     groups = []
     for kind, found in kinds.items():
         for copies in found:
