@@ -532,7 +532,7 @@ class ShrunkAfterTheLastStep(BaseTrainer):
                 parameter *= 0.5
 
 
-@known_bad("optimizer", causes=["another-optimizer"], on={"frozen/ddp/1x3/32": "update"})
+@known_bad("optimizer", causes=["frozen-parameter-trained"], on={"frozen/ddp/1x3/32": "update"})
 class FrozenWeightsDecay(ManualAverage):
     """Frozen weights take part in the all-reduce with zeros, and the optimizer lets them decay."""
 

@@ -55,6 +55,7 @@ WORKLOADS: dict[str, Workload] = {
         unusual_tensors.NestedOutputs(),
         experts.MixtureOfExperts(),
         parameter_use.Frozen(),
+        parameter_use.Adapter(),
         parameter_use.UnusedParameters(),
         parameter_use.UnusedAtTheEnd(),
         parameter_use.Thawed(),

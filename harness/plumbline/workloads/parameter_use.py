@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unused, unused in some steps or on some ranks, or frozen at first."""
+"""Parameters that are frozen, with or without adapters; unused, unused in some steps or on some ranks; or thawed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,50 @@ class Frozen(Mlp):
     exposes = "frozen weights that are thawed, decayed through gradients of zero, or cut off what lies before them"
     network: ClassVar[type[nn.Module]] = _PartlyFrozen
     stepped_by = (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1})
+    needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
+    narrow = True
+    precisions = ("32",)
+
+
+RANK = 4
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with a trainable product of low rank beside it, which begins as zero (Hu et al. 2021)."""
+
+    def __init__(self, inputs: int, outputs: int, down: nn.Module | None = None) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down = nn.Linear(inputs, RANK, bias=False) if down is None else down
+        self.up = nn.Linear(RANK, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class _WithAdapters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = _Adapted(16, 32), _Adapted(32, 32)
+        self.last = _Adapted(32, 8, self.middle.down)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
+
+
+class Adapter(Mlp):
+    """A frozen three-layer perceptron with low-rank adapters, two of which share a factor.
+
+    The optimizer gets all parameters, and its decay would move any frozen one that has a gradient, even one of zero.
+    """
+
+    name = "adapter"
+    exposes = "adapters missing from the optimizer, trained apart on each rank or on one; frozen weights that decay"
+    network: ClassVar[type[nn.Module]] = _WithAdapters
+    stepped_by = (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1})
+    blocks = 3
+    whole_layers = "adapters share a factor, and a layer's output is its sum with one"
     needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
     narrow = True
     precisions = ("32",)

@@ -170,11 +170,11 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
             frozen = name not in analysis.oracle.trained
             if norm(step.gradients[name]):
                 what = f"of a parameter that is {'frozen' if frozen else 'unused in this step'}"
-            elif (
-                not frozen
-                and name not in _used_until(global_step.index, analysis)
-                and not step.after[name].equal(step.before[name])
-            ):
+            elif step.after[name].equal(step.before[name]):
+                continue
+            elif frozen:
+                what = "of zeros and moved a parameter that is frozen"
+            elif name not in _used_until(global_step.index, analysis):
                 what = "of zeros and moved a parameter that no loss has depended on so far"
             else:
                 continue
