@@ -23,6 +23,7 @@ LIBRARIES = {
     "trl-padding-free": ("trl", "pip install trl"),
     "sentence-transformers": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
     "sentence-transformers-gather": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
+    "peft": ("peft", "pip install peft"),
     "composer": ("composer", "pip install mosaicml"),
     "ray": ("ray", "pip install 'ray[train]'"),
     "deepspeed": ("deepspeed", "pip install deepspeed"),
@@ -54,7 +55,7 @@ def test_without_its_library_it_names_the_command_that_installs_it(name, monkeyp
 @each
 @pytest.mark.parametrize(("backend", "topology"), [("none", "1x1"), ("ddp", "1x2")])
 def test_it_trains_what_one_device_trains(name, backend, topology, warm_pool, cell_of, tmp_path):
-    workload = "lm-tokens" if name.startswith("trl") else "mlp"
+    workload = {"trl": "lm-tokens", "trl-padding-free": "lm-tokens", "peft": "adapter"}.get(name, "mlp")
     trains_as_one_device(name, cell_of(workload, backend, topology, subject=name), warm_pool, tmp_path)
 
 
@@ -65,6 +66,10 @@ def test_a_loss_that_gathers_is_that_of_one_device(warm_pool, cell_of, tmp_path)
 
 def test_fabric_trains_in_shards(warm_pool, cell_of, tmp_path):
     trains_as_one_device("fabric", cell_of("mlp", "fsdp", "1x2", subject="fabric"), warm_pool, tmp_path)
+
+
+def test_peft_trains_in_shards(warm_pool, cell_of, tmp_path):
+    trains_as_one_device("peft", cell_of("adapter", "fsdp", "1x2", subject="peft"), warm_pool, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["zero", "zero2", "fsdp"])

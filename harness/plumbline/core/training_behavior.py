@@ -11,6 +11,7 @@ CHOICES = {
     "shuffle": ("job", "always", "never"),
     "buffers": ("shared", "per-rank"),
     "loss": ("job", "labels"),
+    "model": ("job", "adapters"),
 }
 """The values of each declaration. The first is the default."""
 
@@ -27,6 +28,7 @@ class TrainingBehavior:
     shuffle: str = "job"
     buffers: str = "shared"
     loss: str = "job"
+    model: str = "job"
     max_nodes: int | None = None
     stages_per_rank: int = 1
     max_stages: int | None = None
@@ -67,6 +69,10 @@ class TrainingBehavior:
     @property
     def own_loss(self) -> bool:
         return self.loss == "labels"
+
+    @property
+    def adapters_only(self) -> bool:
+        return self.model == "adapters"
 
     def shuffles(self, asked: bool) -> bool:
         """Return whether the order of samples changes each epoch; ``asked`` is ``job.shuffle``."""

@@ -97,7 +97,7 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     precisions = sorted(declared["precisions"][accelerator], key=_simplest_first)
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
-    own = "lm-tokens" if behavior.own_loss else None
+    own = "lm-tokens" if behavior.own_loss else "adapter" if behavior.adapters_only else None
     name = declared["name"]
     return [
         Cell(

@@ -108,6 +108,8 @@ class Declaration:
             yield "epochs", f"{self.name} declares data='iterations', but {cell.workload} {needs_epochs}"
         if self.behavior.own_loss and not EVERY[cell.workload].mean_over_labels:
             yield "another loss", f"{self.name} declares loss='labels', but {cell.workload} has another loss"
+        if self.behavior.adapters_only and not EVERY[cell.workload].adapters:
+            yield "no adapters", f"{self.name} declares model='adapters', but {cell.workload} has no adapters"
 
 
 def _why_batches_differ(cell: Cell, workload: Workload) -> str | None:

@@ -93,6 +93,7 @@ def subject(
     shuffle: str = "job",
     buffers: str = "shared",
     loss: str = "job",
+    model: str = "job",
     max_nodes: int | None = None,
     stages_per_rank: int = 1,
     max_stages: int | None = None,
@@ -120,6 +121,8 @@ def subject(
             Such cells deviate, because one device computes something else.
         loss: ``job``: it uses ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the tokens
             in the column ``labels`` without -100. Workloads with another loss are unsupported.
+        model: ``job``: it trains any model. ``adapters``: it trains adapters beside frozen layers, with an
+            implementation of its own. Workloads without any are unsupported.
         max_nodes: the maximum number of nodes. None: any number.
         stages_per_rank: the number of stages of each rank of a pipeline.
         max_stages: the maximum number of stages of a pipeline. None: any number.
@@ -142,7 +145,7 @@ def subject(
                 raise SubjectError(f"subject {name!r}: unknown {what} {value!r}; choose from {', '.join(known)}")
 
     try:
-        behavior = TrainingBehavior(data, shuffle, buffers, loss, max_nodes, stages_per_rank, max_stages)
+        behavior = TrainingBehavior(data, shuffle, buffers, loss, model, max_nodes, stages_per_rank, max_stages)
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 

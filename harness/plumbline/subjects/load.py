@@ -43,6 +43,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "trl-padding-free": ShippedAdapter("plumbline.subjects.trl_trainer", "trl"),
     "sentence-transformers": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
     "sentence-transformers-gather": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
+    "peft": ShippedAdapter("plumbline.subjects.peft_trainer", "peft"),
     "composer": ShippedAdapter("plumbline.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("plumbline.subjects.ray_trainer", "ray[train]"),
     "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainer", "deepspeed"),

@@ -40,8 +40,11 @@ class Frozen(Mlp):
 RANK = 4
 
 
-class _Adapted(nn.Module):
-    """A frozen layer with a trainable product of low rank beside it, which begins as zero (Hu et al. 2021)."""
+class Adapted(nn.Module):
+    """A frozen layer ``base`` plus ``up`` after ``down``, a trainable product of rank ``RANK`` that begins as zero.
+
+    https://arxiv.org/abs/2106.09685
+    """
 
     def __init__(self, inputs: int, outputs: int, down: nn.Module | None = None) -> None:
         super().__init__()
@@ -57,8 +60,8 @@ class _Adapted(nn.Module):
 class _WithAdapters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle = _Adapted(16, 32), _Adapted(32, 32)
-        self.last = _Adapted(32, 8, self.middle.down)
+        self.first, self.middle = Adapted(16, 32), Adapted(32, 32)
+        self.last = Adapted(32, 8, self.middle.down)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
@@ -77,6 +80,7 @@ class Adapter(Mlp):
     blocks = 3
     whole_layers = "adapters share a factor, and a layer's output is its sum with one"
     needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
+    adapters = True
     narrow = True
     precisions = ("32",)
 

@@ -32,6 +32,7 @@ class Workload:
     sequence: ClassVar[int] = 0  # tokens of a sample, along dim 1 of all activations, if there is such a dimension
     couples_stages: ClassVar[bool] = False  # stages must agree on a norm, a tied weight, random numbers or a checkpoint
     mean_over_labels: ClassVar[bool] = False  # the loss: mean cross entropy of ``tokens`` over ``labels``, without -100
+    adapters: ClassVar[bool] = False  # its model has ``Adapted`` layers, and nothing else that is trained
     unused_parameters: ClassVar[bool] = False  # a step may leave parameters unused, everywhere or on some ranks
 
     batch_size: ClassVar[int] = 24

@@ -1,0 +1,57 @@
+"""Hugging Face PEFT: its LoRA layers around frozen ones, in the training loop of torch's tutorials.
+
+The job's model has adapters of its own. PEFT makes others around the same frozen layers, and they get the layers of the
+job's adapters, so that the parameters that are trained have the job's names and values.
+"""
+
+import copy
+
+from plumbline.subjects.declare import subject
+from plumbline.subjects.released import installed_by
+from plumbline.subjects.torch_base import Ddp, OneDevice, fit
+from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, Fsdp
+from plumbline.workloads.parameter_use import RANK, Adapted
+
+with installed_by("pip install peft"):
+    from peft import LoraConfig, get_peft_model
+
+DECLARED = {"capabilities": ["frozen-parameters"], "library": "peft", "model": "adapters"}
+
+
+@subject(name="peft", backends=["none", "ddp"], **DECLARED)
+def train(job):
+    job = WithPeft(job)
+    fit(job, OneDevice(job) if job.backend == "none" else Ddp(job))
+
+
+@subject(name="peft", backends=["fsdp"], precisions={"cuda": ["32"], "cpu": ["32"] * COMPUTES_ON_A_CPU}, **DECLARED)
+def train_sharded(job):
+    job = WithPeft(job)
+    fit(job, Fsdp(job))
+
+
+class WithPeft:
+    """The job, with a model that PEFT has adapted."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def __getattr__(self, name):
+        return getattr(self.job, name)
+
+    def model(self):
+        return adapted(self.job.model())
+
+
+def adapted(model):
+    """Return a model of the frozen layers of ``model``, to which PEFT adds the others."""
+    frozen = copy.copy(model)
+    frozen._modules = dict(model._modules)
+    names = [name for name, layer in model.named_children() if isinstance(layer, Adapted)]
+    for name in names:
+        setattr(frozen, name, getattr(model, name).base)
+    result = get_peft_model(frozen, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
+    for name in names:
+        own, layer = getattr(model, name), getattr(frozen, name)
+        layer.lora_A["default"], layer.lora_B["default"] = own.down, own.up
+    return result
