@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from plumbline.check.evidence.options import RecordingOptions
@@ -155,6 +158,63 @@ def test_what_cannot_be_compared_is_not_judged(tmp_path, mistake, steps, why):
     command = [sys.executable, str(script), "{folder}", mistake]
     assert main(["check", "--resume-after", str(steps), "--json", str(file), "--", *command]) == 2
     assert why in json.loads(file.read_text())["sentence"]
+
+
+def train_together(folder, mistake):
+    """Train on any number of ranks, on the same eight rows a step; save after every second step, and go on."""
+    Path(folder).mkdir(exist_ok=True)
+    file, rank, ranks = Path(folder) / "saved.pt", 0, 1
+    torch.manual_seed(0)
+    model = wrapped = torch.nn.Linear(4, 2)
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        wrapped = fully_shard(model) if mistake == "sharded" else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    begin = done = 0
+    if file.exists():
+        saved = torch.load(file)
+        begin = done = saved["done"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        # As NVIDIA-NeMo/Megatron-Bridge#5637: the position is that of one of the ranks that there were.
+        begin = done // 2 if mistake == "one rank's position" else begin
+    for step in range(begin, 12):
+        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+        optimizer.zero_grad()
+        mse_loss(wrapped(rows[:, :4]), rows[:, 4:]).backward()
+        optimizer.step()
+        done += 1
+        states = {} if mistake == "sharded" else copy.deepcopy(optimizer.state_dict())
+        for state in states["state"].values() if mistake == "zeros" else ():
+            state["exp_avg"].zero_()  # as NVIDIA/Megatron-LM#5077
+        if done % 2 == 0 and rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": states, "done": done}, file)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause", "says"),
+    [
+        ("", None, "have the weights and states of the uninterrupted one; samples"),
+        ("zeros", "optimizer-state-altered", "another exp_avg"),
+        pytest.param(
+            "one rank's position", "batch-again-after-resuming", "those of step 2 on", marks=pytest.mark.nightly
+        ),
+        pytest.param("sharded", None, "no whole parameter in common on 2 and 1 ranks", marks=pytest.mark.nightly),
+    ],
+)
+def test_what_can_be_compared_on_another_number_of_ranks_is_compared(tmp_path, mistake, cause, says):
+    def recorded(name, folder, ranks, options):
+        (tmp_path / name).mkdir()
+        record_function(lambda: train_together(tmp_path / folder, mistake), ranks, tmp_path / name, options)
+        return read_trainings(tmp_path / name)
+
+    whole = recorded("whole", "w", 2, RecordingOptions(8, state=True, replays=False))
+    first = recorded("first", "i", 2, RecordingOptions(5, interrupt_after=4, state=True, replays=False))
+    if mistake == "sharded":  # without what torch needs to read shards on one rank
+        (tmp_path / "i" / "saved.pt").unlink()
+    resumed = recorded("resumed", "i", 1, RecordingOptions(4, state=True))
+    (finding,) = judge_resumption(first, resumed, whole, 4)
+    assert (finding.cause, says in finding.message) == (cause, True), finding
 
 
 def test_a_command_without_a_folder_is_refused(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -104,10 +105,11 @@ def judge_resumption(
         yield not_judged(CHECK, f"the uninterrupted training ended before step {pair.begin}")
         return
     rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
+    states = "weights and states" if pair.same_ranks or _shares_states(pair) else "weights"
     older = "" if pair.begin == interrupted else f", the last one that was saved before step {interrupted},"
     yield passed(
         CHECK,
-        f"at step {pair.begin}{older} the optimizers of the resumed training have the weights and states of the "
+        f"at step {pair.begin}{older} the optimizers of the resumed training have the {states} of the "
         f"uninterrupted one; {rows}learning rates and loss scales agree in {counted(len(steps), 'step')}",
     )
     if _draws_otherwise(pair):
@@ -130,10 +132,13 @@ def _why_not(
             return f"the {which} command ran {counted(len(found), 'recorded training')}; it must run exactly one"
         if not all(rank.steps and all(STATE in step.facts for step in rank.steps) for rank in found[0].ranks):
             return f"the {which} training recorded no state"
-    if first[0].world_size != resumed[0].world_size and not all(
-        _weights_of(rank.steps[0], with_shards=False) for rank in resumed[0].ranks
-    ):
-        return "no rank holds whole weights, so they cannot be compared on another number of ranks"
+    if first[0].world_size != resumed[0].world_size:
+        own, others = ({*_weights_of(one[0].ranks[0].steps[0], with_shards=False)} for one in (resumed, whole))
+        if not own & others:
+            return (
+                f"the optimizers have no whole parameter in common on {first[0].world_size} and "
+                f"{resumed[0].world_size} ranks, because the model is sharded; resume on as many ranks as before"
+            )
     for rank, other in zip(first[0].ranks, whole[0].ranks, strict=False):
         for one, again in zip(rank.steps, other.steps, strict=False):
             if not _same_weights(one, again, with_shards=True):
@@ -250,7 +255,7 @@ def _worst(own: RecordedStep, other: RecordedStep | None, *, with_shards: bool) 
 
 def _state(pair: Resumption) -> Finding | None:
     if not pair.same_ranks:
-        return None  # ranks may share the states out
+        return _state_on_other_ranks(pair)
     for place, rank, expected, step in pair.pairs():
         if place:
             continue
@@ -258,7 +263,6 @@ def _state(pair: Resumption) -> Finding | None:
         shared = [name for name in mine if name in theirs]
         missing = [name for name in shared if theirs[name] and not mine[name]]
         other = [(name, _differing(mine[name], theirs[name])) for name in shared if name not in missing]
-        other = [(name, keys) for name, keys in other if keys]
         where = {"step": pair.begin, "rank": rank, "family": "checkpoint"}
         if missing and len(missing) == len([name for name in shared if theirs[name]]):
             return failed_with_hint(
@@ -272,15 +276,65 @@ def _state(pair: Resumption) -> Finding | None:
                 "save the whole state: with sharded optimizers, gather it from all ranks first",
                 cause="optimizer-state-in-part", parameter=missing[0][0], **where,
             )  # fmt: skip
-        if other:
-            (name, _), keys = other[0]
-            return failed_with_hint(
-                CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {name} has "
-                f"another {listed(keys)}",
-                "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
-                cause="optimizer-state-altered", parameter=name, **where,
-            )  # fmt: skip
+        if (altered := _altered(other, where)) is not None:
+            return altered
     return None
+
+
+def _state_on_other_ranks(pair: Resumption) -> Finding | None:
+    mine, theirs = _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
+    where = {"step": pair.begin, "family": "checkpoint"}
+    shared = [name for name in theirs if theirs[name] and name in mine]
+    missing = [name for name in shared if not mine[name]]
+    if missing:
+        return failed_with_hint(
+            CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters: no rank "
+            "has it",
+            "save the whole state: with sharded optimizers, gather it from all ranks first",
+            cause="optimizer-state-dropped" if len(missing) == len(shared) else "optimizer-state-in-part",
+            parameter=missing[0][0], **where,
+        )  # fmt: skip
+    pairs = ((name, _of_one_value(mine[name]), _of_one_value(theirs[name])) for name in shared)
+    other = [(name, sorted(key for key in own if own[key] != saved.get(key, own[key]))) for name, own, saved in pairs]
+    return _altered(other, where)
+
+
+def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict[Name, dict[str, set[Any]]]:
+    """Return the values of the state of each whole parameter, on all ranks that have any, before a step."""
+    found: dict[Name, dict[str, set[Any]]] = {}
+    for step in (step for rank in training.ranks for step in rank.steps):
+        if step.number == begins.get(step.optimizer):
+            for name, state in _states_of(step, with_shards=False).items():
+                own = found.setdefault(name, {})
+                for key, value in state.items():
+                    own.setdefault(key, set()).add(value)
+    return found
+
+
+def _of_one_value(state: Mapping[str, set[Any]]) -> dict[str, Any]:
+    """Return what all ranks have alike: they may share state out in slices."""
+    return {key: next(iter(values)) for key, values in state.items() if len(values) == 1}
+
+
+def _shares_states(pair: Resumption) -> bool:
+    """Return whether states could be compared on another number of ranks; some optimizers have none."""
+    known = [_known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)]
+    mine, theirs = ({name: _of_one_value(state) for name, state in one.items()} for one in known)
+    has_any = any(states for one in known for states in one.values())
+    return not has_any or any(name in mine and mine[name].keys() & theirs[name].keys() for name in theirs)
+
+
+def _altered(other: Sequence[tuple[Name, list[str]]], where: Mapping[str, Any]) -> Finding | None:
+    other = [(name, keys) for name, keys in other if keys]
+    if not other:
+        return None
+    (name, _), keys = other[0]
+    return failed_with_hint(
+        CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {name} has "
+        f"another {listed(keys)}",
+        "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
+        cause="optimizer-state-altered", parameter=name, **where,
+    )  # fmt: skip
 
 
 def _differing(mine: Facts, theirs: Facts) -> list[str]:
@@ -318,14 +372,7 @@ def _samples(pair: Resumption) -> Finding | None:
         expected = theirs.get((pair.begin + place, rank))
         if expected is None or not expected or mine[place, rank] == expected:
             continue
-        offset = next(
-            (
-                begin
-                for begin in sorted({number for number, _ in theirs})
-                if all(theirs.get((begin + each, who)) == mine[each, who] for each, who in resumed)
-            ),
-            None,
-        )
+        offset = next((one for one in sorted({number for number, _ in theirs}) if _begins_at(one, mine, theirs)), None)
         known = {row for rows in theirs.values() for row in rows}
         if offset is None and not known.intersection(mine[place, rank]):
             return None  # what goes into the model is drawn at random, as noise and masks are
@@ -337,6 +384,17 @@ def _samples(pair: Resumption) -> Finding | None:
             cause=cause, family="checkpoint", step=pair.begin + place, rank=rank if pair.same_ranks else None,
         )  # fmt: skip
     return None
+
+
+def _begins_at(
+    offset: int, mine: Mapping[tuple[int, int], list[int]], theirs: Mapping[tuple[int, int], list[int]]
+) -> bool:
+    """Return whether resumed steps have the rows of those from ``offset`` on, as far as these were recorded."""
+    known = [place for place in mine if (offset + place[0], place[1]) in theirs]
+    enough = min(2, len({step for step, _ in mine}))
+    return len({step for step, _ in known}) >= enough and all(
+        theirs[offset + s, rank] == mine[s, rank] for s, rank in known
+    )
 
 
 def _position(offset: int | None, begin: int) -> tuple[str, str]:
