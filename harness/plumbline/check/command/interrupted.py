@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plumbline.check.command.checked_command import CheckedCommand, record, run_and_judge
 from plumbline.check.command.running import EndedBy
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 FOLDER = "{folder}"
 """What stands in a command for the folder to which the training saves."""
+
+_STATE_ALONE: dict[str, Any] = {"state": True, "replays": False, "sample_parameters": 1}
+"""What is recorded of trainings whose gradients nobody judges: digests, and the vectors of one parameter, as there may
+be many steps."""
 
 
 def run_interrupted(
@@ -53,7 +57,7 @@ def run_interrupted(
         say(f"plumbline: 1 of 3: training until step {steps}")
         first = record(
             _in(command, f"{saved}/interrupted"),
-            RecordingOptions(steps + 1, interrupt_after=steps, state=True, replays=False),
+            RecordingOptions(steps + 1, interrupt_after=steps, **_STATE_ALONE),
             time_limit=time_limit,
         )
         if first.end.by is EndedBy.USER:
@@ -71,7 +75,7 @@ def run_interrupted(
         if not why:
             say("plumbline: 3 of 3: training without an interruption")
             # As many steps more: a resumed training may have left out batches.
-            recording = RecordingOptions(steps + 2 * options.steps, stop=True, state=True, replays=False)
+            recording = RecordingOptions(steps + 2 * options.steps, stop=True, **_STATE_ALONE)
             whole = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit).trainings
     from plumbline.check.judge.script_checks import with_resumption
 
