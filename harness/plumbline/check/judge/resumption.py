@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.resumed_state import judge_resumed_state, shares_states
+from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import counted, listed
 
 CHECK = "resumption"
-STATE = "resumable-state"
 
 ROUNDING = 1e-4
 """The relative distance of weights up to which another order of sums explains it. Chosen: rounding of float32 grows to
@@ -26,41 +25,6 @@ SAME_SETTING = 1e-6
 """The relative distance up to which settings are the same: schedules in closed form round otherwise than steps."""
 
 _LOADED_NOTHING = "check that a checkpoint had been saved, that the command finds it, and that its weights are loaded"
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """Two trainings: ``whole`` from its first step on, ``resumed`` from its first step after ``interrupted`` steps.
-
-    ``begins`` are the steps of the whole training from which the resumed one goes on, by optimizer.
-    """
-
-    whole: RecordedTraining
-    resumed: RecordedTraining
-    interrupted: int
-    begins: Mapping[int, int]
-
-    @property
-    def begin(self) -> int:
-        """The step from which the first optimizer goes on."""
-        return self.begins[min(self.begins)]
-
-    @property
-    def same_ranks(self) -> bool:
-        return self.whole.world_size == self.resumed.world_size
-
-    def pairs(self) -> Iterator[tuple[int, int, RecordedStep, RecordedStep]]:
-        """Yield each resumed step: its place, the rank, the step of the whole training, and the resumed one itself.
-
-        On other numbers of ranks, each is compared with rank 0 of the whole training.
-        """
-        others = {one.rank: _by_number(one.steps) for one in self.whole.ranks}
-        for rank in self.resumed.ranks:
-            expected = others.get(rank.rank if self.same_ranks else 0, {})
-            for step in rank.steps:
-                other = expected.get((step.optimizer, self.begins[step.optimizer] + step.number))
-                if other is not None:
-                    yield step.number, rank.rank, other, step
 
 
 def judge_resumption(
@@ -95,7 +59,7 @@ def judge_resumption(
         Resumption(whole[0], resumed[0], interrupted, {**last, min(found): begin})
         for begin in reversed(found[min(found)])
     ]
-    wrongs = [_state(pair) or _settings(pair) or _samples(pair) or _loss_scale(pair) for pair in pairs]
+    wrongs = [judge_resumed_state(pair) or _settings(pair) or _samples(pair) or _loss_scale(pair) for pair in pairs]
     if None not in wrongs:
         yield next(one for one in wrongs if one is not None)
         return
@@ -105,7 +69,7 @@ def judge_resumption(
         yield not_judged(CHECK, f"the uninterrupted training ended before step {pair.begin}")
         return
     rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
-    states = "weights and states" if pair.same_ranks or _shares_states(pair) else "weights"
+    states = "weights and states" if pair.same_ranks or shares_states(pair) else "weights"
     older = "" if pair.begin == interrupted else f", the last one that was saved before step {interrupted},"
     yield passed(
         CHECK,
@@ -133,7 +97,7 @@ def _why_not(
         if not all(rank.steps and all(STATE in step.facts for step in rank.steps) for rank in found[0].ranks):
             return f"the {which} training recorded no state"
     if first[0].world_size != resumed[0].world_size:
-        own, others = ({*_weights_of(one[0].ranks[0].steps[0], with_shards=False)} for one in (resumed, whole))
+        own, others = ({*weights_of(one[0].ranks[0].steps[0], with_shards=False)} for one in (resumed, whole))
         if not own & others:
             return (
                 f"the optimizers have no whole parameter in common on {first[0].world_size} and "
@@ -141,7 +105,7 @@ def _why_not(
             )
     for rank, other in zip(first[0].ranks, whole[0].ranks, strict=False):
         for one, again in zip(rank.steps, other.steps, strict=False):
-            if not _same_weights(one, again, with_shards=True):
+            if not same_weights(one, again, with_shards=True):
                 return (
                     f"two trainings with the same command have different weights before step {one.number}: set all "
                     "seeds, and use deterministic algorithms"
@@ -149,10 +113,6 @@ def _why_not(
     if any(rank.steps[-1].number < interrupted for rank in whole[0].ranks):
         return f"the uninterrupted training ended before step {interrupted}"
     return ""
-
-
-def _by_number(steps: Sequence[RecordedStep]) -> dict[tuple[int, int], RecordedStep]:
-    return {(step.optimizer, step.number): step for step in steps}
 
 
 def _begins(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int, optimizer: int) -> list[int]:
@@ -169,47 +129,26 @@ def _begins(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int
             for step in other.steps
             if step.optimizer == optimizer
             and 0 < step.number <= interrupted
-            and _same_weights(own, step, with_shards=with_shards)
+            and same_weights(own, step, with_shards=with_shards)
         }
         found = same if found is None else found & same
     return sorted(found or ())
 
 
-def _same_weights(one: RecordedStep, other: RecordedStep, *, with_shards: bool) -> bool:
-    mine, theirs = _weights_of(one, with_shards=with_shards), _weights_of(other, with_shards=with_shards)
-    shared = [name for name in mine if name in theirs and mine[name][0] is not None]
-    return bool(shared) and all(mine[name][0] == theirs[name][0] for name in shared)
-
-
-Name = tuple[str, tuple[int, ...]]
-"""A parameter's name and shape."""
-
-
-def _weights_of(step: RecordedStep, *, with_shards: bool) -> dict[Name, tuple[str | None, list[float] | None]]:
-    named = zip(step.parameters, step.facts[STATE]["weights"], strict=False)
-    return {(p.name, p.shape): (digest, made) for p, (digest, made, shard) in named if with_shards or not shard}
-
-
-def _states_of(step: RecordedStep, *, with_shards: bool) -> dict[Name, Facts]:
-    known = _weights_of(step, with_shards=with_shards)
-    named = zip(step.parameters, step.facts[STATE]["state"], strict=False)
-    return {(p.name, p.shape): state for p, state in named if (p.name, p.shape) in known}
-
-
 def _weights(pair: Resumption, optimizer: int) -> Finding:
     """Return what is wrong with weights of an optimizer that no step of the whole training begins with."""
     firsts = [next(one for one in rank.steps if one.optimizer == optimizer) for rank in pair.resumed.ranks]
-    start = [_step_at(pair, rank, 0, optimizer) for rank in range(len(firsts))]
-    last = [_step_at(pair, rank, pair.interrupted, optimizer) for rank in range(len(firsts))]
+    start = [step_at(pair, rank, 0, optimizer) for rank in range(len(firsts))]
+    last = [step_at(pair, rank, pair.interrupted, optimizer) for rank in range(len(firsts))]
     fresh = [
         rank
         for rank, own in enumerate(firsts)
-        if (begun := start[rank]) is not None and _same_weights(own, begun, with_shards=pair.same_ranks)
+        if (begun := start[rank]) is not None and same_weights(own, begun, with_shards=pair.same_ranks)
     ]
     loaded = [
         rank
         for rank, own in enumerate(firsts)
-        if (saved := last[rank]) is not None and _same_weights(own, saved, with_shards=pair.same_ranks)
+        if (saved := last[rank]) is not None and same_weights(own, saved, with_shards=pair.same_ranks)
     ]
     where = {"step": pair.interrupted, "family": "checkpoint"}
     if len(fresh) == len(firsts):
@@ -236,109 +175,16 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
     )  # fmt: skip
 
 
-def _step_at(pair: Resumption, rank: int, number: int, optimizer: int) -> RecordedStep | None:
-    found = pair.whole.ranks[rank if pair.same_ranks else 0].steps
-    return next((one for one in found if one.number == number and one.optimizer == optimizer), None)
-
-
 def _worst(own: RecordedStep, other: RecordedStep | None, *, with_shards: bool) -> tuple[str | None, float]:
     worst: tuple[str | None, float] = (None, 0.0)
-    theirs = {} if other is None else _weights_of(other, with_shards=with_shards)
-    for name, (_, mine) in _weights_of(own, with_shards=with_shards).items():
+    theirs = {} if other is None else weights_of(other, with_shards=with_shards)
+    for name, (_, mine) in weights_of(own, with_shards=with_shards).items():
         expected = theirs.get(name, (None, None))[1]
         if mine is not None and expected is not None:
             left, right = torch.tensor(mine), torch.tensor(expected)
             distance = float((left - right).norm() / right.norm().clamp_min(1e-30))
             worst = max(worst, (name[0], distance), key=lambda one: one[1])
     return worst
-
-
-def _state(pair: Resumption) -> Finding | None:
-    if not pair.same_ranks:
-        return _state_on_other_ranks(pair)
-    for place, rank, expected, step in pair.pairs():
-        if place:
-            continue
-        mine, theirs = (_states_of(one, with_shards=True) for one in (step, expected))
-        shared = [name for name in mine if name in theirs]
-        missing = [name for name in shared if theirs[name] and not mine[name]]
-        other = [(name, _differing(mine[name], theirs[name])) for name in shared if name not in missing]
-        where = {"step": pair.begin, "rank": rank, "family": "checkpoint"}
-        if missing and len(missing) == len([name for name in shared if theirs[name]]):
-            return failed_with_hint(
-                CHECK, "the optimizer's state is not restored: it is empty after the restart",
-                "save optimizer.state_dict(), and load it after the model has its parameters",
-                cause="optimizer-state-dropped", **where,
-            )  # fmt: skip
-        if missing:
-            return failed_with_hint(
-                CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters",
-                "save the whole state: with sharded optimizers, gather it from all ranks first",
-                cause="optimizer-state-in-part", parameter=missing[0][0], **where,
-            )  # fmt: skip
-        if (altered := _altered(other, where)) is not None:
-            return altered
-    return None
-
-
-def _state_on_other_ranks(pair: Resumption) -> Finding | None:
-    mine, theirs = _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
-    where = {"step": pair.begin, "family": "checkpoint"}
-    shared = [name for name in theirs if theirs[name] and name in mine]
-    missing = [name for name in shared if not mine[name]]
-    if missing:
-        return failed_with_hint(
-            CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters: no rank "
-            "has it",
-            "save the whole state: with sharded optimizers, gather it from all ranks first",
-            cause="optimizer-state-dropped" if len(missing) == len(shared) else "optimizer-state-in-part",
-            parameter=missing[0][0], **where,
-        )  # fmt: skip
-    pairs = ((name, _of_one_value(mine[name]), _of_one_value(theirs[name])) for name in shared)
-    other = [(name, sorted(key for key in own if own[key] != saved.get(key, own[key]))) for name, own, saved in pairs]
-    return _altered(other, where)
-
-
-def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict[Name, dict[str, set[Any]]]:
-    """Return the values of the state of each whole parameter, on all ranks that have any, before a step."""
-    found: dict[Name, dict[str, set[Any]]] = {}
-    for step in (step for rank in training.ranks for step in rank.steps):
-        if step.number == begins.get(step.optimizer):
-            for name, state in _states_of(step, with_shards=False).items():
-                own = found.setdefault(name, {})
-                for key, value in state.items():
-                    own.setdefault(key, set()).add(value)
-    return found
-
-
-def _of_one_value(state: Mapping[str, set[Any]]) -> dict[str, Any]:
-    """Return what all ranks have alike: they may share state out in slices."""
-    return {key: next(iter(values)) for key, values in state.items() if len(values) == 1}
-
-
-def _shares_states(pair: Resumption) -> bool:
-    """Return whether states could be compared on another number of ranks; some optimizers have none."""
-    known = [_known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)]
-    mine, theirs = ({name: _of_one_value(state) for name, state in one.items()} for one in known)
-    has_any = any(states for one in known for states in one.values())
-    return not has_any or any(name in mine and mine[name].keys() & theirs[name].keys() for name in theirs)
-
-
-def _altered(other: Sequence[tuple[Name, list[str]]], where: Mapping[str, Any]) -> Finding | None:
-    other = [(name, keys) for name, keys in other if keys]
-    if not other:
-        return None
-    (name, _), keys = other[0]
-    return failed_with_hint(
-        CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {name} has "
-        f"another {listed(keys)}",
-        "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
-        cause="optimizer-state-altered", parameter=name, **where,
-    )  # fmt: skip
-
-
-def _differing(mine: Facts, theirs: Facts) -> list[str]:
-    return sorted(name for name, value in theirs.items() if mine.get(name) != value)
 
 
 def _settings(pair: Resumption) -> Finding | None:
@@ -349,7 +195,7 @@ def _settings(pair: Resumption) -> Finding | None:
             if not keys:
                 continue
             name = "lr" if "lr" in keys else keys[0]
-            begun = _step_at(pair, rank, place, step.optimizer)
+            begun = step_at(pair, rank, place, step.optimizer)
             again = begun is not None and any(one.get(name) == mine[name] for one in begun.facts[STATE]["groups"])
             what = "the learning rate" if name == "lr" else name
             return failed_with_hint(

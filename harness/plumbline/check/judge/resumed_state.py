@@ -1,0 +1,103 @@
+"""Whether an optimizer's state is restored when a training is resumed, on as many ranks or on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.resumed_training import Name, Resumption, states_of
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint
+from plumbline.report.text import counted, listed
+
+CHECK = "resumption"
+
+
+def judge_resumed_state(pair: Resumption) -> Finding | None:
+    """Return what is wrong with the optimizer state with which the resumed training begins; None if nothing is."""
+    if not pair.same_ranks:
+        return _state_on_other_ranks(pair)
+    for place, rank, expected, step in pair.pairs():
+        if place:
+            continue
+        mine, theirs = (states_of(one, with_shards=True) for one in (step, expected))
+        shared = [name for name in mine if name in theirs]
+        missing = [name for name in shared if theirs[name] and not mine[name]]
+        other = [(name, _differing(mine[name], theirs[name])) for name in shared if name not in missing]
+        where = {"step": pair.begin, "rank": rank, "family": "checkpoint"}
+        if missing and len(missing) == len([name for name in shared if theirs[name]]):
+            return failed_with_hint(
+                CHECK, "the optimizer's state is not restored: it is empty after the restart",
+                "save optimizer.state_dict(), and load it after the model has its parameters",
+                cause="optimizer-state-dropped", **where,
+            )  # fmt: skip
+        if missing:
+            return failed_with_hint(
+                CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters",
+                "save the whole state: with sharded optimizers, gather it from all ranks first",
+                cause="optimizer-state-in-part", parameter=missing[0][0], **where,
+            )  # fmt: skip
+        if (altered := _altered(other, where)) is not None:
+            return altered
+    return None
+
+
+def _state_on_other_ranks(pair: Resumption) -> Finding | None:
+    mine, theirs = _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
+    where = {"step": pair.begin, "family": "checkpoint"}
+    shared = [name for name in theirs if theirs[name] and name in mine]
+    missing = [name for name in shared if not mine[name]]
+    if missing:
+        return failed_with_hint(
+            CHECK, f"the optimizer's state is not restored for {len(missing)} of {len(shared)} parameters: no rank "
+            "has it",
+            "save the whole state: with sharded optimizers, gather it from all ranks first",
+            cause="optimizer-state-dropped" if len(missing) == len(shared) else "optimizer-state-in-part",
+            parameter=missing[0][0], **where,
+        )  # fmt: skip
+    pairs = ((name, _of_one_value(mine[name]), _of_one_value(theirs[name])) for name in shared)
+    other = [(name, sorted(key for key in own if own[key] != saved.get(key, own[key]))) for name, own, saved in pairs]
+    return _altered(other, where)
+
+
+def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict[Name, dict[str, set[Any]]]:
+    """Return the values of the state of each whole parameter, on all ranks that have any, before a step."""
+    found: dict[Name, dict[str, set[Any]]] = {}
+    for step in (step for rank in training.ranks for step in rank.steps):
+        if step.number == begins.get(step.optimizer):
+            for name, state in states_of(step, with_shards=False).items():
+                own = found.setdefault(name, {})
+                for key, value in state.items():
+                    own.setdefault(key, set()).add(value)
+    return found
+
+
+def _of_one_value(state: Mapping[str, set[Any]]) -> dict[str, Any]:
+    """Return what all ranks have alike: they may share state out in slices."""
+    return {key: next(iter(values)) for key, values in state.items() if len(values) == 1}
+
+
+def shares_states(pair: Resumption) -> bool:
+    """Return whether states could be compared on another number of ranks; some optimizers have none."""
+    known = [_known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)]
+    mine, theirs = ({name: _of_one_value(state) for name, state in one.items()} for one in known)
+    has_any = any(states for one in known for states in one.values())
+    return not has_any or any(name in mine and mine[name].keys() & theirs[name].keys() for name in theirs)
+
+
+def _altered(other: Sequence[tuple[Name, list[str]]], where: Mapping[str, Any]) -> Finding | None:
+    other = [(name, keys) for name, keys in other if keys]
+    if not other:
+        return None
+    (name, _), keys = other[0]
+    return failed_with_hint(
+        CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {name} has "
+        f"another {listed(keys)}",
+        "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
+        cause="optimizer-state-altered", parameter=name, **where,
+    )  # fmt: skip
+
+
+def _differing(mine: Facts, theirs: Facts) -> list[str]:
+    return sorted(name for name, value in theirs.items() if mine.get(name) != value)
