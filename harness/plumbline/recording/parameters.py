@@ -29,19 +29,21 @@ def is_container(optimizer: Optimizer) -> bool:
 
 
 class RegisteredParameters:
-    """Notes which parameters modules are given from now on, for good: adapters, layers that replace others."""
+    """Notes what ``now`` returns when a module is given a parameter, for good: an adapter, or in place of another."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now = now
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         register_module_parameter_registration_hook(self._note)
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        known = self._known.get(id(parameter))
-        return known is not None and known() is parameter
+    def when(self, parameter: Tensor) -> int:
+        """Return what was noted of a parameter, 0 if nothing was."""
+        known, when = self._known.get(id(parameter), (None, 0))
+        return when if known is not None and known() is parameter else 0
 
     def _note(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
         if parameter is not None:
-            self._known[id(parameter)] = weakref.ref(parameter)
+            self._known[id(parameter)] = weakref.ref(parameter), self._now()
 
 
 def follow_added_parameters(added: Callable[[Optimizer], None]) -> None:

@@ -47,8 +47,8 @@ def _stepped(one: ObserverFacts) -> Finding | None:
 
 
 def _trains(one: ObserverFacts) -> bool:
-    """Return whether backward passes reach other parameters of the step."""
-    return any(bool(each.local.any()) for each in one.step.passes)
+    """Return whether the step trains other parameters, which backward passes reach."""
+    return any(each.trained for each in one.step.parameters) and any(bool(p.local.any()) for p in one.step.passes)
 
 
 def _merged(one: ObserverFacts) -> Finding | None:

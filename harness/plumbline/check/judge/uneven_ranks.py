@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.noted import headline_note
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
@@ -42,29 +42,32 @@ def _is_one_model(training: RecordedTraining) -> bool:
 
 
 def _trained_on_some(training: RecordedTraining) -> Finding | None:
-    existing = [_existing(training, rank.rank) for rank in training.ranks]
-    for _, steps in common_steps(training):
-        trained = {rank: _trained(step) for rank, step in steps.items()}
-        names = {name for own in trained.values() for name in own}
-        for name in sorted(names):
-            lacking = [rank for rank, own in trained.items() if name not in own]
-            if not lacking:
-                continue
-            having = [rank for rank in steps if rank not in lacking]
-            every = sorted(each for each in names if [r for r, own in trained.items() if each not in own] == lacking)
-            are_frozen = name in existing[lacking[0]]
-            what = "are frozen on" if are_frozen else "do not exist on"
-            return failed_with_hint(
-                CHECK,
-                f"{counted(len(every), 'parameter')} of one model {'is' if len(every) == 1 else 'are'} trained on "
-                f"{_ranks(having)} only: {listed(every)}; they {what} {_ranks(lacking)}",
-                "freeze and add parameters in the same way on every rank, before the model is wrapped or sharded",
-                cause="trained-on-some-ranks",
-                family="sync",
-                step=steps[lacking[0]].number,
-                rank=lacking[0],
-                parameter=name,
-            )
+    tables = [_at_first_forward(rank) for rank in training.ranks]
+    trained = [
+        _trained(rank) | {name for name, is_trained in own.items() if is_trained}
+        for rank, own in zip(training.ranks, tables, strict=True)
+    ]
+    for name in sorted({name for own in tables for name in own}):
+        lacking = [place for place, own in enumerate(trained) if name not in own]
+        if not 0 < len(lacking) < len(trained):
+            continue
+        every = [
+            each
+            for each in sorted(set().union(*trained))
+            if [p for p, own in enumerate(trained) if each not in own] == lacking
+        ]
+        what = "are frozen on" if name in tables[lacking[0]] else "do not exist on"
+        having = [place for place in range(len(trained)) if place not in lacking]
+        return failed_with_hint(
+            CHECK,
+            f"{counted(len(every), 'parameter')} of one model {'is' if len(every) == 1 else 'are'} trained on "
+            f"{_ranks(having)} only: {listed(every)}; they {what} {_ranks(lacking)}",
+            "freeze and add parameters in the same way on every rank, before the model is wrapped or sharded",
+            cause="trained-on-some-ranks",
+            family="sync",
+            rank=lacking[0],
+            parameter=name,
+        )
     return None
 
 
@@ -72,15 +75,16 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed(numbers)}"
 
 
-def _existing(training: RecordedTraining, rank: int) -> set[str]:
-    own = next(one for one in training.ranks if one.rank == rank)
-    modules = (own.facts.get(WEIGHTS) or {}).get("modules", ())
-    return {parameter["name"] for module in modules for parameter in module["parameters"]}
+def _at_first_forward(rank: RecordedRank) -> dict[str, bool]:
+    """Return which parameters the called modules had, and whether they were trainable."""
+    modules = (rank.facts.get(WEIGHTS) or {}).get("modules", ())
+    return {one["name"]: one["trained"] for module in modules for one in module["parameters"] if not one["ignored"]}
 
 
-def _trained(step: RecordedStep) -> set[str]:
-    own = {one.name for one in step.parameters if one.named and one.trained and one.held_in is None}
-    return own | set(step.facts.get("unoptimized") or {})
+def _trained(rank: RecordedRank) -> set[str]:
+    """Return the parameters that optimizers have, or should: where ranks share optimizers out, others have the rest."""
+    own = {one.name for step in rank.steps for one in step.parameters if one.named and one.trained}
+    return own.union(*(step.facts.get("unoptimized") or {} for step in rank.steps))
 
 
 def _used_on_some(training: RecordedTraining) -> list[str]:

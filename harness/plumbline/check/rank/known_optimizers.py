@@ -36,7 +36,7 @@ class KnownOptimizers:
         self._taken: dict[int, int] = {}
         self._recorded: set[int] = set()
         self._seen_late: WeakSet[Optimizer] = WeakSet()
-        self._registered_later: RegisteredParameters | None = None
+        self._registered: RegisteredParameters | None = None
         self.late: Entries = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -60,8 +60,8 @@ class KnownOptimizers:
     def add(self, optimizer: Optimizer) -> None:
         """Number an optimizer, which is not known yet."""
         self._made.append(optimizer)
-        if self._registered_later is None:
-            self._registered_later = RegisteredParameters()
+        if self._registered is None:
+            self._registered = RegisteredParameters(lambda: len(self._made))
 
     def number(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer among those that the script made, of the part that steps now."""
@@ -105,17 +105,19 @@ class KnownOptimizers:
 
         Each with its shape, or those of the parameters in a flat one; whether it has a gradient; whether it is a flat
         one, or a part of one, of which this rank holds entries; whether its module was given it after the first
-        optimizer was made, and whether that model has frozen parameters and some of an optimizer; and a digest of its
-        values where that is asked for, or it is a later one. Optimizers hold copies of those that are ``copied``.
+        optimizer of the model was made, and whether the model has frozen parameters; and a digest of its values where
+        that is asked for, or it is a later one. Optimizers hold copies of those that are ``copied``.
         """
         known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
         found: Facts = {}
         for root in self._names.roots:
             own = list(root.parameters())
-            beside_frozen = any(not p.requires_grad for p in own) and any(id(p) in known for p in own)
+            mine = {id(one) for one in own}
+            first = next((n for n, made in enumerate(self._made) if mine & {*map(id, parameters_of(made))}), None)
+            beside_frozen = not all(one.requires_grad for one in own)
             for one in own:
                 if one.requires_grad and id(one) not in known and isinstance(one, nn.Parameter):
-                    later = self._registered_later is not None and one in self._registered_later
+                    later = first is not None and self._registered is not None and self._registered.when(one) > first
                     if not self._names.knows(one):
                         self._names.refresh()
                     found[self._names.of_one(one)] = {
