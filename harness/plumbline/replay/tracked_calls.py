@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units
 from plumbline.recording.module_calls import ModuleCalls
+from plumbline.recording.running_modules import run_noted
 from plumbline.recording.sharding import arrival_leaves
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
@@ -125,7 +126,9 @@ class TrackedCalls:
 
     def _called(self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         thread = self._thread
-        if not self._recording or thread.inside or not torch.is_grad_enabled() or _is_transformed():
+        if self._recording and thread.inside:
+            return run_noted(run, module, args, kwargs)
+        if not self._recording or not torch.is_grad_enabled() or _is_transformed():
             return run(module, *args, **kwargs)
         role = unwrapping.role_of(module)
         if role is Role.UNTRAINED:
@@ -142,7 +145,7 @@ class TrackedCalls:
         call = self._begin(module, args, kwargs)
         thread.inside = True
         try:
-            output = run(module, *args, **kwargs)
+            output = run_noted(run, module, args, kwargs)
         finally:
             thread.inside = False
         return self._end(call, args, kwargs, output)
@@ -156,7 +159,7 @@ class TrackedCalls:
         call = self._begin(module, args, kwargs)
         first, thread.called, outer = len(self.calls), [], thread.called
         try:
-            output = run(module, *args, **kwargs)
+            output = run_noted(run, module, args, kwargs)
         finally:
             thread.called, called = outer, thread.called
         is_wrapper = unwrapping.is_redirected(module, forward) or any(one is child for one in called)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +38,7 @@ class _Judged:
     parameter: str
     x_noise: float
     share: float
+    rerouted: Sequence[Facts] = ()
 
 
 def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
@@ -113,7 +114,8 @@ def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Jud
     ratios = torch.where(known & (apart > 0), apart / least, 0.0)
     worst = int(ratios.argmax())
     share = _together(apart, known) / size if size else float("inf")
-    yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share)
+    rerouted = (one.facts.get("experts") or {}).get("rerouted", ())
+    yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share, rerouted)
 
 
 def _eps(parameter: Parameter) -> float:
@@ -125,9 +127,11 @@ def _together(norms: Tensor, known: Tensor) -> float:
 
 
 def _finding(wrong: _Judged, found: str) -> Finding:
-    known = _explained(wrong.facts)
+    known = _explained(wrong.facts, wrong.rerouted)
     finding = failed_with_hint(
-        CHECK, f"{found} {known.observed}: gradients are off by {100 * wrong.share:.3g} %", known.hint,
+        CHECK,
+        f"{found} {known.observed}{_to_others(wrong.rerouted)}: gradients are off by {100 * wrong.share:.3g} %",
+        known.hint,
         cause=known.cause, family=known.family, step=wrong.step.number, rank=wrong.rank, parameter=wrong.parameter,
     )  # fmt: skip
     return replace(finding, error_x_noise=wrong.x_noise, limit_x_noise=LIMIT)
@@ -145,7 +149,15 @@ _REDRAWN = "masks-drawn-anew-in-the-backward"
 _NAMES = {"python": "Python's random module", "numpy": "NumPy"}
 
 
-def _explained(facts: Facts) -> _Explanation:
+def _to_others(rerouted: Sequence[Facts]) -> str:
+    """Return how many tokens a recomputation sends to other experts, "" if none."""
+    if not rerouted:
+        return ""
+    most = max(rerouted, key=lambda one: float(one["tokens"] / one["of"]))
+    return f", and sent {most['tokens']} of {most['of']} tokens to other experts of {most['module'] or 'the model'}"
+
+
+def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
     generators = facts["generators"]
     if not facts["different"]:
         return _Explanation(
@@ -178,6 +190,14 @@ def _explained(facts: Facts) -> _Explanation:
             "rng",
             "ran in another mode (training or evaluation) than the forward",
             "call train() and eval() before the forward or after the backward pass, not in between",
+        )
+    if rerouted:
+        return _Explanation(
+            "experts-chosen-anew-in-the-backward",
+            "rng",
+            "gave other values than the forward",
+            "choose experts outside of the checkpoint, or draw noise with torch's default generator, and change a bias "
+            "that balances experts after the backward pass",
         )
     return _Explanation(
         "recomputed-differently",

@@ -12,6 +12,7 @@ from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.estimate import CostEstimate, estimate
+from plumbline.check.judge.experts import judge_experts
 from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
@@ -53,6 +54,7 @@ CHECKS[RecordedTraining] |= {
     "precision": judge_precision_used,
     "objective": judge_objective,
     "unused-losses": judge_unused_losses,
+    "experts": judge_experts,
     "lost-ties": judge_lost_ties,
     "rounded-updates": judge_rounded_updates,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plumbline.check.rank.observers.batches import BatchObserver
 from plumbline.check.rank.observers.buffers import BufferObserver
+from plumbline.check.rank.observers.experts import ExpertObserver
 from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import LoaderObserver
@@ -35,6 +36,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         WeightObserver(parallelism),
         ObjectiveObserver(count_tokens=count_tokens),
         UnusedLossObserver(),
+        ExpertObserver(),
         TieObserver(),
         MovedWeightObserver(),
         FrozenWeightObserver(),

@@ -1,0 +1,218 @@
+"""Whether routers of experts are trained: their gradients, their balancing losses, tokens that no expert receives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, name_ranks, passes_of
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.step_objective import equals, factor_of, step_objectives, steps_together
+from plumbline.core.finding import Finding
+from plumbline.report.text import counted, listed, percent
+
+CHECK = "experts"
+
+_LEAST_STEPS = 3
+"""Steps without a gradient: experts may begin as zeros, and the rate may begin with 0, so that two have none."""
+
+_NOISE = 2.0**-26
+"""A gradient this much smaller in float64 than in the training's precision is rounding: half of float64's digits."""
+
+
+def judge_experts(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield notes on routers: no gradient, a balancing loss that counts otherwise than the rest, tokens left out."""
+    yield from failed_observers(training, CHECK, CHECK)
+    if not any(_noted(one) for rank in training.ranks for one in passes_of(rank)):
+        return
+    yield from _without_gradient(training)
+    yield from _without_effect(training)
+    yield from _weighed_otherwise(training)
+    yield from _left_out(training)
+    yield from _disagreeing(training)
+
+
+def _noted(one: BackwardPass) -> Facts:
+    return one.facts.get(CHECK) or {}
+
+
+def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
+    routers: dict[str, str] = {}
+    for rank in training.ranks:
+        for one in passes_of(rank):
+            for router, facts in _noted(one).get("routers", {}).items():
+                routers |= dict.fromkeys(facts["parameters"], router)
+    for name, router in routers.items():
+        found = [(step, place) for rank in training.ranks for step, place in _steps_of(rank, name)]
+        numbers = {step.number for step, _ in found}
+        if len(numbers) >= _LEAST_STEPS and all(_has_no_gradient(step, place) for step, place in found):
+            yield headline_note(
+                CHECK,
+                f"{router} selects by scores that are computed with {name}, but in {counted(len(numbers), 'step')} no "
+                f"gradient arrives at it. Multiply what is selected by its score, and do not detach the score.",
+            )
+
+
+def _steps_of(rank: RecordedRank, name: str) -> Iterator[tuple[RecordedStep, int]]:
+    for step in rank.steps:
+        for place, parameter in enumerate(step.parameters):
+            if parameter.name == name and parameter.length and parameter.trained:
+                yield step, place
+
+
+def _has_no_gradient(step: RecordedStep, place: int) -> bool:
+    received = float(step.parts(step.received)[place].nan_to_num().norm())
+    if not step.passes or any(one.facts.get("distributed") or one.facts.get("in_flat_parts") for one in step.passes):
+        return False
+    return received == 0 or all(_is_rounding(step, one, place) for one in step.passes)
+
+
+def _is_rounding(step: RecordedStep, one: BackwardPass, place: int) -> bool:
+    local = float(step.parts(one.local)[place].norm())
+    exact = math.nan if one.exact is None else float(step.parts(one.exact)[place].norm())
+    return not local or exact <= _NOISE * local
+
+
+def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
+    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := _noted(one))]
+    dropped = sorted({name for facts in noted for name in facts.get("dropped", ())})
+    routers = sorted({name for facts in noted for name in facts["routers"]})
+    if dropped:
+        yield headline_note(
+            CHECK,
+            f"{listed(dropped)} is given a loss that is computed from the scores of a router, but nothing uses what it "
+            "returns, so that this loss has no gradient. Use what it returns in place of the tensor that it is given.",
+        )
+    elif all(facts.get("constant") and not facts["balancing"] for facts in noted):
+        yield headline_note(
+            CHECK,
+            f"The loss adds a number that has no gradient, and nothing balances {listed(routers)}. A balancing loss "
+            "of the selected experts alone has no gradient: multiply their shares by the mean scores.",
+        )
+
+
+def _weighed_otherwise(training: RecordedTraining) -> Iterator[Finding]:
+    ranks = training.ranks if rank_layout(training).is_data_parallel else training.ranks[:1]
+    totals = [one.total for one in step_objectives(ranks)]
+    for place, steps in enumerate(steps_together(ranks)):
+        total = totals[place] if place < len(totals) else _total_of_means(steps)
+        if total is None or not equals(total, 1.0):
+            return
+        count = len(steps[0].passes)
+        if any(len(step.passes) != count for step in steps):
+            return
+        for kind in _kinds(steps):
+            said = _told(kind, _times(steps, kind, count), count, len(ranks))
+            if said:
+                yield headline_note(CHECK, said)
+                return
+
+
+def _kinds(steps: Sequence[RecordedStep]) -> list[Facts]:
+    """Return the balancing losses that each pass of a step has, in their order; those of its first pass."""
+    each = [_noted(one).get("balancing", []) for step in steps for one in step.passes]
+    alike = {tuple((tuple(one["own"]), one["function"], one["times"]) for one in own) for own in each}
+    return each[0] if len(alike) == 1 else []
+
+
+def _times(steps: Sequence[RecordedStep], kind: Facts, count: int) -> float:
+    """Return how many times its own coefficient a balancing loss counts in a step, as the mean over ranks."""
+    place = _kinds(steps).index(kind)
+    weight = sum(_noted(one)["balancing"][place]["weight"] / one.scale for step in steps for one in step.passes)
+    own = kind["own"]
+    if len(own) > 1 and count > 1 and equals(own[0], 1 / count):
+        own = own[1:]  # which divides by the number of micro-batches
+    elif count > 1 and any(equals(one, 1 / count) for one in own):
+        return math.nan  # which may do so, or be a coefficient
+    product = math.prod(own)
+    return factor_of(steps) * weight / len(steps) / product if product else math.nan
+
+
+def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
+    """Return what is said of a balancing loss that counts so many times its coefficient; "" where that is right."""
+    name = f"The balancing loss that {kind['function']} attaches" if kind["function"] else "The balancing loss"
+    if math.isnan(times) or equals(times, 1.0):
+        return ""
+    if kind["times"] > 1 and equals(times, kind["times"]):
+        return f"{name} is added {kind['times']} times in each backward pass. Add it once."
+    parts = {count: f"{count} micro-batches", ranks: f"{ranks} ranks"}
+    for number, what in {count * ranks: f"{count} micro-batches on each of {ranks} ranks", **parts}.items():
+        if number > 1 and equals(times, number):
+            return (
+                f"{name} counts {number} × its coefficient in a step of {what}, while the main loss is a mean over "
+                f"them. Divide it by {number} if a mean is meant."
+            )
+    if count > 2 and equals(times, 1 / count):
+        return (
+            f"{name} is divided by {count} twice in a step of {count} micro-batches, and the main loss once. Divide it "
+            "once."
+        )
+    if kind["function"]:
+        return (
+            f"{name} counts {times:.3g} × its coefficient in a step, while the main loss is a mean of weight 1. Give "
+            "the function the factor that the main loss is multiplied by, the loss scale included."
+        )
+    return ""
+
+
+def _total_of_means(steps: Sequence[RecordedStep]) -> float | None:
+    """Return the weight in a step of main losses that are means, None where they are not."""
+    total = 0.0
+    for step in steps:
+        for one in step.passes:
+            main = _noted(one).get("main", [])
+            if len(main) != 1 or not main[0][1]:
+                return None
+            total += main[0][0] / one.scale
+    return factor_of(steps) * total / len(steps)
+
+
+def _left_out(training: RecordedTraining) -> Iterator[Finding]:
+    without: dict[str, dict[int, list[int]]] = {}
+    for rank in training.ranks:
+        for one in passes_of(rank):
+            for router, facts in _noted(one).get("routers", {}).items():
+                if facts["without"] is not None:
+                    counts = without.setdefault(router, {}).setdefault(rank.rank, [0, 0])
+                    counts[0] += facts["without"]
+                    counts[1] += facts["tokens"]
+    for router, ranks in without.items():
+        lost, tokens = (sum(each[place] for each in ranks.values()) for place in (0, 1))
+        if lost:
+            shares = sorted(each[0] / each[1] for each in ranks.values())
+            apart = f", between {percent(shares[0])} and {percent(shares[-1])} on a rank" if len(shares) > 1 else ""
+            message = f"{amount(lost)} of {amount(tokens)} tokens ({percent(lost / tokens)}{apart}) reach no expert"
+            yield information(CHECK, f"{message} of {router}: the module around it returns zeros for them.")
+
+
+def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note where ranks that are given the same samples at once send them to other experts."""
+    for passes in zip(*(passes_of(rank) for rank in training.ranks), strict=False):
+        if len(passes) < 2 or rank_layout(training).is_data_parallel:
+            return
+        groups: dict[str, list[int]] = {}
+        for place, one in enumerate(passes):
+            orders = [made.get("order") for made in one.facts.get("batches", {}).get("forwards", ())]
+            if orders and None not in orders:
+                groups.setdefault(repr(orders), []).append(place)
+        for group in groups.values():
+            for router, share in _apart([_noted(passes[place]).get("routers", {}) for place in group]):
+                ranks = name_ranks([training.ranks[place].rank for place in group], len(training.ranks))
+                yield headline_note(
+                    CHECK,
+                    f"{ranks[0].upper()}{ranks[1:]} are given the same samples, but {router} sends {percent(share)} of "
+                    "their tokens to other experts. Draw the same noise on the ranks that share samples.",
+                )
+                return
+
+
+def _apart(routers: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    for router in routers[0] if len(routers) > 1 else ():
+        if not all(router in one and one[router]["tokens"] == routers[0][router]["tokens"] for one in routers):
+            continue
+        tokens = [own for own in zip(*(one[router]["experts"] for one in routers), strict=True) if None not in own]
+        other = sum(len(set(own)) > 1 for own in tokens)
+        if other:
+            yield router, other / len(tokens)

@@ -1,0 +1,52 @@
+"""Watches how a forward selects the largest of several scores, as the routers of experts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.recording.patching import attempt, wrap
+
+_PLACES = {"topk": 2, "argmax": 1, "max": 1}
+"""Where the functions that select take their dimension."""
+
+Selected = Callable[[Tensor, Tensor], None]
+"""Takes scores (…, choices), and the indices of those that were selected in the last dimension (…, k)."""
+
+
+def watch_selections(selected: Selected) -> None:
+    """Tell ``selected`` of each selection along the last dimension from now on, outside of compiled code."""
+    for owner in (torch, torch.Tensor):
+        for name in _PLACES:
+            wrap(owner, name, partial(_around, selected, name))
+    for name in _PLACES:
+        attempt(_known_to_scripts, name)
+
+
+def _around(selected: Selected, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        attempt(_follow, selected, name, args, kwargs, result)
+    return result
+
+
+def _follow(selected: Selected, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    scores = args[0] if args else kwargs.get("input")
+    if type(scores) is not Tensor or not scores.is_floating_point() or scores.dim() < 2:
+        return
+    default = -1 if name == "topk" else None
+    dim = kwargs["dim"] if "dim" in kwargs else args[_PLACES[name]] if len(args) > _PLACES[name] else default
+    if type(dim) is not int or dim % scores.dim() != scores.dim() - 1:
+        return
+    indices = result if name == "argmax" else result[1]
+    selected(scores, indices if indices.dim() == scores.dim() else indices.unsqueeze(-1))
+
+
+def _known_to_scripts(name: str) -> None:
+    """Let torch's script compiler take the function in the place of torch's for the same operator."""
+    builtins: Any = torch.jit._builtins
+    builtins._register_builtin(getattr(torch, name), f"aten::{name}")

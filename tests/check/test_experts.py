@@ -1,0 +1,278 @@
+"""Routers of experts: what is not trained, or counts otherwise than it is meant, is told; right ones have no note."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from plumbline.check.judge.noted import HeadlineNote
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, MICRO_BATCHES, COEFFICIENT = 3, 4, 0.01
+
+
+class Attached(torch.autograd.Function):
+    """Hands a tensor on, and gives a loss its gradient in the backward pass, as several trainers of experts do."""
+
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx, tensor, loss):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.tensor(Attached.scale)
+
+
+class Experts(nn.Module):
+    """Sends each token to the best of four experts, and computes a loss that balances them."""
+
+    def __init__(self, k=2, detached=False, counted_only=False, capacity=None, attach=None, jitter=None, bias=False):
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        self.k, self.detached, self.counted_only, self.capacity = k, detached, counted_only, capacity
+        self.attach, self.jitter, self.lost, self.tokens = attach, jitter, 0, 0
+        self.register_buffer("bias", torch.zeros(4) if bias else None)
+
+    def forward(self, tokens):
+        scores = self.gate(tokens if self.jitter is None else tokens * self.jitter(tokens)).softmax(-1)
+        if self.bias is None:
+            weights, chosen = scores.topk(self.k)
+        else:
+            with torch.no_grad():
+                chosen = torch.topk(scores + self.bias, self.k).indices
+            weights = scores.gather(1, chosen)
+        counts = functional.one_hot(chosen, 4).float().sum(1).mean(0)
+        self.balance = counts.square().sum() if self.counted_only else 4 * (counts * scores.mean(0)).sum()
+        if self.bias is not None:
+            self.bias -= 0.01 * (counts - counts.mean()).sign()
+        if self.attach is not None:
+            weights = self.attach(weights, COEFFICIENT * self.balance)
+        weights = weights.detach() if self.detached else weights
+        outputs, lost = torch.zeros_like(tokens), torch.ones(len(tokens), dtype=torch.bool)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            rows, places = rows[: self.capacity], places[: self.capacity]
+            lost[rows] = False
+            outputs = outputs.index_add(0, rows, weights[rows, places, None] * expert(tokens[rows]))
+        self.lost, self.tokens = self.lost + int(lost.sum()), self.tokens + len(tokens)
+        return outputs
+
+
+class Net(nn.Module):
+    def __init__(self, run=lambda block, x: block(x), **options):
+        super().__init__()
+        self.first, self.moe, self.head = nn.Linear(6, 8), Experts(**options), nn.Linear(8, 3)
+        self.run = run
+
+    def forward(self, inputs):
+        tokens = self.first(inputs)
+        return self.head(tokens + self.run(self.moe, tokens))
+
+
+def attached(weights, loss):
+    return Attached.apply(weights, loss)
+
+
+def dropped(weights, loss):
+    Attached.apply(weights, loss)
+    return weights
+
+
+def fit(make=Net, balanced=lambda main, balance: main / MICRO_BATCHES + COEFFICIENT * balance / MICRO_BATCHES, scale=1):
+    torch.manual_seed(0)
+    Attached.scale = scale
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(MICRO_BATCHES):
+            main = cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,)))
+            balanced(main, model.moe.balance).backward()
+        optimizer.step()
+
+
+def main_only(main, _):
+    return main / MICRO_BATCHES
+
+
+@pytest.fixture
+def notes(plumbline):
+    """Return a function that trains, and returns the notes and what is said of experts."""
+
+    def notes(train, ranks=1):
+        checked = plumbline.check(train, ranks=ranks, steps=STEPS)
+        checked.assert_right()
+        return [one.message for one in checked.findings if isinstance(one, HeadlineNote) or one.check == "experts"]
+
+    return notes
+
+
+UNDIVIDED = f"counts {MICRO_BATCHES} × its coefficient in a step of {MICRO_BATCHES} micro-batches"
+
+MISTAKES = {
+    # NVIDIA-NeMo/Automodel#3359, huggingface/trl#6083
+    "not divided by micro-batches": (partial(fit, balanced=lambda m, b: m / 4 + COEFFICIENT * b), UNDIVIDED),
+    "divided twice": (partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b / 4) / 4), "divided by 4 twice"),
+    "added twice": (partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b + COEFFICIENT * b) / 4), "added 2 times"),
+    # NVIDIA-NeMo/Automodel#1412, its first and its second mistake
+    "what it returns is dropped": (
+        partial(fit, lambda: Net(attach=dropped), main_only),
+        "Attached is given a loss that is computed from the scores of a router, but nothing uses what it returns",
+    ),
+    "attached without the main loss's factor": (partial(fit, lambda: Net(attach=attached), main_only), UNDIVIDED),
+    "attached with another factor": (
+        partial(fit, lambda: Net(attach=attached), main_only, 1 / 1024),
+        "AttachedBackward attaches counts 0.00391 × its coefficient",
+    ),
+    "counts alone": (partial(fit, lambda: Net(counted_only=True)), "adds a number that has no gradient"),
+    # TIML-Group/Robust-MoE-Dual-Model#2
+    "a router without a gradient": (
+        partial(fit, lambda: Net(detached=True), main_only),
+        "moe.gate selects by scores that are computed with moe.gate.weight, but in 3 steps no gradient arrives at it.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("train", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_with_experts_is_told(notes, train, said):
+    found = notes(train)
+    assert any(said in one for one in found), found
+
+
+def test_a_weight_of_one_expert_that_is_divided_by_itself_leaves_no_gradient(notes):
+    class Normed(Experts):
+        def forward(self, tokens):
+            scores = self.gate(tokens).softmax(-1)
+            best = scores.max(-1).values
+            self.balance = None
+            return self.experts[0](tokens) * (best / best).unsqueeze(1) * (1 + 0 * scores.argmax(-1, keepdim=True))
+
+    def make():
+        model = Net()
+        model.moe = Normed()
+        return model
+
+    (said,) = notes(partial(fit, make, main_only))
+    assert "no gradient arrives at it" in said
+
+
+def in_mixed_precision():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(MICRO_BATCHES):
+            main = cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,)))
+            scaler.scale((main + COEFFICIENT * model.moe.balance) / MICRO_BATCHES).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def in_parallel():
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        main = cross_entropy(wrapped(torch.randn(16, 6)), torch.randint(3, (16,)))
+        (main + COEFFICIENT * model.moe.balance).backward()
+        optimizer.step()
+
+
+class Accuracy(Net):
+    """Selects classes in its forward, and has no experts to balance: what is computed from them is the main loss."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.best = outputs.topk(2).indices
+        return outputs
+
+
+RIGHT = {
+    "divided alike": partial(fit),
+    "divided together": partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b) / MICRO_BATCHES),
+    "without a balancing loss": partial(fit, balanced=main_only),
+    "attached with the main loss's factor": partial(fit, lambda: Net(attach=attached), main_only, 1 / MICRO_BATCHES),
+    "balanced by a bias": partial(fit, lambda: Net(bias=True), main_only),
+    "noise that the checkpoint repeats": partial(
+        fit, lambda: Net(lambda b, x: checkpoint(b, x, use_reentrant=False), jitter=torch.rand_like), main_only
+    ),
+    "mixed precision": in_mixed_precision,
+    "classes selected": partial(fit, Accuracy),
+    "a mean of all token losses by hand": partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b).mean() / 4),
+}
+
+
+@pytest.mark.parametrize("train", RIGHT.values(), ids=RIGHT.keys())
+def test_right_experts_have_no_note(notes, train):
+    assert notes(train) == []
+
+
+def test_right_experts_on_two_ranks_have_no_note(notes):
+    assert notes(in_parallel, ranks=2) == []
+
+
+def test_tokens_that_no_expert_receives_are_counted(notes):
+    made = []
+    fit(lambda: made.append(Net(capacity=3)) or made[0])
+    (said,) = notes(partial(fit, lambda: Net(capacity=3)))
+    assert said.startswith(f"{made[0].moe.lost} of {made[0].moe.tokens} tokens (")
+    assert said.endswith("reach no expert of moe.gate: the module around it returns zeros for them.")
+
+
+def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
+    """NVIDIA-NeMo/Automodel#3140: the backward pass routes otherwise than the forward did."""
+
+    class Jitter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, tokens):
+            return 1 + 2 * torch.rand(tokens.shape, generator=self.generator)
+
+    def run(block, tokens):
+        return checkpoint(block, tokens, use_reentrant=True)
+
+    checked = plumbline.check(partial(fit, lambda: Net(run, jitter=Jitter()), main_only), ranks=1, steps=STEPS)
+    (found,) = [one for one in checked.findings if one.outcome.is_bad]
+    assert (found.check, found.cause) == ("recomputation", "experts-chosen-anew-in-the-backward")
+    assert "of 16 tokens to other experts" in found.message
+
+
+def the_same_samples(seed):
+    """Both ranks hold the same tokens, as those of a tensor-parallel group, and each draws noise."""
+    model, groups = Net(jitter=torch.rand_like), [dist.new_group([rank]) for rank in range(2)]
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = torch.Generator().manual_seed(5)
+    torch.manual_seed(seed())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        inputs = torch.randn(16, 6, generator=batches)
+        cross_entropy(model(inputs), torch.zeros(16, dtype=torch.long)).backward()
+        for one in model.parameters():
+            dist.all_reduce(one.grad, group=groups[dist.get_rank()])
+        optimizer.step()
+
+
+def test_ranks_that_send_the_same_tokens_to_other_experts_are_named(plumbline):
+    checked = plumbline.check(partial(the_same_samples, lambda: dist.get_rank()), ranks=2, steps=STEPS)
+    assert any("All ranks are given the same samples, but moe.gate sends" in one.message for one in checked.findings)
+    checked = plumbline.check(partial(the_same_samples, lambda: 0), ranks=2, steps=STEPS)
+    assert not any(one.check == "experts" for one in checked.findings)
