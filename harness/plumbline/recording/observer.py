@@ -63,6 +63,12 @@ class Observer:
         """The backward pass with this number has ended; what is returned becomes part of its facts."""
         return None
 
+    def before_replay(self, call: Any, exact: Any, native: Any) -> None:
+        """A recorded call is about to be replayed, before its optimizer steps.
+
+        ``exact`` and ``native`` hold what stands for parameters in the two precisions of replays.
+        """
+
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: gradients and weights are those with which it steps."""
 

@@ -25,6 +25,9 @@ from plumbline.replay.unsharding import is_gathered
 Reduce = Callable[[Tensor, nn.Parameter], Tensor]
 """A linear map of a parameter's gradient to what is kept of it, such as a projection."""
 
+Look = Callable[[TrackedCall, ParameterCopies, ParameterCopies], None]
+"""Looks at a call before it is replayed, with what stands for parameters in the two precisions of replays."""
+
 Keeps = Callable[[Tensor], bool]
 """Says whether the gradient of a parameter is asked for."""
 
@@ -59,8 +62,10 @@ class ExactGradients:
         reduce: Reduce,
         truth: ReplayPrecision = ReplayPrecision.FLOAT64,
         keeps: Keeps = lambda parameter: True,
+        look: Look = lambda call, exact, native: None,
     ) -> None:
         self._calls = calls
+        self._look = look
         self._keeps = keeps
         self._truth = truth
         self._reduce = reduce
@@ -83,6 +88,7 @@ class ExactGradients:
             for call in pending:
                 step.gather(call)
             for call in pending:
+                self._look(call, step.exact, step.native)
                 step.replay(call)
         self._calls.forget()
         for number, parameters in self._calls.take_outside().items():
@@ -116,15 +122,15 @@ class _Step:
         self._passes = passes
         self._noise = noise
         flat: dict[int, tuple[Tensor, Tensor]] = {}
-        self._exact = ParameterCopies(truth, keeps, flat)
-        self._native = ParameterCopies(ReplayPrecision.NATIVE, flat=flat)
+        self.exact = ParameterCopies(truth, keeps, flat)
+        self.native = ParameterCopies(ReplayPrecision.NATIVE, flat=flat)
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
     def gather(self, call: TrackedCall) -> None:
         """Gather sharded parameters, before anything can be different on different ranks."""
         if not call.obstacle and any(is_gathered(one.parameter) for one in call.parameters):
-            self._exact.leaves(call)
-            self._native.leaves(call)
+            self.exact.leaves(call)
+            self.native.leaves(call)
 
     def replay(self, call: TrackedCall) -> None:
         """Add the gradients of a call to its backward passes, or the reason why they are not known."""
@@ -162,7 +168,7 @@ class _Step:
             if self._keeps(parameter):
                 _add(found, (number, parameter), self._reduce(gradient, parameter))
 
-        copies = self._native if native else self._exact
+        copies = self.native if native else self.exact
         replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise)
         for (number, parameter), kept in found.items():
             one = self._passes[number]
@@ -170,7 +176,7 @@ class _Step:
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
-        return replay(call, ReplayPrecision.NATIVE, None, self._native, None, forward_draws=self._otherwise)
+        return replay(call, ReplayPrecision.NATIVE, None, self.native, None, forward_draws=self._otherwise)
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
         """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""

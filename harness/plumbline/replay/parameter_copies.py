@@ -31,7 +31,7 @@ class ParameterCopies:
     ) -> None:
         self.keeps = keeps
         self._flat = {} if flat is None else flat
-        self._precision = precision
+        self.precision = precision
         self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._states: dict[nn.Module, ModuleState] = {}
 
@@ -61,9 +61,9 @@ class ParameterCopies:
         return part.take(self._flat[id(flat)][1])
 
     def _copy(self, values: Tensor, dtype: torch.dtype | None) -> Tensor:
-        if self._precision is ReplayPrecision.NATIVE:
+        if self.precision is ReplayPrecision.NATIVE:
             return values.to(dtype or values.dtype)
-        return self._precision.copy(values)
+        return self.precision.copy(values)
 
     def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
         """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""

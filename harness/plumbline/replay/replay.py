@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from plumbline.recording.module_calls import Called, ModuleCalls
 from plumbline.replay.autocast_state import autocast
 from plumbline.replay.call import TrackedCall, sample
 from plumbline.replay.derivatives import Constants, custom_functions
@@ -137,6 +138,30 @@ def forward_together(
             outputs = _forward(call, state, _replacement(call, precision, leaves), mode)
             return [one.detach() for one in outputs], mode.drawn if isinstance(mode, NativeMode) else None
     finally:
+        state.restore()
+
+
+def forward_watched(
+    call: TrackedCall,
+    precision: ReplayPrecision,
+    copies: ParameterCopies,
+    called: Called,
+    drawn: list[torch.dtype] | None = None,
+) -> None:
+    """Run ``call`` again, with the calls of all modules in it sent through ``called``. See ``replay``.
+
+    Raises:
+        Exception: it cannot be run again.
+    """
+    _check(call)
+    leaves = copies.leaves(call)
+    state, mode, calls = copies.state(call.module), _mode(call, precision, drawn), ModuleCalls(called)
+    calls.install()
+    try:
+        with _conditions(call, precision, mode):
+            _forward(call, state, _replacement(call, precision, leaves), mode)
+    finally:
+        calls.remove()
         state.restore()
 
 

@@ -11,6 +11,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
+from plumbline.check.judge.documents import judge_documents
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.experts import judge_experts
 from plumbline.check.judge.frozen_weights import judge_frozen_weights
@@ -55,6 +56,7 @@ CHECKS[RecordedTraining] |= {
     "objective": judge_objective,
     "unused-losses": judge_unused_losses,
     "experts": judge_experts,
+    "documents": judge_documents,
     "lost-ties": judge_lost_ties,
     "rounded-updates": judge_rounded_updates,
 }

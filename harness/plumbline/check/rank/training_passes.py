@@ -62,7 +62,9 @@ class TrainingPasses:
         self._layouts = layouts
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
-        self._exact = ExactGradients(self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has)
+        self._exact = ExactGradients(
+            self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has, self._before_replay
+        )
         self._windows = PassWindows()
         self._scales: dict[int, float] = {}
         joint.connect(self._gradients.passes.counted, lambda: self._calls.is_inside)
@@ -119,6 +121,9 @@ class TrainingPasses:
 
     def _runs_again(self, module: nn.Module) -> None:
         self._observers.tell(lambda one: one.runs_again(module))
+
+    def _before_replay(self, *what: Any) -> None:
+        self._observers.tell(lambda one: one.before_replay(*what))
 
     def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         if self._following:

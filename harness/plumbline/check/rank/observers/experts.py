@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -23,7 +24,7 @@ from plumbline.check.rank.observers.router_graph import (
     terms_of,
 )
 from plumbline.check.rank.observers.row_hashes import mixed
-from plumbline.check.rank.observers.selections import watch_selections
+from plumbline.check.rank.observers.selections import install_watch, watch_selections
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
@@ -97,21 +98,20 @@ class ExpertObserver(Observer):
         self._balancing: list[_Balancing] = []
         self._loss: Facts = {}
         self._handles: list[Any] = []
-        self._end_functions: Any = None
+        self._following = ExitStack()
         self._names: tuple[RunningModule, dict[int, str]] | None = None
 
     def install(self) -> None:
-        watch_selections(self._selected)
+        install_watch()
 
     def start(self) -> None:
         super().start()
-        self._end_functions = follow_functions(self._applied)
+        self._following.callback(follow_functions(self._applied))
+        self._following.enter_context(watch_selections(self._selected))
 
     def stop(self) -> None:
         super().stop()
-        if self._end_functions is not None:
-            self._end_functions()
-            self._end_functions = None
+        self._following.close()
         self._forget()
         self._known.clear()
 

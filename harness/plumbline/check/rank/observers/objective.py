@@ -75,6 +75,11 @@ class ObjectiveObserver(Observer):
         wrapped = {name: getattr(functional, name) for name in originals}
         wrap(torch.jit, "script", partial(_script_without, originals, wrapped))
 
+    @property
+    def calls(self) -> list[_Call]:
+        """The calls of loss functions since the last backward pass."""
+        return self._calls
+
     def stop(self) -> None:
         super().stop()
         self._root, self._means, self._terms = None, None, None

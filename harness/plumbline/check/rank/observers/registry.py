@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plumbline.check.rank.observers.batches import BatchObserver
 from plumbline.check.rank.observers.buffers import BufferObserver
+from plumbline.check.rank.observers.documents import DocumentObserver
 from plumbline.check.rank.observers.experts import ExpertObserver
 from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
@@ -26,6 +27,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         count_tokens: count the labels of each batch, for a script whose loss is written by hand.
     """
     loaders, parallelism = LoaderObserver(), ParallelismObserver()
+    objective = ObjectiveObserver(count_tokens=count_tokens)
     return [
         loaders,
         parallelism,
@@ -34,7 +36,8 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         RecomputationObserver(),
         BufferObserver(parallelism),
         WeightObserver(parallelism),
-        ObjectiveObserver(count_tokens=count_tokens),
+        DocumentObserver(objective),
+        objective,
         UnusedLossObserver(),
         ExpertObserver(),
         TieObserver(),

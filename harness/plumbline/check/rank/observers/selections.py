@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,23 +19,36 @@ Selected = Callable[[Tensor, Tensor], None]
 """Takes scores (…, choices), and the indices of those that were selected in the last dimension (…, k)."""
 
 
-def watch_selections(selected: Selected) -> None:
-    """Tell ``selected`` of each selection along the last dimension from now on, outside of compiled code."""
+_WATCHING: list[Selected] = []
+
+
+@contextmanager
+def watch_selections(selected: Selected) -> Iterator[None]:
+    """Tell ``selected`` of each selection along the last dimension inside the block, outside of compiled code."""
+    _WATCHING.append(selected)
+    try:
+        yield
+    finally:
+        _WATCHING.remove(selected)
+
+
+def install_watch() -> None:
+    """Put functions in the place of those of torch that select, for good."""
     for owner in (torch, torch.Tensor):
         for name in _PLACES:
-            wrap(owner, name, partial(_around, selected, name))
+            wrap(owner, name, partial(_around, name))
     for name in _PLACES:
         attempt(_known_to_scripts, name)
 
 
-def _around(selected: Selected, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _around(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
-    if not torch.compiler.is_compiling():
-        attempt(_follow, selected, name, args, kwargs, result)
+    if _WATCHING and not torch.compiler.is_compiling():
+        attempt(_follow, name, args, kwargs, result)
     return result
 
 
-def _follow(selected: Selected, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _follow(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     scores = args[0] if args else kwargs.get("input")
     if type(scores) is not Tensor or not scores.is_floating_point() or scores.dim() < 2:
         return
@@ -43,7 +57,8 @@ def _follow(selected: Selected, name: str, args: tuple[Any, ...], kwargs: dict[s
     if type(dim) is not int or dim % scores.dim() != scores.dim() - 1:
         return
     indices = result if name == "argmax" else result[1]
-    selected(scores, indices if indices.dim() == scores.dim() else indices.unsqueeze(-1))
+    for selected in _WATCHING:
+        selected(scores, indices if indices.dim() == scores.dim() else indices.unsqueeze(-1))
 
 
 def _known_to_scripts(name: str) -> None:

@@ -1,0 +1,84 @@
+"""Whether documents packed into one sequence, and padding, are kept apart: by the model, in labels and in positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, not_judged
+from plumbline.core.finding import Finding
+from plumbline.judge.findings import failed_with_hint, passed
+
+CHECK = "documents"
+
+_FOR_NOTHING_ELSE = ("cu_seq", "cu_doc", "document", "doc_id", "seq_idx", "sequence_id")
+"""Arguments that say which documents there are and nothing else: a model that is given one and mixes them is wrong.
+Position ids may begin again, and segments be told apart, where documents are meant to see each other."""
+
+_LABELS = {
+    "seams": "The batch declares documents ({by}), but the last token of a document is trained to predict the first "
+    "token of the next one, at {terms} of {of} seams. Ignore the labels there.",
+    "padded": "The batch has padding ({by}), but the loss counts {terms} of {of} padded positions. Ignore the labels "
+    "there.",
+}
+
+
+def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield whether documents and padding are kept apart, where a batch declares them."""
+    yield from failed_observers(training, CHECK, CHECK)
+    facts = [(rank.rank, own) for rank in training.ranks if (own := rank.facts.get(CHECK) or {})]
+    for kind in ("documents", "padding"):
+        yield from _apart(kind, [(rank, own[kind]) for rank, own in facts if kind in own])
+    yield from _labels([own for _, own in facts])
+    if any(not own["places"]["restart"] for _, own in facts if "places" in own):
+        by = next(own["places"]["by"] for _, own in facts if "places" in own)
+        yield information(
+            CHECK,
+            f"The batch declares documents ({by}), but position ids go on from one to the next. Rotary embeddings do "
+            "not notice; embeddings of absolute positions do.",
+        )
+
+
+def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
+    if not noted:
+        return
+    rank, facts = next(((rank, one) for rank, one in noted if one["moved"]), noted[0])
+    by, moved = facts["by"], facts["moved"]
+    if moved is None:
+        if facts["why"]:
+            yield not_judged(
+                CHECK, f"the batch declares {kind} ({by}), but the forward cannot be run again: {facts['why']}"
+            )
+        else:
+            what = "one document moves no other one" if kind == "documents" else "padding moves nothing else"
+            yield passed(CHECK, f"a change of {what} ({by})")
+        return
+    where = f"{moved['module'] or 'the model'} ({moved['kind']})"
+    if kind == "padding":
+        yield headline_note(
+            CHECK,
+            f"The batch has padding ({by}), but other tokens see it: a change of padding moves the output of {where} "
+            f"at {amount(moved['positions'])} of {amount(moved['of'])} other positions, by up to "
+            f"{moved['share']:.2g} of its size. Pass the mask on to this module.",
+        )
+        return
+    observed = (
+        f"the batch declares documents ({by}), but they see each other: a change of the first one moves the output of "
+        f"{where} at {amount(moved['positions'])} of {amount(moved['of'])} positions of the others, by up to "
+        f"{moved['share']:.2g} of its size"
+    )
+    hint = "mask the attention between documents, or pass the boundaries on to the kernel that computes it"
+    if by.lower().startswith(_FOR_NOTHING_ELSE):
+        yield failed_with_hint(
+            CHECK, observed, hint, cause="documents-see-each-other", family="batch-coupling", step=0, rank=rank
+        )
+    else:
+        yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If that is not meant, {hint}.")
+
+
+def _labels(facts: list[Facts]) -> Iterator[Finding]:
+    for kind, said in _LABELS.items():
+        noted = [own[kind] for own in facts if kind in own]
+        terms, of = (sum(one[name] for one in noted) for name in ("terms", "of"))
+        if terms:
+            yield headline_note(CHECK, said.format(by=noted[0]["by"], terms=amount(terms), of=amount(of)))

@@ -1,0 +1,202 @@
+"""Runs a recorded forward again with the tokens of one document changed, and says which module lets others notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plumbline.check.rank.observers.document_layout import PADDING, DocumentLayout
+from plumbline.check.rank.observers.selections import watch_selections
+from plumbline.replay.call import TrackedCall
+from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.replay import forward_watched
+
+_NUMBERS = 4
+"""Random projections that are kept of the values at each position."""
+
+_VECTORS = 4
+"""Tensors of an argument list or an output that are looked at, at most."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The first module whose output moves at positions of other documents although its inputs do not move there.
+
+    ``positions`` of ``of`` such positions move in its output, ``share`` is by how much, relative to what they are.
+    """
+
+    module: str
+    kind: str
+    positions: int
+    of: int
+    share: float
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A module that has run: its path and samples of what went in and came out at each position, None without."""
+
+    path: str
+    module: nn.Module
+    given: Tensor | None
+    made: Tensor | None
+    eps: float
+    selects: bool = False
+
+
+class DocumentProbe:
+    """Forwards of a call with and without a change at ``changed`` positions (rows, positions), and what moves."""
+
+    def __init__(
+        self,
+        call: TrackedCall,
+        layout: DocumentLayout,
+        precision: ReplayPrecision,
+        copies: ParameterCopies,
+        *,
+        by_row: bool = False,
+    ) -> None:
+        """``by_row``: what is one value for a whole row may not move either."""
+        self._by_row = by_row
+        self._call, self._layout, self._precision, self._copies = call, layout, precision, copies
+        self._paths = {module: name for name, module in call.module.named_modules()}
+        self._changed: Tensor | None = None
+        self._seen: list[_Seen] = []
+        self._stack: list[_Seen] = []
+        self._is_embedded = False
+
+    def moved(self, changed: Tensor, others: Tensor) -> Moved | None:
+        """Return where a change reaches ``others``; None where it does not, or where what couples them is meant to.
+
+        Raises:
+            LookupError: no module turns the tokens into vectors.
+            Exception: the call cannot be run again.
+        """
+        before, after = self._run(None), self._run(changed)
+        if not self._is_embedded:
+            raise LookupError("no module turns the tokens into vectors")
+        for one, other in zip(before, after, strict=False):
+            if one.module is not other.module:
+                return None  # what runs depends on the values
+            apart = _apart(one.made, other.made, others)
+            limit = math.sqrt(one.eps)
+            if apart is None or not bool((apart > limit).any()):
+                continue
+            given = _apart(one.given, other.given, others)
+            if given is not None and bool((given > limit).any()):
+                continue
+            if isinstance(one.module, _BatchNorm) or one.selects:
+                return None  # statistics and the capacity of experts are those of all tokens
+            where = apart > limit
+            return Moved(
+                one.path, type(one.module).__name__, int(where.sum()), int(others.sum()), float(apart[where].max())
+            )
+        return None
+
+    def _run(self, changed: Tensor | None) -> list[_Seen]:
+        self._changed, self._seen, self._stack, self._is_embedded = changed, [], [], False
+        with watch_selections(self._selected):
+            forward_watched(self._call, self._precision, self._copies, self._called)
+        return self._seen
+
+    def _selected(self, scores: Tensor, indices: Tensor) -> None:
+        for one in self._stack:
+            one.selects = True
+
+    def _called(self, run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        one = _Seen(self._paths.get(module, ""), module, self._sample((args, kwargs)), None, 0.0)
+        if not self._stack and self._layout.tokens.is_floating_point():
+            args, kwargs = map_tensors((args, kwargs), self._changed_input)
+        self._stack.append(one)
+        try:
+            output = run(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+        if not self._is_embedded and self._embeds(args, output):
+            self._is_embedded = True
+            return output if self._changed is None else self._with_change(output)
+        one.made = self._sample(output)
+        one.eps = max((torch.finfo(made.dtype).eps for made in _vectors(output)), default=0.0)
+        if self._precision is ReplayPrecision.NATIVE:
+            one.eps = max(one.eps, self._call.eps)
+        self._seen.append(one)
+        return output
+
+    def _embeds(self, args: tuple[Any, ...], output: Any) -> bool:
+        """Say whether a module has turned the tokens themselves into vectors."""
+        tokens = self._layout.tokens
+        given = args[0] if args else None
+        if tokens.is_floating_point() or not isinstance(given, Tensor) or not isinstance(output, Tensor):
+            return False
+        is_given = given.numel() == tokens.numel() and given.dtype == tokens.dtype and output.is_floating_point()
+        return is_given and output.shape[:-1] == given.shape and bool((given.reshape(tokens.shape) == tokens).all())
+
+    def _with_change(self, output: Tensor) -> Tensor:
+        assert self._changed is not None
+        where = self._changed.reshape(output.shape[:-1]).unsqueeze(-1)
+        return torch.where(where, output.flip(-1) * 1.5 + output.detach().std(), output)
+
+    def _changed_input(self, tensor: Tensor) -> Tensor:
+        """Return vectors of tokens that are given to the model itself with the change."""
+        tokens = self._layout.tokens
+        if tensor.shape != tokens.shape or not torch.equal(tensor.detach().to(tokens.dtype), tokens):
+            return tensor
+        self._is_embedded = True
+        return tensor if self._changed is None else self._with_change(tensor)
+
+    def _sample(self, value: Any) -> Tensor | None:
+        """Return projections (rows, positions, numbers) of the vectors in a value that stand at all positions."""
+        found = [at for one in _vectors(value) if (at := self._at_positions(one.detach())) is not None]
+        samples = [torch.matmul(at.double(), _directions(at.shape[-1], at.device)) for at in found[:_VECTORS]]
+        return torch.cat(samples, -1) if samples else None
+
+    def _at_positions(self, one: Tensor) -> Tensor | None:
+        rows, length = self._layout.shape
+        if length in one.shape[2:] or not one.numel():
+            return None  # weights of attention, or another order: not what is known at each position
+        if one.dim() > 2 and tuple(one.shape[:2]) == (rows, length):
+            return one.reshape(rows, length, -1)
+        if one.dim() > 2 and tuple(one.shape[:2]) == (length, rows):
+            return one.movedim(0, 1).reshape(rows, length, -1)
+        if one.dim() == 2 and len(one) == rows * length:
+            return one.reshape(rows, length, -1)
+        if self._by_row and one.dim() == 2 and len(one) == rows:
+            return one[:, None].repeat(1, length, 1)
+        return None
+
+
+def _vectors(value: Any) -> Iterator[Tensor]:
+    return (one for one in tensors_in(value) if type(one) in (Tensor, nn.Parameter) and one.is_floating_point())
+
+
+def _directions(size: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, _NUMBERS, generator=generator, dtype=torch.float64).to(device)
+
+
+def _apart(one: Tensor | None, other: Tensor | None, where: Tensor) -> Tensor | None:
+    """Return by how much values differ at each position of ``where``, relative to what they are at all of these."""
+    if one is None or other is None or one.shape != other.shape:
+        return None
+    size = torch.linalg.vector_norm(one[where]) / max(1, int(where.sum())) ** 0.5
+    apart = torch.where(where, torch.linalg.vector_norm(one - other, dim=-1), 0.0)
+    found: Tensor = apart / size.clamp(min=torch.finfo(torch.float64).tiny)
+    return found
+
+
+def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:
+    """Return the positions of the first document of each row with several, and those of the row's other documents."""
+    documents = layout.documents
+    real = documents != PADDING
+    first = documents.gather(1, real.long().argmax(1, keepdim=True))
+    others = real & (documents != first)
+    several = others.any(1, keepdim=True)
+    return real & (documents == first) & several, others

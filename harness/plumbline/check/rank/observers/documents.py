@@ -1,0 +1,124 @@
+"""Notes whether documents that are packed into one sequence, and padding, are kept apart from the rest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of
+from plumbline.check.rank.observers.document_probe import DocumentProbe, first_documents
+from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.recording.observer import Observer
+from plumbline.recording.patching import attempt
+from plumbline.replay.precision import ReplayPrecision
+
+NAME = "documents"
+
+
+class DocumentObserver(Observer):
+    """Changes a document, or padding, in a replay of the first call whose arguments declare some; notes what moves.
+
+    Facts of the process, each with the name ``by`` of the argument that declares it: ``documents`` and ``padding``,
+    with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known.
+    ``seams`` and ``padded`` count the terms of losses at the last position of a document whose target is the first
+    token of the next one, and at padded positions, of those that there are. ``places``: whether position ids begin
+    again with each document.
+    """
+
+    name = NAME
+
+    def __init__(self, objective: ObjectiveObserver) -> None:
+        self._objective = objective
+        self._layouts: list[DocumentLayout | None] = []
+        self._facts: Facts = {}
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layout = attempt(layout_of, module, args, kwargs)
+        self._layouts.append(layout)
+        if (
+            layout is not None
+            and layout.documents_by
+            and layout.positions is not None
+            and not self._facts.get("places")
+        ):
+            begins = nn.functional.pad(layout.seams, (1, -1))
+            self._facts["places"] = {"by": layout.documents_by, "restart": not bool(layout.positions[begins].any())}
+
+    def backward_ends(self, number: int) -> Facts | None:
+        layouts, self._layouts = self._layouts, []
+        calls = self._objective.calls
+        if len(layouts) == len(calls):
+            for layout, one in zip(layouts, calls, strict=True):
+                if layout is not None:
+                    counted = one.call.counted
+                    if one.call.reduction == "none" and one.cotangent is not None and counted is not None:
+                        counted = counted & (one.cotangent != 0).reshape(counted.shape)
+                    attempt(self._count, layout, one.targets, counted)
+        return None
+
+    def _count(self, layout: DocumentLayout, targets: Tensor, counted: Tensor | None) -> None:
+        rows, length = layout.shape
+        columns = targets.numel() // rows
+        if counted is None or targets.is_floating_point() or columns * rows != targets.numel():
+            return
+        if columns not in (length, length - 1) or layout.tokens.is_floating_point():
+            return
+        weighs = counted.reshape(rows, columns)
+        following = nn.functional.pad(layout.tokens[:, 1:], (0, 1))[:, :columns]
+        # The last position of padding before a row begins may predict its first token.
+        padding = layout.padding & nn.functional.pad(layout.padding[:, 1:], (0, 1), value=True)
+        at_seams, padding = layout.seams[:, :columns], padding[:, :columns]
+        self._add("padded", layout.padding_by, weighs & padding, padding)
+        crossing = weighs & at_seams & (targets.reshape(rows, columns) == following)
+        self._add("seams", layout.documents_by, crossing, at_seams)
+
+    def _add(self, name: str, by: str, terms: Tensor, of: Tensor) -> None:
+        if by and bool(of.any()):
+            known = self._facts.setdefault(name, {"by": by, "terms": 0, "of": 0})
+            known["terms"] += int(terms.sum())
+            known["of"] += int(of.sum())
+
+    def before_replay(self, call: Any, exact: Any, native: Any) -> None:
+        if {"documents", "padding"} <= self._facts.keys():
+            return
+        layout = attempt(layout_of, call.module, call.args, call.kwargs)
+        if layout is None:
+            return
+        if layout.documents_by and "documents" not in self._facts:
+            changed, others = first_documents(layout)
+            self._probe("documents", layout.documents_by, call, layout, changed, others, exact, native)
+        if layout.padding_by and "padding" not in self._facts:
+            with_padding = layout.padding.any(1, keepdim=True) & ~layout.padding
+            self._probe("padding", layout.padding_by, call, layout, layout.padding, with_padding, exact, native)
+
+    def _probe(
+        self,
+        name: str,
+        by: str,
+        call: Any,
+        layout: DocumentLayout,
+        changed: Tensor,
+        others: Tensor,
+        exact: Any,
+        native: Any,
+    ) -> None:
+        facts: Facts = {"by": by, "moved": None, "why": ""}
+        for precision, copies in ((exact.precision, exact), (ReplayPrecision.NATIVE, native)):
+            try:
+                probe = DocumentProbe(call, layout, precision, copies, by_row=name == "padding")
+                moved = probe.moved(changed, others)
+                facts.update(moved=None if moved is None else asdict(moved), why="")
+                break
+            except Exception as error:
+                facts["why"] = facts["why"] or f"{type(error).__name__}: {error}"
+        self._facts[name] = facts
+
+    def final_facts(self) -> Facts | None:
+        return self._facts or None
+
+    def stop(self) -> None:
+        super().stop()
+        self._layouts = []

@@ -1,0 +1,253 @@
+"""Packed documents and padding: a model that mixes them is named with the module, and a right one is not accused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.verdict.verdict import Answer, answer_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, ROWS, LENGTH, VOCABULARY = 2, 3, 12, 20
+
+
+class Attention(nn.Module):
+    """Attention of one head, causal or not, which keeps apart what ``mask`` (rows, positions, positions) does."""
+
+    def __init__(self, causal, masked=True):
+        super().__init__()
+        self.qkv, self.out, self.causal, self.masked = nn.Linear(8, 24), nn.Linear(8, 8), causal, masked
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        allowed = (allowed.tril() if self.causal else allowed).expand(len(x), -1, -1)
+        if self.masked and mask is not None:
+            allowed = allowed & mask
+        allowed = allowed | torch.eye(x.shape[1], dtype=torch.bool)
+        return self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed))
+
+
+class Block(nn.Module):
+    def __init__(self, *, causal=True, masked=True):
+        super().__init__()
+        self.attention, self.norm = Attention(causal, masked), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x, mask):
+        x = x + self.attention(self.norm(x), mask)
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    """Takes tokens and what declares documents or padding, and masks its attention by that."""
+
+    def __init__(self, masked=(True, True), causal=True, after=None):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(LENGTH, 8)
+        self.blocks = nn.ModuleList(Block(causal=causal, masked=one) for one in masked)
+        self.after, self.head = after, nn.Linear(8, VOCABULARY)
+
+    def run(self, input_ids, mask, position_ids=None):
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids) if position_ids is None else position_ids
+        x = self.embedding(input_ids) + self.places(places)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x if self.after is None else self.after(x))
+
+
+class ByIds(Net):
+    def forward(self, input_ids, document_ids, position_ids=None):
+        return self.run(input_ids, document_ids.unsqueeze(2) == document_ids.unsqueeze(1), position_ids)
+
+
+class ByPositions(Net):
+    def forward(self, input_ids, position_ids):
+        documents = (position_ids == 0).cumsum(1)
+        return self.run(input_ids, documents.unsqueeze(2) == documents.unsqueeze(1), position_ids)
+
+
+class ByBoundaries(Net):
+    def forward(self, input_ids, cu_seqlens):
+        documents = torch.searchsorted(cu_seqlens, torch.arange(input_ids.shape[1]), right=True)
+        return self.run(input_ids, (documents.unsqueeze(1) == documents).unsqueeze(0))
+
+
+class ByMask(Net):
+    def forward(self, input_ids, attention_mask):
+        return self.run(input_ids, attention_mask.bool().unsqueeze(1))
+
+
+class Classifier(ByMask):
+    """Takes the mean of a row, of its padding too if ``careless``."""
+
+    def __init__(self, careless, **options):
+        super().__init__(**options)
+        self.careless = careless
+
+    def forward(self, input_ids, attention_mask):
+        outputs = super().forward(input_ids, attention_mask)
+        weights = attention_mask.unsqueeze(2).float()
+        return outputs.mean(1) if self.careless else (outputs * weights).sum(1) / weights.sum(1)
+
+
+class Shared(nn.Module):
+    """Sends tokens to the better of two experts, of which each takes only so many of all documents together."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(1)
+        outputs = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            kept = (chosen == number) & ((chosen == number).cumsum(1) <= 4)
+            outputs = outputs + expert(x) * weights * kept
+        return x + outputs
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(x.reshape(-1, 8)).reshape(x.shape)
+
+
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 6 + [1] * 6, [0] * 12])
+POSITIONS = torch.tensor([[*range(4), *range(5), *range(3)], [*range(6), *range(6)], [*range(12)]])
+RIGHT_PADDED = torch.tensor([[1] * 12, [1] * 8 + [0] * 4, [1] * 5 + [0] * 7])
+
+
+def fit(make, declared, *, seams=False, padded=False, pooled=False):
+    """Train a model that predicts the next token, with labels at seams and at padding or not."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH))
+        optimizer.zero_grad()
+        if "cu_seqlens" in declared:
+            tokens = tokens[:1]
+        outputs = model(tokens, **declared)
+        if pooled:
+            labels = torch.randint(VOCABULARY, (ROWS,))
+        else:
+            labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
+            documents, mask = declared.get("document_ids"), declared.get("attention_mask")
+            documents = (declared["position_ids"] == 0).cumsum(1) if "position_ids" in declared else documents
+            if documents is not None and not seams:
+                labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = -100
+            if "cu_seqlens" in declared and not seams:
+                labels[:, declared["cu_seqlens"][1:] - 1] = -100
+            if mask is not None and not padded:
+                labels[mask == 0] = -100
+                labels[:, :-1][mask[:, 1:] == 0] = -100
+        functional.cross_entropy(outputs.flatten(0, -2), labels.flatten()).backward()
+        optimizer.step()
+
+
+IDS, PLACES, MASK = {"document_ids": DOCUMENTS}, {"position_ids": POSITIONS}, {"attention_mask": RIGHT_PADDED}
+LEFT, BOUNDARIES = {"attention_mask": RIGHT_PADDED.flip(1)}, {"cu_seqlens": torch.tensor([0, 4, 9, 12])}
+
+WRONG = {
+    # NVIDIA-NeMo/Megatron-Bridge#2952: the stages in the middle do not receive the boundaries
+    "boundaries that a layer lacks": (partial(fit, partial(ByBoundaries, (True, False)), BOUNDARIES), "cu_seqlens"),
+    "documents that all layers ignore": (partial(fit, partial(ByIds, (False, False)), IDS), "document_ids"),
+}
+
+
+@pytest.mark.parametrize(("train", "by"), WRONG.values(), ids=WRONG.keys())
+def test_documents_that_see_each_other_are_wrong_and_the_first_layer_is_named(plumbline, train, by):
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    assert answer_of(checked.trainings[0]) is Answer.WRONG
+    (found,) = [one for one in checked.findings if one.outcome.is_bad]
+    assert (found.check, found.cause) == ("documents", "documents-see-each-other")
+    layer = 0 if by == "document_ids" else 1
+    assert f"the batch declares documents ({by}), but they see each other" in found.message
+    assert f"moves the output of blocks.{layer}.attention (Attention) at" in found.message
+
+
+@pytest.fixture
+def notes(plumbline):
+    """Return a function that trains, and returns the notes on documents, and what the check says."""
+
+    def notes(train):
+        checked = plumbline.check(train, ranks=1, steps=STEPS)
+        checked.assert_right()
+        return [one.message for one in checked.findings if isinstance(one, HeadlineNote)], [
+            one.message for one in checked.findings if one.check == "documents" and not isinstance(one, HeadlineNote)
+        ]
+
+    return notes
+
+
+NOTED = {
+    # huggingface/nanoVLM#204: positions begin again, and attention does not
+    "positions that begin again": (
+        partial(fit, partial(ByPositions, (False, False)), PLACES),
+        "The batch declares documents (position_ids), but they see each other",
+    ),
+    "padding on the left that a layer sees": (
+        partial(fit, partial(ByMask, (True, False)), LEFT),
+        "moves the output of blocks.1.attention (Attention)",
+    ),
+    "padding that both directions see": (
+        partial(fit, partial(ByMask, (False, True), causal=False), MASK),
+        "moves the output of blocks.0.attention (Attention)",
+    ),
+    "a mean over padding": (
+        partial(fit, partial(Classifier, True, causal=False), MASK, pooled=True),
+        "moves the output of the model (Classifier)",
+    ),
+    # 01-ai/Yi#110
+    "labels of padding": (partial(fit, ByMask, MASK, padded=True), "the loss counts 18 of 22 padded positions"),
+    "labels at seams": (
+        partial(fit, ByIds, IDS, seams=True),
+        "the last token of a document is trained to predict the first token of the next one, at 6 of 6 seams",
+    ),
+}
+
+
+@pytest.mark.parametrize(("train", "said"), NOTED.values(), ids=NOTED.keys())
+def test_what_is_seldom_meant_is_noted(notes, train, said):
+    (found,), _ = notes(train)
+    assert said in found
+
+
+RIGHT = {
+    "documents by ids": (partial(fit, ByIds, IDS), "a change of one document moves no other one (document_ids)"),
+    "documents by positions": (partial(fit, ByPositions, PLACES), "moves no other one (position_ids)"),
+    "documents by boundaries": (partial(fit, ByBoundaries, BOUNDARIES), "moves no other one (cu_seqlens)"),
+    "padding": (partial(fit, partial(ByMask, causal=False), LEFT), "a change of padding moves nothing else"),
+    "padding behind causal attention": (partial(fit, partial(ByMask, (False, False)), MASK), "moves nothing else"),
+    "a mean over tokens": (
+        partial(fit, partial(Classifier, False, causal=False), MASK, pooled=True),
+        "moves nothing else",
+    ),
+    "experts that documents share": (partial(fit, partial(ByIds, after=Shared()), IDS), "moves no other one"),
+    "statistics that documents share": (partial(fit, partial(ByIds, after=Normed()), IDS), "moves no other one"),
+    "a stream of tokens": (partial(fit, lambda: Plain(), {}), None),
+}
+
+
+class Plain(Net):
+    """Tokens of all documents in one stream: nothing declares that they are to be kept apart."""
+
+    def forward(self, input_ids):
+        return self.run(input_ids, None)
+
+
+@pytest.mark.parametrize(("train", "said"), RIGHT.values(), ids=RIGHT.keys())
+def test_right_documents_have_no_note(notes, train, said):
+    found, others = notes(train)
+    assert found == []
+    assert others == [] if said is None else said in others[0]
