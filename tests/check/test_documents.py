@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.verdict import Answer, answer_of
@@ -143,7 +145,8 @@ def fit(make, declared, *, seams=False, padded=False, pooled=False):
         else:
             labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
             documents, mask = declared.get("document_ids"), declared.get("attention_mask")
-            documents = (declared["position_ids"] == 0).cumsum(1) if "position_ids" in declared else documents
+            if documents is None and "position_ids" in declared:
+                documents = (declared["position_ids"] == 0).cumsum(1)
             if documents is not None and not seams:
                 labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = -100
             if "cu_seqlens" in declared and not seams:
@@ -235,6 +238,10 @@ RIGHT = {
     ),
     "experts that documents share": (partial(fit, partial(ByIds, after=Shared()), IDS), "moves no other one"),
     "statistics that documents share": (partial(fit, partial(ByIds, after=Normed()), IDS), "moves no other one"),
+    "positions that go on": (
+        partial(fit, ByIds, IDS | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}),
+        "moves no other one (document_ids)",
+    ),
     "a stream of tokens": (partial(fit, lambda: Plain(), {}), None),
 }
 
@@ -251,3 +258,37 @@ def test_right_documents_have_no_note(notes, train, said):
     found, others = notes(train)
     assert found == []
     assert others == [] if said is None else said in others[0]
+
+
+def in_parts(begin):
+    """Each of two ranks has a part of every sequence, whose positions begin where ``begin`` says."""
+    init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    rank, half = dist.get_rank(), LENGTH // 2
+    model = Parts()
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+    wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
+    batches = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=batches)
+        part = slice(rank * half, rank * half + half)
+        places = torch.arange(half).expand(ROWS, -1) + begin(rank) * half
+        outputs = wrapped(tokens[:, :-1][:, part], places)
+        optimizer.zero_grad()
+        functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:][:, part].flatten()).backward()
+        optimizer.step()
+
+
+class Parts(Net):
+    """Stands for a model whose attention is exchanged between the parts: its tokens do not see each other at all."""
+
+    def forward(self, input_ids, position_ids):
+        return self.head(self.embedding(input_ids) + self.places(position_ids))
+
+
+@pytest.mark.parametrize(("begin", "is_told"), [(lambda rank: 0, True), (lambda rank: rank, False)], ids=["0", "own"])
+def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, begin, is_told):
+    """pytorch/torchtitan#3604: positions repeat on each rank."""
+    findings = plumbline.check(partial(in_parts, begin), ranks=2, steps=STEPS).findings
+    told = [one.message for one in findings if isinstance(one, HeadlineNote)]
+    assert ["dimension 'cp', but the position ids of all ranks begin at 0" in one for one in told] == [True] * is_told

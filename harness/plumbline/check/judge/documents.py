@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, not_judged
+from plumbline.check.judge.rank_layout import OBSERVER
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
 
@@ -14,6 +15,9 @@ CHECK = "documents"
 _FOR_NOTHING_ELSE = ("cu_seq", "cu_doc", "document", "doc_id", "seq_idx", "sequence_id")
 """Arguments that say which documents there are and nothing else: a model that is given one and mixes them is wrong.
 Position ids may begin again, and segments be told apart, where documents are meant to see each other."""
+
+_OF_SEQUENCES = ("context", "context_parallel", "cp", "seq", "sequence", "sequence_parallel", "sp", "ulysses")
+"""Names of the mesh dimensions over which sequences are divided."""
 
 _LABELS = {
     "seams": "The batch declares documents ({by}), but the last token of a document is trained to predict the first "
@@ -30,6 +34,7 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     for kind in ("documents", "padding"):
         yield from _apart(kind, [(rank, own[kind]) for rank, own in facts if kind in own])
     yield from _labels([own for _, own in facts])
+    yield from _parts(training)
     if any(not own["places"]["restart"] for _, own in facts if "places" in own):
         by = next(own["places"]["by"] for _, own in facts if "places" in own)
         yield information(
@@ -74,6 +79,20 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
         )
     else:
         yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If that is not meant, {hint}.")
+
+
+def _parts(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note where ranks that a mesh gives parts of a sequence number all of these from 0."""
+    dimensions = [rank.facts.get(OBSERVER, {}).get("dimensions", {}) for rank in training.ranks]
+    names = [name for name in dimensions[0] if name in _OF_SEQUENCES]
+    begins = [(rank.facts.get(CHECK) or {}).get("begins") for rank in training.ranks]
+    packed = any((rank.facts.get(CHECK) or {}).get("documents") for rank in training.ranks)
+    if names and len(begins) == training.world_size and not packed and set(begins) == {0}:
+        yield headline_note(
+            CHECK,
+            f"The mesh has {dimensions[0][names[0]]} ranks in dimension {names[0]!r}, but the position ids of all "
+            "ranks begin at 0. Number each rank's part of a sequence from where it begins in the whole one.",
+        )
 
 
 def _labels(facts: list[Facts]) -> Iterator[Finding]:

@@ -71,6 +71,13 @@ def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return DocumentLayout(documents, tokens.reshape(*shape, *tokens.shape[2:]), documents_by, padding_by, at)
 
 
+def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the position ids (rows, positions) that a call is given, None without."""
+    given = _named(_bound(module, args, kwargs))
+    found = (one for name, one in given if _is(name, _POSITIONS) and not one.is_floating_point() and 0 < one.dim() < 3)
+    return next((one.reshape(-1, one.shape[-1]) for one in found), None)
+
+
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -117,9 +124,7 @@ def _real(given: list[tuple[str, Tensor]], shape: torch.Size) -> tuple[str, Tens
 
 def _is_at_ends(kept: Tensor) -> bool:
     """Say whether what is left out stands before or behind the rest of its row: otherwise it is no padding."""
-    return bool(((kept[:, 1:] != kept[:, :-1]).sum(1) <= 2).all()) and bool(
-        ((kept.long().diff(dim=1) == 1).sum(1) + kept[:, 0].long() == 1).all()
-    )
+    return bool(((kept.long().diff(dim=1) == 1).sum(1) + kept[:, 0].long() == 1).all())
 
 
 def _documents(given: list[tuple[str, Tensor]], shape: torch.Size, real: Tensor | None) -> tuple[str, Tensor | None]:
@@ -128,14 +133,12 @@ def _documents(given: list[tuple[str, Tensor]], shape: torch.Size, real: Tensor 
         if whole and _is(name, _BOUNDARIES) and one.dim() == 1 and len(one) > 2:
             return name, _between(one, shape)
     for name, one in given:
-        if not one.is_floating_point() and one.dtype != torch.bool and _fits(one, shape):
-            if _is(name, _DOCUMENTS) or (_is(name, _MASKS) and int(one.max()) > 1):
-                numbers = one.reshape(shape)
-                # Two segments may be the two parts of one input.
-                if bool((numbers != numbers[:, :1]).any()) and not (
-                    "segment" in name and int(numbers.max()) < _SEGMENTS
-                ):
-                    return name, numbers.long().masked_fill((numbers == 0) & (numbers[:, :1] > 0), PADDING)
+        whole = not one.is_floating_point() and one.dtype != torch.bool and _fits(one, shape)
+        if whole and (_is(name, _DOCUMENTS) or (_is(name, _MASKS) and int(one.max()) > 1)):
+            numbers = one.reshape(shape).long()
+            is_pair = "segment" in name and int(numbers.max()) < _SEGMENTS  # the two parts of one input
+            if bool((numbers != numbers[:, :1]).any()) and not is_pair:
+                return name, numbers.masked_fill((numbers == 0) & (numbers[:, :1] > 0), PADDING)
     for name, one in given:
         if not one.is_floating_point() and _is(name, _POSITIONS) and _fits(one, shape):
             documents = _restarting(one.reshape(shape), real)
@@ -148,7 +151,7 @@ def _between(boundaries: Tensor, shape: torch.Size) -> Tensor | None:
     places = torch.arange(shape.numel(), device=boundaries.device)
     if int(boundaries[0]) or int(boundaries[-1]) > len(places):
         return None
-    return (torch.searchsorted(boundaries.long(), places, right=True)).reshape(shape)
+    return torch.searchsorted(boundaries.long(), places, right=True).reshape(shape)
 
 
 def _restarting(positions: Tensor, real: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of
+from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of, positions_of
 from plumbline.check.rank.observers.document_probe import DocumentProbe, first_documents
 from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.recording.observer import Observer
@@ -25,7 +25,7 @@ class DocumentObserver(Observer):
     with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known.
     ``seams`` and ``padded`` count the terms of losses at the last position of a document whose target is the first
     token of the next one, and at padded positions, of those that there are. ``places``: whether position ids begin
-    again with each document.
+    again with each document. ``begins``: the least position at which a row of the first forward begins.
     """
 
     name = NAME
@@ -38,13 +38,12 @@ class DocumentObserver(Observer):
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layout = attempt(layout_of, module, args, kwargs)
         self._layouts.append(layout)
-        if (
-            layout is not None
-            and layout.documents_by
-            and layout.positions is not None
-            and not self._facts.get("places")
-        ):
-            begins = nn.functional.pad(layout.seams, (1, -1))
+        if "begins" not in self._facts and (positions := attempt(positions_of, module, args, kwargs)) is not None:
+            self._facts["begins"] = int(positions[:, 0].min())
+        if layout is None or layout.positions is None or "places" in self._facts:
+            return
+        if layout.documents_by:
+            begins = layout.seams.roll(1, 1)
             self._facts["places"] = {"by": layout.documents_by, "restart": not bool(layout.positions[begins].any())}
 
     def backward_ends(self, number: int) -> Facts | None:

@@ -67,6 +67,7 @@ class ParallelismObserver(Observer):
         self._modules: list[nn.Module] = []
         self._facts: list[Facts] = []
         self._meshes: list[Facts] = []
+        self._dimensions: dict[str, int] = {}
         self._groups: list[int] = []
         self._wrapped = False
         self._covered: WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[Tensor], bool]]] = WeakKeyDictionary()
@@ -175,11 +176,14 @@ class ParallelismObserver(Observer):
     def final_facts(self) -> Facts | None:
         """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world.
 
+        ``dimensions`` has the sizes of the named dimensions of all meshes.
+
         ``wrapped``: the script has made a DistributedDataParallel, whether or not it calls that.
         """
         return {
             "modules": self._facts,
             "meshes": self._meshes[:32],
+            "dimensions": self._dimensions,
             "groups": sorted(set(self._groups)),
             "wrapped": self._wrapped,
         }
@@ -207,6 +211,8 @@ class ParallelismObserver(Observer):
             attempt(self._note_mesh, mesh)
 
     def _note_mesh(self, mesh: Any) -> None:
+        names = mesh.mesh_dim_names or ()
+        self._dimensions.update((name, size) for name, size in zip(names, mesh.mesh.shape, strict=False) if size > 1)
         if mesh.mesh.ndim > 1:
             self._meshes.append({"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())})
 
