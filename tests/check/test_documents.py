@@ -236,8 +236,14 @@ RIGHT = {
         partial(fit, partial(Classifier, False, causal=False), MASK, pooled=True),
         "moves nothing else",
     ),
-    "experts that documents share": (partial(fit, partial(ByIds, after=Shared()), IDS), "moves no other one"),
-    "statistics that documents share": (partial(fit, partial(ByIds, after=Normed()), IDS), "moves no other one"),
+    "experts that documents share": (
+        partial(fit, partial(ByIds, after=Shared()), IDS),
+        "moves others first in after (Shared), which",
+    ),
+    "statistics that documents share": (
+        partial(fit, partial(ByIds, after=Normed()), IDS),
+        "in after.norm (BatchNorm1d), which",
+    ),
     "positions that go on": (
         partial(fit, ByIds, IDS | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}),
         "moves no other one (document_ids)",

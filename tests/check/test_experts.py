@@ -135,7 +135,10 @@ MISTAKES = {
         partial(fit, lambda: Net(attach=attached), main_only, 1 / 1024),
         "AttachedBackward attaches counts 0.00391 × its coefficient",
     ),
-    "counts alone": (partial(fit, lambda: Net(counted_only=True)), "adds a number that has no gradient"),
+    "counts alone": (
+        partial(fit, lambda: Net(counted_only=True)),
+        "adds a number without a gradient, moe.balance has none",
+    ),
     # TIML-Group/Robust-MoE-Dual-Model#2
     "a router without a gradient": (
         partial(fit, lambda: Net(detached=True), main_only),
@@ -212,6 +215,7 @@ RIGHT = {
         fit, lambda: Net(lambda b, x: checkpoint(b, x, use_reentrant=False), jitter=torch.rand_like), main_only
     ),
     "mixed precision": in_mixed_precision,
+    "added to a number": partial(fit, balanced=lambda m, b: sum([main_only(m, b)])),
     "classes selected": partial(fit, Accuracy),
     "a mean of all token losses by hand": partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b).mean() / 4),
 }

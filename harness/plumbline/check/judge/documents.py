@@ -12,12 +12,14 @@ from plumbline.judge.findings import failed_with_hint, passed
 
 CHECK = "documents"
 
-_FOR_NOTHING_ELSE = ("cu_seq", "cu_doc", "document", "doc_id", "seq_idx", "sequence_id")
+_FOR_NOTHING_ELSE = ("cu_seq", "cu_doc", "document_id", "doc_id", "seq_idx", "sequence_id")
 """Arguments that say which documents there are and nothing else: a model that is given one and mixes them is wrong.
 Position ids may begin again, and segments be told apart, where documents are meant to see each other."""
 
 _OF_SEQUENCES = ("context", "context_parallel", "cp", "seq", "sequence", "sequence_parallel", "sp", "ulysses")
 """Names of the mesh dimensions over which sequences are divided."""
+
+_PARTS = {"documents": "one document", "padding": "padding"}
 
 _LABELS = {
     "seams": "The batch declares documents ({by}), but the last token of a document is trained to predict the first "
@@ -55,10 +57,15 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
                 CHECK, f"the batch declares {kind} ({by}), but the forward cannot be run again: {facts['why']}"
             )
         else:
-            what = "one document moves no other one" if kind == "documents" else "padding moves nothing else"
-            yield passed(CHECK, f"a change of {what} ({by})")
+            others = "no other one" if kind == "documents" else "nothing else"
+            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others} ({by})")
         return
     where = f"{moved['module'] or 'the model'} ({moved['kind']})"
+    if moved["shares"]:
+        first = f"A change of {_PARTS[kind]} moves others first in {where}"
+        why = "which takes statistics of all tokens or shares experts among them"
+        yield information(CHECK, f"The batch declares {kind} ({by}). {first}, {why}.")
+        return
     if kind == "padding":
         yield headline_note(
             CHECK,

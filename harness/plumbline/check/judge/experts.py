@@ -9,6 +9,7 @@ from typing import Any
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, name_ranks, passes_of
 from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import common_steps, weights_at
 from plumbline.check.judge.step_objective import equals, factor_of, step_objectives, steps_together
 from plumbline.core.finding import Finding
 from plumbline.report.text import counted, listed, percent
@@ -86,10 +87,11 @@ def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
             "returns, so that this loss has no gradient. Use what it returns in place of the tensor that it is given.",
         )
     elif all(facts.get("constant") and not facts["balancing"] for facts in noted):
+        held = listed(noted[0]["constant"])
         yield headline_note(
             CHECK,
-            f"The loss adds a number that has no gradient, and nothing balances {listed(routers)}. A balancing loss "
-            "of the selected experts alone has no gradient: multiply their shares by the mean scores.",
+            f"The loss adds a number without a gradient, {held} has none, and nothing balances {listed(routers)}. A "
+            "balancing loss of the selected experts alone has no gradient: multiply their shares by the mean scores.",
         )
 
 
@@ -188,29 +190,34 @@ def _left_out(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note where ranks that are given the same samples at once send them to other experts."""
-    for passes in zip(*(passes_of(rank) for rank in training.ranks), strict=False):
-        if len(passes) < 2 or rank_layout(training).is_data_parallel:
-            return
+    """Yield a note where ranks with one router, and the same samples in the first step, send them to other experts."""
+    if len(training.ranks) < 2 or rank_layout(training).is_data_parallel:
+        return
+    place, steps = next(common_steps(training), (0, {}))
+    apart = {one.parameter.name for one in weights_at(place, steps) if one.differ("before")} if steps else set()
+    for passes in zip(*(step.passes for step in steps.values()), strict=False):
         groups: dict[str, list[int]] = {}
-        for place, one in enumerate(passes):
+        for rank, one in zip(steps, passes, strict=True):
             orders = [made.get("order") for made in one.facts.get("batches", {}).get("forwards", ())]
             if orders and None not in orders:
-                groups.setdefault(repr(orders), []).append(place)
-        for group in groups.values():
-            for router, share in _apart([_noted(passes[place]).get("routers", {}) for place in group]):
-                ranks = name_ranks([training.ranks[place].rank for place in group], len(training.ranks))
+                groups.setdefault(repr(orders), []).append(rank)
+        noted = {rank: _noted(one).get("routers", {}) for rank, one in zip(steps, passes, strict=True)}
+        for ranks in groups.values():
+            for router, share in _apart([noted[rank] for rank in ranks], apart):
+                who = name_ranks(ranks, len(training.ranks))
                 yield headline_note(
                     CHECK,
-                    f"{ranks[0].upper()}{ranks[1:]} are given the same samples, but {router} sends {percent(share)} of "
+                    f"{who[0].upper()}{who[1:]} are given the same samples, but {router} sends {percent(share)} of "
                     "their tokens to other experts. Draw the same noise on the ranks that share samples.",
                 )
                 return
 
 
-def _apart(routers: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    for router in routers[0] if len(routers) > 1 else ():
-        if not all(router in one and one[router]["tokens"] == routers[0][router]["tokens"] for one in routers):
+def _apart(routers: Sequence[dict[str, Any]], unequal: set[str]) -> Iterator[tuple[str, float]]:
+    for router, facts in routers[0].items() if len(routers) > 1 else ():
+        if not all(router in one and one[router]["tokens"] == facts["tokens"] for one in routers):
+            continue
+        if unequal & set(facts["parameters"]):
             continue
         tokens = [own for own in zip(*(one[router]["experts"] for one in routers), strict=True) if None not in own]
         other = sum(len(set(own)) > 1 for own in tokens)

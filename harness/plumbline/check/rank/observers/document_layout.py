@@ -14,7 +14,7 @@ PADDING = -1
 """The document of positions that are padding."""
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens", "cu_doc", "cu_q")
-_DOCUMENTS = ("document", "doc_id", "docs", "seq_idx", "seq_id", "sequence_id", "sample_id", "segment")
+_DOCUMENTS = ("document_id", "documents", "doc_id", "docs", "seq_idx", "seq_id", "sequence_id", "sample_id", "segment")
 _POSITIONS = ("position_id", "positions", "pos_id", "input_pos")
 _SEGMENTS = 3
 _MASKS = ("attention_mask", "attn_mask", "padding_mask", "pad_mask", "key_padding", "mask")
@@ -137,8 +137,10 @@ def _documents(given: list[tuple[str, Tensor]], shape: torch.Size, real: Tensor 
         if whole and (_is(name, _DOCUMENTS) or (_is(name, _MASKS) and int(one.max()) > 1)):
             numbers = one.reshape(shape).long()
             is_pair = "segment" in name and int(numbers.max()) < _SEGMENTS  # the two parts of one input
-            if bool((numbers != numbers[:, :1]).any()) and not is_pair:
-                return name, numbers.masked_fill((numbers == 0) & (numbers[:, :1] > 0), PADDING)
+            numbers = numbers.masked_fill((numbers == 0) & (numbers[:, :1] > 0), PADDING)
+            one_by_one = (numbers.diff(dim=1) >= 0) | (numbers[:, 1:] == PADDING)
+            if bool((numbers != numbers[:, :1]).any() & one_by_one.all()) and not is_pair:
+                return name, numbers
     for name, one in given:
         if not one.is_floating_point() and _is(name, _POSITIONS) and _fits(one, shape):
             documents = _restarting(one.reshape(shape), real)

@@ -31,6 +31,7 @@ class Moved:
     """The first module whose output moves at positions of other documents although its inputs do not move there.
 
     ``positions`` of ``of`` such positions move in its output, ``share`` is by how much, relative to what they are.
+    ``shares``: it takes statistics of all tokens, or selects among scores as experts with a capacity do.
     """
 
     module: str
@@ -38,6 +39,7 @@ class Moved:
     positions: int
     of: int
     share: float
+    shares: bool
 
 
 @dataclass(eq=False)
@@ -45,11 +47,17 @@ class _Seen:
     """A module that has run: its path and samples of what went in and came out at each position, None without."""
 
     path: str
+    time: int
     module: nn.Module
     given: Tensor | None
     made: Tensor | None
     eps: float
     selects: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is known by in another run: its path, and how often it had run before."""
+        return self.path, self.time
 
 
 class DocumentProbe:
@@ -72,9 +80,10 @@ class DocumentProbe:
         self._seen: list[_Seen] = []
         self._stack: list[_Seen] = []
         self._is_embedded = False
+        self._times: dict[str, int] = {}
 
     def moved(self, changed: Tensor, others: Tensor) -> Moved | None:
-        """Return where a change reaches ``others``; None where it does not, or where what couples them is meant to.
+        """Return where a change reaches ``others``, None where it does not.
 
         Raises:
             LookupError: no module turns the tokens into vectors.
@@ -83,26 +92,24 @@ class DocumentProbe:
         before, after = self._run(None), self._run(changed)
         if not self._is_embedded:
             raise LookupError("no module turns the tokens into vectors")
-        for one, other in zip(before, after, strict=False):
-            if one.module is not other.module:
-                return None  # what runs depends on the values
-            apart = _apart(one.made, other.made, others)
+        changes = {one.key: one for one in after}
+        for one in before:
+            other = changes.get(one.key)  # what runs may depend on the values, as experts do
+            apart = None if other is None else _apart(one.made, other.made, others)
             limit = math.sqrt(one.eps)
-            if apart is None or not bool((apart > limit).any()):
+            if other is None or apart is None or not bool((apart > limit).any()):
                 continue
             given = _apart(one.given, other.given, others)
             if given is not None and bool((given > limit).any()):
                 continue
-            if isinstance(one.module, _BatchNorm) or one.selects:
-                return None  # statistics and the capacity of experts are those of all tokens
             where = apart > limit
-            return Moved(
-                one.path, type(one.module).__name__, int(where.sum()), int(others.sum()), float(apart[where].max())
-            )
+            kind, shares = type(one.module).__name__, isinstance(one.module, _BatchNorm) or one.selects
+            return Moved(one.path, kind, int(where.sum()), int(others.sum()), float(apart[where].max()), shares)
         return None
 
     def _run(self, changed: Tensor | None) -> list[_Seen]:
         self._changed, self._seen, self._stack, self._is_embedded = changed, [], [], False
+        self._times = {}
         with watch_selections(self._selected):
             forward_watched(self._call, self._precision, self._copies, self._called)
         return self._seen
@@ -112,7 +119,9 @@ class DocumentProbe:
             one.selects = True
 
     def _called(self, run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        one = _Seen(self._paths.get(module, ""), module, self._sample((args, kwargs)), None, 0.0)
+        path = self._paths.get(module, "")
+        time = self._times[path] = self._times.get(path, 0) + 1
+        one = _Seen(path, time, module, self._sample((args, kwargs)), None, 0.0)
         if not self._stack and self._layout.tokens.is_floating_point():
             args, kwargs = map_tensors((args, kwargs), self._changed_input)
         self._stack.append(one)

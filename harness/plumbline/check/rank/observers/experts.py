@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +25,13 @@ from plumbline.check.rank.observers.router_graph import (
 )
 from plumbline.check.rank.observers.row_hashes import mixed
 from plumbline.check.rank.observers.selections import install_watch, watch_selections
+from plumbline.check.rank.observers.unused_losses import is_auxiliary
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
 from plumbline.recording.running_modules import RunningModule, running_modules
 from plumbline.replay.applied_functions import follow_functions
+from plumbline.replay.unwrapping import unwrapped
 
 NAME = "experts"
 
@@ -84,7 +86,8 @@ class ExpertObserver(Observer):
     selections that differ from those of the forward. ``balancing`` has the terms of the loss that are computed from
     the scores alone: the constants they are multiplied by and other terms are not, the outermost first, how often each
     is added, and its ``weight``, the gradient that arrives at it. ``main`` has the factors of the other terms, with
-    whether each is a mean. ``constant``: a number without a gradient is added to the loss. ``dropped`` names functions
+    whether each is a mean. ``constant``: where a number without a gradient is
+    added to the loss, the names of losses without one that modules hold. ``dropped`` names functions
     of the script that attach such a term to a tensor that nothing uses.
     """
 
@@ -99,6 +102,7 @@ class ExpertObserver(Observer):
         self._loss: Facts = {}
         self._handles: list[Any] = []
         self._following = ExitStack()
+        self._roots: list[nn.Module] = []
         self._names: tuple[RunningModule, dict[int, str]] | None = None
 
     def install(self) -> None:
@@ -114,6 +118,12 @@ class ExpertObserver(Observer):
         self._following.close()
         self._forget()
         self._known.clear()
+        self._roots = []
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        root = unwrapped(module)
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Find the balancing losses in the graph, while it is there."""
@@ -225,7 +235,7 @@ class ExpertObserver(Observer):
                     self._add(_Balancing(one, [constant for _, constant in one.constants], function))
         self._loss = {
             "main": [[one.factor, _is_mean(one.node)] for one in main],
-            "constant": any(one.node is None for one in terms),
+            "constant": sorted(_without_graph(self._roots)) if any(one.node is None for one in terms) else [],
             "dropped": sorted(
                 {
                     name
@@ -249,6 +259,16 @@ class ExpertObserver(Observer):
                 one.weights.append(given.detach().double().sum())
 
         self._handles.append(one.term.node.register_prehook(arrived))
+
+
+def _without_graph(roots: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the names of numbers without a graph that modules hold as balancing losses: 0 is none."""
+    for root in roots:
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                is_named = is_auxiliary(name) or "balanc" in name.lower()
+                if is_named and isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and value:
+                    yield f"{path}.{name}" if path else f"{type(root).__name__}.{name}"
 
 
 def _routers(chosen: Sequence[_Selection]) -> dict[str, Facts]:
