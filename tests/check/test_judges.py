@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +125,18 @@ def test_rows_drawn_with_replacement_are_never_accused(values: int, size: int, s
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_data_of_a_few_rows_are_never_accused(rows: list[int]) -> None:
     batches = [rows[start : start + 2] for start in range(0, len(rows), 2)]
+    assert bad(judge_rows_used(of_rows(batches, batches))) == []
+
+
+def test_ranks_that_draw_the_same_rows_again_in_the_same_order_are_accused() -> None:
+    draw = random.Random(0)
+    batches = [[draw.randrange(45) for _ in range(8)] for _ in range(4)]
+    assert bad(judge_rows_used(of_rows(batches, batches))) == ["no-sampler"]
+
+
+@pytest.mark.parametrize("row", [lambda place: place % 5, lambda place: place // 4 % 6, lambda place: place // 4])
+def test_repeated_rows_in_the_order_of_the_data_are_no_evidence(row: Callable[[int], int]) -> None:
+    batches = [[row(start + place) for place in range(8)] for start in range(0, 64, 8)]
     assert bad(judge_rows_used(of_rows(batches, batches))) == []
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from plumbline.check.judge.noted import failed_observers, forwards_of, information, name_ranks, not_judged, passes_of
@@ -109,7 +110,7 @@ def _innocent(
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:
         return "the script repeats the same batches, as a benchmark does"
-    if _chance(_different_rows(own)) > CHANCE:
+    if min(_chance(_different_rows(own)), _chance_of_order(own)) > CHANCE:
         return "too few rows differ to tell whether the data set itself repeats rows"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
@@ -162,6 +163,33 @@ def _gradients_alike(ranks: Sequence[RecordedRank]) -> bool:
             if apart:
                 return False
     return True
+
+
+def _chance_of_order(batches: Sequence[Facts]) -> float:
+    """Return the logarithm of the largest probability that two ranks draw rows that come again in the same order.
+
+    k different rows that each rank shuffles for itself have the same order with the probability 1 / k!, and rows that
+    each draws for itself are equal less often. Rows in runs, and data that repeat themselves, are no evidence: there,
+    each row is followed by the same row again. Nor are data of a few rows.
+    """
+    if any(len(one["hashes"]) < one["rows"] for one in batches):
+        return 0.0
+    rows = [row for row, _ in groupby(row for one in batches for row in one["hashes"])]
+    rows = rows[: _period(rows)]
+    if len(set(pairwise(rows))) == len(set(rows[:-1])):
+        return 0.0
+    chance, seen = 0.0, set[int]()
+    for row in rows:
+        if row in seen:
+            seen = set()
+        seen.add(row)
+        chance -= math.log(len(seen))
+    return max(chance, _chance(len(set(rows))))
+
+
+def _period(rows: Sequence[int]) -> int:
+    """Return after how many rows all of them come again in the same order; their number if they do not."""
+    return next((one for one in range(1, len(rows) // 2 + 1) if rows[one:] == rows[:-one]), len(rows))
 
 
 def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
