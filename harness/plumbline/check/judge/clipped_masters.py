@@ -107,6 +107,17 @@ def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]
     return [_unclipped(case, factors.get(id(case), 1.0)) for case in cases]
 
 
+def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
+    """Return wrong gradients, known up to one factor where they are as long as the limit of their trainer."""
+    clipped = {
+        id(case)
+        for step in master_steps(wrong)
+        if step.limit is not None and _are_one([step.length, step.limit])
+        for case in step.cases
+    }
+    return [replace(case, free_factor=True) if id(case) in clipped else case for case in wrong]
+
+
 def _limit_by_lengths(steps: Sequence[MasterStep]) -> float | None:
     shorter = [(step, factor) for step in steps if (factor := step.common_factor) < 1 - SAME_LENGTH]
     lengths, factors = [step.length for step, _ in shorter], [factor for _, factor in shorter]
