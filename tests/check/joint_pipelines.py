@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -123,6 +124,38 @@ def _in_parts() -> tuple[list[nn.Module], Step]:
     return [module], _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
 
 
+class OneLayer(nn.Module):
+    """The first or the last stage of a model whose first and last matrices are one."""
+
+    def __init__(self, stage: nn.Module, layer: nn.Linear, *, is_last: bool) -> None:
+        super().__init__()
+        self.stage, self.is_last = stage, is_last
+        self.add_module("head" if is_last else "embedding", layer)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.head(self.stage(values)) if self.is_last else self.stage(self.embedding(values))
+
+
+def _tied() -> tuple[list[nn.Module], Step]:
+    """Two stages that are cut out of copies of a model, whose first and last layers share a weight."""
+    rank = dist.get_rank()
+    first, last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    model = nn.ModuleList([OneLayer(Stage(), first, is_last=False), OneLayer(Stage(), last, is_last=True)])
+    last.weight = first.weight
+    module = copy.deepcopy(model)[rank]
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    step = _step(
+        pipelining.Schedule1F1B(stage, 4, lambda values, targets: values[:, :4].sub(targets).square().mean()), [stage]
+    )
+
+    def added(rows: Tensor, targets: Tensor) -> None:
+        step(rows, targets)
+        if MISTAKE != "tied-not-added":
+            dist.all_reduce((module.head if rank else module.embedding).weight.grad)
+
+    return [module], added
+
+
 def _replicas() -> tuple[list[nn.Module], Step]:
     """Two pipelines, each with rows of its own, whose gradients are averaged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
@@ -154,7 +187,9 @@ def run(scene: str, mistake: str = "") -> None:
     global MISTAKE
     MISTAKE = mistake
     torch.manual_seed(0)
-    others = {"communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike}
+    others = {
+        "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
+    }  # fmt: skip
     modules, step = others[scene]() if scene in others else _scheduled(scene)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.01)

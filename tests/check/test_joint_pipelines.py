@@ -17,6 +17,7 @@ SCHEDULES = (
 
 WRONG = {
     ("communicating", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("tied", "tied-not-added"): "tied-gradients-not-added",
     ("1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("Interleaved1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("InterleavedZeroBubble", "gradients-not-zeroed"): "previous-step-not-zeroed",
@@ -35,7 +36,7 @@ def checked(plumbline: Any, *scene: str) -> CheckedTraining:
     return training
 
 
-@pytest.mark.parametrize("scene", [*SCHEDULES, "in-parts", "replicas"])
+@pytest.mark.parametrize("scene", [*SCHEDULES, "in-parts", "replicas", "tied"])
 def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     kind = getattr(joint_pipelines.pipelining, f"Schedule{scene}", None)
     if scene in SCHEDULES and kind is None:

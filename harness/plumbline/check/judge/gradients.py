@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.clipped_masters import up_to_clipping
 from plumbline.check.judge.exchanges import with_losses, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
@@ -135,6 +136,8 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
     known = truth.judge()
     if known.outcome is not Outcome.FAILED or is_unexplained(known):
         return None
+    if known.cause == "not-synchronised" and joint.is_of_one_loss and _is_tensor_parallel(joint.training):
+        return None  # there is nothing to average over ranks that compute one loss from parts of the same layers
     counts = has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
     return known if counts else None
 
@@ -144,12 +147,7 @@ _UNREDUCED = ("not-synchronised", "some-parameters-not-synchronised", "exchanged
 
 def _of_different_batches(training: RecordedTraining, finding: Finding) -> Finding:
     """Return a failure, explained by the batches where ranks hold parts of each layer and use other rows each."""
-    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
-    layouts = [set(module["layouts"]) for module in modules if module["layouts"]]
-    in_parts = ["1: Shard" in one and one <= {"1: Replicate", "1: Shard"} for one in layouts]
-    if finding.cause not in _UNREDUCED or not in_parts or not all(in_parts):
-        return finding
-    if any(module["sharded_as_data"] for module in modules) or not all_use_different_rows(training):
+    if finding.cause not in _UNREDUCED or not _is_tensor_parallel(training) or not all_use_different_rows(training):
         return finding
     failed = failed_with_hint(
         CHECK,
@@ -161,6 +159,14 @@ def _of_different_batches(training: RecordedTraining, finding: Finding) -> Findi
         step=finding.step,
     )
     return replace(failed, error_x_noise=finding.error_x_noise, limit_x_noise=finding.limit_x_noise)
+
+
+def _is_tensor_parallel(training: RecordedTraining) -> bool:
+    """Return whether DTensors divide the layers of every module over all ranks, and nothing else does."""
+    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
+    layouts = [set(module["layouts"]) for module in modules if module["layouts"]]
+    in_parts = ["1: Shard" in one and one <= {"1: Replicate", "1: Shard"} for one in layouts]
+    return bool(in_parts) and all(in_parts) and not any(module["sharded_as_data"] for module in modules)
 
 
 def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:
@@ -207,7 +213,7 @@ class ReplayTruth(Truth[ReceivedGradient]):
         factor = statistics.median(map(_factor, wrong))
         # What the step before the first recorded one has left in the gradients is unknown.
         known = [case for case in wrong if case.has_earlier_step or not case.step.number]
-        return GradientEvidence([replace(case, factor=factor) for case in known or wrong])
+        return GradientEvidence([replace(case, factor=factor) for case in up_to_clipping(known or wrong)])
 
     def conclude(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
         names = {name for name, _ in _wrong_parameters(self)} if finding.family == "sync" else ()

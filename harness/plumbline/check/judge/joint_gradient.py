@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plumbline.check.evidence.training import Facts
@@ -19,7 +19,8 @@ class JointGradient(GradientCase):
 
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
-    ``alone``: no other parameter was right at this step. ``began_alike``: other ranks began with the same values of a
+    ``others`` are the same of parameters that were right at this step, each along a direction through several: a
+    mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
     parameter of this name, and received another gradient for it. ``one_gradient``: ranks that hold different parts
     received the same for them. ``own_path``: the name of a parameter whose copies receive only what flows through each
     rank's own part of the model. ``functions`` communicate in the forward, and their backward is not its derivative.
@@ -35,7 +36,7 @@ class JointGradient(GradientCase):
     noise: float
     limit_x_noise: float
     accumulate_most: int
-    alone: bool
+    others: Sequence[Facts]
     common_factor: float
     began_alike: bool
     one_gradient: bool = False
@@ -65,7 +66,7 @@ class JointGradient(GradientCase):
             wrong["noise"],
             found["limit"],
             window,
-            len(every) == len(found["judged"]),
+            found["right"],
             first if agree else math.nan,
             wrong["began_alike"],
             wrong["one_gradient"],
@@ -104,7 +105,7 @@ class JointGradient(GradientCase):
 
     @property
     def zeros(self) -> Sequence[bool]:
-        return [self.received == 0] + ([] if self.alone else [False])
+        return [self.received == 0, *(one["received"] == 0 for one in self.others)]
 
     @property
     def factor(self) -> float:
@@ -120,13 +121,13 @@ class JointGradient(GradientCase):
         return self._misfit(scaled(1.0)) <= self.limit
 
     def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
-        """Yield how far the gradient is from a prediction, infinite where another parameter's refutes it."""
+        """Yield how far the gradient is from a prediction, and those of right parameters if it is about all."""
         if isinstance(prediction, Match):
             yield 0.0
         elif isinstance(prediction, SomeParameters):
             yield self._misfit(prediction.combination)
         else:
-            yield self._misfit(prediction) if self.alone else math.inf
+            yield max([self._misfit(prediction), *(replace(self, **one)._misfit(prediction) for one in self.others)])
 
     def value(self, combination: Combination) -> float:
         """Return the scalar product of a combination of this step's shares."""

@@ -38,6 +38,7 @@ class JointTruth(Truth[JointGradient]):
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
+        self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         self.obstacle = next((one["why"] for _, one in found if one and one.get("why")), "")
 
     @property
@@ -86,12 +87,15 @@ class JointTruth(Truth[JointGradient]):
         limit = max(found["limit"] for _, found in self.compared)
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
-        if not wrong and self.is_sum and all(found["one_loss"] for _, found in self.compared):
+        if not wrong and self.is_sum and self.is_of_one_loss:
             return self._counted_by_every_rank()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
         if own:  # what is wrong at a later step may follow from that
             return self._not_averaged(own)
+        tied = next(((number, pair) for number, found in self.compared for pair in found["tied_apart"]), None)
+        if not wrong and tied is not None:
+            return self._not_added(*tied)
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
@@ -138,6 +142,21 @@ class JointTruth(Truth[JointGradient]):
             family="sync",
             step=self.compared[0][0],
             rank=ranks[0],
+            parameter=name,
+        )
+
+    def _not_added(self, step: int, pair: Sequence[tuple[str, int]]) -> Finding:
+        """Return what is wrong if stages train copies of a weight that they share, each with its own gradient."""
+        (name, rank), (other, other_rank) = pair
+        return failed_with_hint(
+            CHECK,
+            f"{name} on rank {rank} and {other} on rank {other_rank} were one parameter when the model was built, but "
+            "each stage updates its copy with its own part of the gradient",
+            "all-reduce the gradient of a tied weight over the stages that hold it, before each step",
+            cause="tied-gradients-not-added",
+            family="sync",
+            step=step,
+            rank=rank,
             parameter=name,
         )
 

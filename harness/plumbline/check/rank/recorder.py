@@ -26,6 +26,7 @@ from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.master_layout import MasterLayout, MasterLayouts
 from plumbline.check.rank.memory_needed import require_memory
+from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer_gradients import has_own_hooks, received, vector
@@ -90,6 +91,7 @@ class TrainingRecorder:
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping = self._unclipped.note
+        joint.is_tied = next((one.is_tied for one in others if isinstance(one, TieObserver)), joint.is_tied)
         self._recording = False
         self._ended = False
         self._finished = False

@@ -11,7 +11,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, Kind, grouped, have_one_gradient
+from plumbline.check.rank.joint.copies_and_parts import (
+    Beginnings,
+    Group,
+    Kind,
+    grouped,
+    have_one_gradient,
+    tied_apart,
+)
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, leaves_of, product
@@ -222,6 +229,8 @@ class _Comparison:
         remaining = [place for place, one in enumerate(self.groups)]
         judged: list[int] = []
         found: Facts = {"noise": [], "wrong": [], "unsearched": [], "limit": self._limit, "losses": self._losses}
+        right: list[Facts] = []
+        found["right"] = right
         found["one_loss"] = self._one_loss
         found["changed"] = self.changed
         reading, difference = self._read(remaining)
@@ -230,25 +239,30 @@ class _Comparison:
             if number:
                 difference = self._difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
-                found["wrong"], right, unsearched = self._apart(remaining)
-                found["unsearched"] = [self._named(place) for place in unsearched]
-                judged += right
+                found["wrong"], searched, unsearched = self._apart(remaining, right)
+                found["unsearched"] = self._named(unsearched)
+                judged += searched
                 found["not_derivatives"] = self._not_derivatives()
                 break
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
+            right.append(_measured(difference, remaining))
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self.groups[place].is_doubtful]
             remaining = [place for place in remaining if place not in seen]
             if not seen or not remaining:
                 break
         doubtful = [place for place, one in enumerate(self.groups) if one.is_doubtful]
-        found["alike"] = [self._named(place) for place in sorted(self._parts)]
-        found["judged"] = [self._named(place) for place in sorted(judged)]
-        found["doubtful"] = [self._named(place) for place in doubtful]
+        found["alike"] = self._named(sorted(self._parts))
+        found["judged"] = self._named(sorted(judged))
+        found["doubtful"] = self._named(doubtful)
         found["norms"] = self._norms()
         own = [] if found["wrong"] else self._not_averaged(doubtful)
-        found["own"] = [self._named(place) for place in own]
+        found["own"] = self._named(own)
+        found["tied_apart"] = [
+            [[self._every[rank][number]["name"], rank] for rank, number in pair]
+            for pair in tied_apart(self._every, self.groups, self._unit)
+        ]
         return found
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
@@ -321,11 +335,21 @@ class _Comparison:
         """Return whether an error as large as the gradient of a parameter would have been seen."""
         return abs(difference.received[place]) > 2 * difference.limit
 
-    def _named(self, place: int) -> list[object]:
-        return [self.groups[place].name, self.groups[place].ranks]
+    def _named(self, places: Iterable[int]) -> list[list[object]]:
+        """Return the names of parameters, each with the ranks that hold it by this name."""
+        named: list[list[object]] = []
+        for place in places:
+            ranks: dict[str, list[int]] = {}
+            for rank, number in sorted(self.groups[place].keys):
+                ranks.setdefault(self._every[rank][number]["name"], []).append(rank)
+            named += [[name, each] for name, each in ranks.items()]
+        return named
 
-    def _apart(self, places: Sequence[int]) -> tuple[list[Facts], list[int], list[int]]:
-        """Return what is wrong about single parameters, found by halving; which were judged; and which not reached."""
+    def _apart(self, places: Sequence[int], right: list[Facts]) -> tuple[list[Facts], list[int], list[int]]:
+        """Return what is wrong about single parameters, found by halving; which were judged; and which not reached.
+
+        What was measured of those that are right is added to ``right``.
+        """
         wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
         unresolved: dict[int, tuple[int, Difference]] = {}
         while suspects and budget > 0:
@@ -335,6 +359,7 @@ class _Comparison:
                 budget -= 1
                 difference = self._difference(part, f"apart {part[0]} {len(part)}")
                 if difference.error(part) <= difference.limit:
+                    right.append(_measured(difference, part))
                     shown = [place for place in part if self._shows(difference, place)]
                     judged += [place for place in shown if not self.groups[place].is_doubtful]
                 elif len(part) > 1:
@@ -365,16 +390,13 @@ class _Comparison:
         group = self.groups[place]
         others = [] if again is None else [[again.received[place], again.right, again.noise]]
         return {
+            **_measured(difference, [place]),
             "name": group.name,
             "ranks": group.ranks,
-            "received": difference.received[place],
             "right": difference.right,
-            "noise": difference.noise,
             "again": others,
             "began_alike": group.is_doubtful,
             "one_gradient": have_one_gradient(self._every, self.groups, place, self._unit, self._beginnings),
-            "shares": difference.shares,
-            "left": difference.left[place],
         }
 
     def _difference(self, places: Sequence[int], seed: str, instead: Mapping[int, Group] | None = None) -> Difference:
@@ -420,6 +442,16 @@ class _Comparison:
             return self._forward.terms(unit)
 
         return self._all(compute)
+
+
+def _measured(difference: Difference, places: Iterable[int]) -> Facts:
+    """Return what was received for these parameters together, and what may explain it."""
+    return {
+        "received": sum(difference.received[place] for place in places),
+        "left": sum(difference.left[place] for place in places),
+        "shares": difference.shares,
+        "noise": difference.noise,
+    }
 
 
 def _are_near(one: float, other: float) -> bool:

@@ -92,6 +92,7 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
             found.append([keys])
         else:
             of.append(keys)
+    _join_tied(held, kinds, most)
     for kind, found in kinds.items():
         rank, number = found[0][0][0]
         beginnings.note(
@@ -106,6 +107,52 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
             doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
             groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
     return groups
+
+
+def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list[Key]]]], most: float) -> None:
+    """Make one of parameters of different names in different stages that have the same values and gradients.
+
+    Tied weights are such copies if their gradients are added up.
+    """
+    joined: list[list[list[Key]]] = []
+    for (_, shape, size), found in kinds.items():
+        for copies in list(found):
+            for others in joined:
+                (rank, number), (other_rank, other) = copies[0][0], others[0][0]
+                one, another = held[rank][number], held[other_rank][other]
+                if one["name"] == another["name"] or one["stage"] == another["stage"] or not any(one["gradient"]):
+                    continue
+                if (
+                    shape == tuple(another["shape"])
+                    and size == len(others[0])
+                    and _same(held, copies[0], others[0], ("weights", "gradient"), most)
+                ):
+                    others += copies
+                    found.remove(copies)
+                    break
+            else:
+                joined.append(copies)
+    for kind in [kind for kind, found in kinds.items() if not found]:
+        del kinds[kind]
+
+
+def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: float) -> list[list[Key]]:
+    """Return pairs of parameters that were one when the model was built, and get other gradients in other stages.
+
+    They still have the same values.
+    """
+    tied = [one for one in groups if all(held[rank][number]["tied"] for rank, number in one.keys)]
+    found = []
+    for place, one in enumerate(tied):
+        for other in tied[place + 1 :]:
+            ours, theirs = one.instances[0], other.instances[0]
+            stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
+            if one.kind[1:] != other.kind[1:] or len(stages) == 1:
+                continue
+            equal = [_same(held, ours, theirs, (what,), ROUNDINGS * unit) for what in ("weights", "gradient")]
+            if equal == [True, False]:
+                found.append([ours[0], theirs[0]])
+    return found
 
 
 def have_one_gradient(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed
@@ -48,6 +48,7 @@ class JointSteps(Observer):
         self._losses: dict[int, float | None] = {}
         self._found: Facts | None = None
         self._communicates = False
+        self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
 
     def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
         """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""
@@ -122,7 +123,8 @@ class JointSteps(Observer):
                     parameter, user = used.pop(id(one))
                     stage = self._stage(parameter, user, ends_in_loss)
                     name, leaf = self._names.of_one(one), leaves.get(id(one))
-                    yield JointParameter(name, parameter, leaf, scaled, clipped, stage)
+                    is_tied = self.is_tied(one) or self.is_tied(parameter)
+                    yield JointParameter(name, parameter, leaf, scaled, clipped, stage, is_tied=is_tied)
 
     def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
         """Return what is known of the stage that uses a parameter: its number, or what is before and after it."""

@@ -23,7 +23,7 @@ class JointParameter:
 
     ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``scaled`` and ``clipped`` are by
     how much its gradient was scaled and clipped since the backward passes. ``stage`` is the pipeline's stage that uses
-    it, as far as it is known.
+    it, as far as it is known. ``is_tied``: the model that was built held it in several places.
     """
 
     def __init__(
@@ -34,9 +34,12 @@ class JointParameter:
         scaled: float = 1.0,
         clipped: float = 1.0,
         stage: str = "",
+        *,
+        is_tied: bool = False,
     ) -> None:
         self.name = name
         self.stage = stage
+        self.is_tied = is_tied
         self.parameter = parameter
         self._scaled, self._clipped = scaled, clipped
         self._is_gathered = leaf is not None
@@ -88,6 +91,7 @@ class JointParameter:
             "ranks": self.ranks,
             "size": size if math.isfinite(size) else 0.0,
             "stage": self.stage,
+            "tied": self.is_tied,
             "constant": bool((values == values.reshape(-1)[:1]).all()),
             "weights": segment(values).tolist(),
             "gradient": [] if gradient is None else segment(gradient).tolist(),

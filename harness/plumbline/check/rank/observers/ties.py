@@ -42,6 +42,8 @@ class TieObserver(Observer):
 
     What assigns another parameter unties them on purpose, but for ``load_state_dict``. Facts of the process: ``lost``,
     pairs of names of parameters that train apart; ``declared``: the same of those that the model's configuration ties.
+    A parameter that a model once tied counts as tied where only one of its places, or a copy of it, is left: stages of
+    pipelines are cut out of whole models.
     """
 
     name = "ties"
@@ -49,6 +51,7 @@ class TieObserver(Observer):
     def __init__(self) -> None:
         self._first: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._ties: list[tuple[_Place, _Place]] = []
+        self._tied: dict[int, ref[Tensor]] = {}
         self._loading = 0
         self._roots: list[nn.Module] = []
         self._looked = False
@@ -57,6 +60,12 @@ class TieObserver(Observer):
     def install(self) -> None:
         wrap(nn.Module, "register_parameter", self._around_register)
         wrap(nn.Module, "load_state_dict", self._around_load)
+        wrap(nn.Parameter, "__deepcopy__", self._around_copy)
+
+    def is_tied(self, parameter: Tensor) -> bool:
+        """Return whether a model held a parameter, or that of which it is a copy, in several places."""
+        known = self._tied.get(id(parameter))
+        return known is not None and known() is parameter
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         root = unwrapped(module)
@@ -104,8 +113,21 @@ class TieObserver(Observer):
         finally:
             self._loading -= 1
 
+    def _around_copy(self, original: Callable[..., Any], parameter: Any, memo: Any) -> Any:
+        result = original(parameter, memo)
+        if self.is_tied(parameter):
+            self._tie(result)
+        return result
+
+    def _tie(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        self._tied[key] = ref(parameter, lambda _: self._tied.pop(key, None))
+
     def _assigned(self, module: nn.Module, name: str, param: Tensor | None) -> None:
-        self._ties = [tie for tie in self._ties if not any(place.is_at(module, name) for place in tie)]
+        for tie in [tie for tie in self._ties if any(place.is_at(module, name) for place in tie)]:
+            self._ties.remove(tie)
+            for place in tie:
+                self._tied.pop(id(place.parameter), None)
         if param is None:
             return
         place, key = _Place(ref(module), name), id(param)
@@ -114,6 +136,7 @@ class TieObserver(Observer):
             self._first[key] = ref(param, lambda _: self._first.pop(key, None)), place
         elif first is not None and not first.is_at(module, name) and first.parameter is param:
             self._ties.append((first, place))
+            self._tie(param)
 
 
 def _declared(root: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -1,0 +1,35 @@
+"""What mistakes predict of single parameters, whose gradients are known along random directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
+from plumbline.judge.truth import GradientEvidence
+
+NOISE, LIMIT = 1e-7, 128.0
+
+
+def measured(right: float, left: float, received: float) -> dict[str, Any]:
+    return {"received": received, "left": left, "shares": [[right / 2], [right / 2]], "noise": NOISE}
+
+
+def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
+    named = {"name": "weight", "ranks": [0], "right": 1.0, "again": [], "began_alike": False, "one_gradient": False}
+    found = {"wrong": [{**measured(1.0, 0.5, 1.5), **named}], "right": list(right), "limit": LIMIT, "judged": []}
+    return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])
+
+
+@pytest.mark.parametrize(
+    ("right", "fits"),
+    [
+        (measured(1e-4, 1e-6, 1.01e-4), True),  # rounding hides what the step before left
+        (measured(1.0, 0.5, 1.0), False),
+        (measured(0.0, 0.0, 0.0), True),
+    ],
+)
+def test_a_mistake_in_all_gradients_has_to_predict_the_right_ones(right: dict[str, Any], fits: bool) -> None:
+    assert (evidence(right).match(PREVIOUS_STEP_NOT_ZEROED) is not None) == fits
