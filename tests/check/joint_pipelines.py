@@ -165,11 +165,18 @@ def _replicas() -> tuple[list[nn.Module], Step]:
     stage = pipelining.PipelineStage(module, place, 2, torch.device("cpu"), group=mesh["stage"].get_group())
     step = _step(pipelining.Schedule1F1B(stage, 4, functional.mse_loss), [stage])
 
+    def average(tensors: list[Any]) -> None:
+        for one in tensors:
+            dist.all_reduce(one, group=mesh["data"].get_group())
+            one /= 2
+
     def averaged(rows: Tensor, targets: Tensor) -> None:
-        step(rows + replica, targets)
-        for one in module.parameters() if MISTAKE != "replicas-not-averaged" else ():
-            dist.all_reduce(one.grad, group=mesh["data"].get_group())
-            one.grad /= 2
+        # Local SGD averages weights in the place of gradients.
+        if MISTAKE == "weights-averaged":
+            average([one.data for one in module.parameters()])
+        step(rows.roll(replica, 1), targets)  # the norm would take a shift away
+        if not MISTAKE:
+            average([one.grad for one in module.parameters()])
 
     return [module], averaged
 

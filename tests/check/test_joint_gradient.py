@@ -18,7 +18,15 @@ def measured(right: float, left: float, received: float) -> dict[str, Any]:
 
 
 def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
-    named = {"name": "weight", "ranks": [0], "right": 1.0, "again": [], "began_alike": False, "one_gradient": False}
+    named = {
+        "name": "weight",
+        "ranks": [0],
+        "right": 1.0,
+        "again": [],
+        "began_alike": False,
+        "copies": 1,
+        "one_gradient": False,
+    }
     found = {"wrong": [{**measured(1.0, 0.5, 1.5), **named}], "right": list(right), "limit": LIMIT, "judged": []}
     return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])
 

@@ -18,6 +18,7 @@ SCHEDULES = (
 WRONG = {
     ("communicating", "gradient-sent-doubled"): "exchanged-otherwise",
     ("tied", "tied-not-added"): "tied-gradients-not-added",
+    ("replicas", "replicas-not-averaged"): "some-parameters-not-synchronised",
     ("1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("Interleaved1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("InterleavedZeroBubble", "gradients-not-zeroed"): "previous-step-not-zeroed",
@@ -45,8 +46,9 @@ def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
 
 
-def test_stages_that_begin_alike_are_not_accused(plumbline: Any) -> None:
-    training = checked(plumbline, "alike")
+@pytest.mark.parametrize("scene", [("alike",), ("replicas", "weights-averaged")])
+def test_stages_that_begin_alike_are_not_accused(plumbline: Any, scene: tuple[str, ...]) -> None:
+    training = checked(plumbline, *scene)
     assert not [one for one in training.findings if one.outcome.is_bad]
 
 

@@ -21,9 +21,10 @@ class JointGradient(GradientCase):
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
     ``others`` are the same of parameters that were right at this step, each along a direction through several: a
     mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
-    parameter of this name, and received another gradient for it. ``one_gradient``: ranks that hold different parts
-    received the same for them. ``own_path``: the name of a parameter whose copies receive only what flows through each
-    rank's own part of the model. ``functions`` communicate in the forward, and their backward is not its derivative.
+    parameter of this name, and received another gradient for it: ``copies`` of it have a gradient each.
+    ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
+    whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
+    forward, and their backward is not its derivative.
     """
 
     index: int
@@ -39,6 +40,7 @@ class JointGradient(GradientCase):
     others: Sequence[Facts]
     common_factor: float
     began_alike: bool
+    copies: int = 1
     one_gradient: bool = False
     functions: tuple[str, ...] = ()
     own_path: str = ""
@@ -69,6 +71,7 @@ class JointGradient(GradientCase):
             found["right"],
             first if agree else math.nan,
             wrong["began_alike"],
+            wrong["copies"],
             wrong["one_gradient"],
             tuple(found.get("not_derivatives", ())),
         )
@@ -76,7 +79,7 @@ class JointGradient(GradientCase):
     @property
     def is_a_copy(self) -> bool:
         """Whether each of several copies received its own share of the gradient only."""
-        own = SomeParameters(scaled(float(self.world)))
+        own = SomeParameters(scaled(float(self.copies)))
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property
@@ -151,7 +154,13 @@ class JointGradient(GradientCase):
 
     @property
     def figures(self) -> dict[str, Any]:
-        return {**super().figures, "name": self.name, "functions": listed(self.functions), "copy": self.own_path}
+        return {
+            **super().figures,
+            "some": len(self.ranks),
+            "name": self.name,
+            "functions": listed(self.functions),
+            "copy": self.own_path,
+        }
 
 
 def _scaled_again(case: GradientCase) -> Iterator[Combination]:
@@ -173,6 +182,9 @@ register(
         "the backward of {functions} is not the derivative of its forward",
         "compare its backward with finite differences: an all-to-all needs the inverse all-to-all, an "
         "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input", 700),
+    Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_a_copy and len(case.ranks) > 1),
+        "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
+        "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "

@@ -17,6 +17,7 @@ from plumbline.check.rank.joint.copies_and_parts import (
     Kind,
     grouped,
     have_one_gradient,
+    replicas_of_stages,
     tied_apart,
 )
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
@@ -167,6 +168,7 @@ class _Comparison:
             "losses": list(losses),
             "unit": unit_of(calls),
             "divisors": list(divisors),
+            "communicates": any(map(any, collectives.values())),
             "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
         }
         theirs = exchange.values(ours)
@@ -179,6 +181,7 @@ class _Comparison:
         self._of = self._mean_of
         self._unit = max(one["unit"] for one in theirs)
         self._every = [one["held"] for one in theirs]
+        self._communicate = [one["communicates"] for one in theirs]
         self.groups = grouped(self._every, self._unit, beginnings)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self._unit)
         gathered = leaves_of(one.call.module for one in calls)
@@ -269,10 +272,14 @@ class _Comparison:
         """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
 
         They are replicas, each with samples of its own; parts of a layer share an effect. Stages of a pipeline are run
-        apart, so their effects say nothing.
+        apart, so their effects say nothing: there, ranks hold replicas if they hold the same stage and communicate with
+        nobody in its forward. Whoever makes their weights equal after a step may average these.
         """
         if self._losses < len(self._still):
-            return []
+            silent = [
+                place for place in doubtful if not any(self._communicate[one] for one in self.groups[place].ranks)
+            ]
+            return replicas_of_stages(self._every, self.groups, silent, self._unit, is_first=not self._left)
         kinds: dict[Kind, list[int]] = {}
         for place in doubtful:
             kinds.setdefault(self.groups[place].kind, []).append(place)
@@ -396,6 +403,7 @@ class _Comparison:
             "right": difference.right,
             "again": others,
             "began_alike": group.is_doubtful,
+            "copies": sum(one.kind == group.kind for one in self.groups),
             "one_gradient": have_one_gradient(self._every, self.groups, place, self._unit, self._beginnings),
         }
 

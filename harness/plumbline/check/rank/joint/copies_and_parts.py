@@ -155,6 +155,33 @@ def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: f
     return found
 
 
+_ENDS = ("receives activations", " sends activations")
+"""What is known of the last and the first stage of a pipeline whose stages have no numbers."""
+
+
+def replicas_of_stages(
+    held: Sequence[Sequence[Facts]], groups: Sequence[Group], doubtful: Sequence[int], unit: float, *, is_first: bool
+) -> list[int]:
+    """Return which of the ``doubtful`` parameters are in one stage that several ranks hold, with other gradients each.
+
+    None if all of them have the same values again after their first step.
+    """
+    kinds: dict[Kind, list[int]] = {}
+    for place in doubtful:
+        kinds.setdefault(groups[place].kind, []).append(place)
+    found: list[int] = []
+    are_equal = not is_first
+    for places in kinds.values():
+        keys = [groups[place].instances[0] for place in places]
+        stages = {held[rank][number]["stage"] for place in places for rank, number in groups[place].keys}
+        stage = stages.pop()
+        if stages or len(places) < 2 or not (stage.isdigit() or stage in _ENDS):
+            continue
+        are_equal &= all(_same(held, keys[0], one, ("weights",), ROUNDINGS * unit) for one in keys[1:])
+        found += places
+    return [] if are_equal else found
+
+
 def have_one_gradient(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
 ) -> bool:
