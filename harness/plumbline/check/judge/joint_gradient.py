@@ -181,7 +181,8 @@ register(
     Hypothesis("backward-wrong", "sync", holds(lambda case: bool(case.functions)),
         "the backward of {functions} is not the derivative of its forward",
         "compare its backward with finite differences: an all-to-all needs the inverse all-to-all, an "
-        "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input", 700),
+        "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input. Wrong "
+        "gradients of layers between it and the loss have another cause", 700),
     Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_a_copy and len(case.ranks) > 1),
         "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
