@@ -103,6 +103,15 @@ class PartialInput(Block):
         return values + self.down(functional.gelu(inner))
 
 
+class HalfPartialInput(Block):
+    """The same beside a second use of the weight, through which the gradient of the input is reduced."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        normed = self.norm(values)
+        inner = functional.linear(normed, local(self.up.weight), local(self.up.bias)) + self.up(normed)
+        return values + self.down(functional.gelu(inner))
+
+
 def in_parts(*blocks: nn.Module) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -130,6 +139,10 @@ def input_not_reduced() -> None:
     train(blocks(Block, PartialInput), 0)
 
 
+def input_half_reduced() -> None:
+    train(blocks(Block, HalfPartialInput), 0)
+
+
 def batches_that_differ() -> None:
     train(blocks(Block, Block), dist.get_rank())
 
@@ -139,6 +152,7 @@ def batches_that_differ() -> None:
     [
         (parts_averaged, "blocks-averaged-with-each-other"),
         (input_not_reduced, "parts-of-a-sum"),
+        (input_half_reduced, "exchanged-otherwise"),
         (batches_that_differ, "replica-of-different-samples"),
     ],
 )
