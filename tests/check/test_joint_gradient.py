@@ -8,6 +8,8 @@ import pytest
 
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
+from plumbline.judge.mistakes.case import Combination, SomeParameters
+from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.truth import GradientEvidence
 
 NOISE, LIMIT = 1e-7, 128.0
@@ -41,3 +43,9 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
 )
 def test_a_mistake_in_all_gradients_has_to_predict_the_right_ones(right: dict[str, Any], fits: bool) -> None:
     assert (evidence(right).match(PREVIOUS_STEP_NOT_ZEROED) is not None) == fits
+
+
+def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
+    (own,) = evidence(measured(1.0, 0.0, 1.0)).wrong
+    assert min(own.misfits(Combination(only({0}, 3.0)))) == float("inf")
+    assert min(own.misfits(SomeParameters(Combination(only({0}, 3.0))))) == 0
