@@ -12,6 +12,7 @@ NOT_TRAINERS = {
     "expect",
     "expert_trainer",
     "loop",
+    "master_trainer",
     "mesh_trainer",
     "model_blocks",
     "otherwise",

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-PRECISIONS = ("64", "32", "16", "bf16", "bf16-true")
+PRECISIONS = ("64", "32", "16", "bf16", "bf16-true", "bf16-master")
 """In the order of the tables."""
 
 

@@ -211,8 +211,18 @@ def test_what_is_declared_for_another_accelerator_alone_is_refused_with_its_name
 def test_the_whole_matrix_is_planned():
     cells = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
     plain = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
-    assert {(c.backend, c.precision, c.workload) for c in cells} >= set(product(WIDE, PRECISIONS, plain))
+    every = [name for name, one in PRECISIONS.items() if not one.sampled]
+    assert {(c.backend, c.precision, c.workload) for c in cells} >= set(product(WIDE, every, plain))
     assert {c.workload for c in cells} == set(WORKLOADS)
+
+
+def test_of_a_sampled_precision_few_cells_are_planned_and_all_if_it_is_named():
+    def places(**named):
+        cells = (one.cell for one in plan(Matrix(gpus=4, backends=("none", "ddp"), **named), [EVERYTHING]))
+        return {(c.workload, c.backend, str(c.topology)) for c in cells if c.precision == "bf16-master"}
+
+    assert places() == {(name, "ddp", "1x3") for name in ("adamw", "clipping", "accumulation")}
+    assert places(precisions=("bf16-master",)) >= {*places(), ("mlp", "ddp", "1x4"), ("mlp", "none", "1x1")}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ CHOICES = {
     "buffers": ("shared", "per-rank"),
     "loss": ("job", "labels"),
     "model": ("job", "adapters"),
+    "gradients": ("weights", "float32"),
 }
 """The values of each declaration. The first is the default."""
 
@@ -29,6 +30,7 @@ class TrainingBehavior:
     buffers: str = "shared"
     loss: str = "job"
     model: str = "job"
+    gradients: str = "weights"
     max_nodes: int | None = None
     stages_per_rank: int = 1
     max_stages: int | None = None

@@ -151,6 +151,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
                 "continues": continues,
                 "turns": step.turns,
                 "alternate": step.alternate,
+                "off_masters": step.off_masters,
             }
         )
         previous = step.after
@@ -219,6 +220,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                 turns=tuple(tuple(names) for names in step.get("turns", ())),
                 alternate=bool(step.get("alternate")),
                 held_back=parts.get((number, "held_back"), {}),
+                off_masters={str(name): float(far) for name, far in step.get("off_masters", {}).items()},
             )
         )
     finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}

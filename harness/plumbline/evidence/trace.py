@@ -109,6 +109,10 @@ class Step:
 
     A GradScaler decides for each optimizer separately. If it skipped one but not another, the step counts as taken,
     and ``held_back`` has the gradients of the skipped one, which are not in ``gradients``.
+
+    If an optimizer steps master weights, ``before`` and ``after`` are these. ``off_masters`` says how far the model's
+    own weights were from them before the step, by the names of parameters, where they are not the nearest numbers of
+    their dtype: at the entry where it is most, as a part of that entry.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -122,6 +126,7 @@ class Step:
     turns: tuple[tuple[str, ...], ...] = ()
     alternate: bool = False
     held_back: Tensors = field(default_factory=dict)
+    off_masters: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

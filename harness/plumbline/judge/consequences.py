@@ -129,6 +129,13 @@ RULES: tuple[Rule, ...] = (
     Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
          causes={"stored-in-lower-precision"},
          origin_causes={"computed-in-lower-precision", "rounded-to-16-bits"}),
+    *(
+        Rule(check, "precision", "the model computes with other weights than those that the optimizer steps",
+             origin_causes={"not-copied-back"})
+        for check in ("gradients", "buffers", "metrics", "training")
+    ),
+    Rule("precision", "initial-weights", "master weights that are not the job's are not the model's either",
+         causes={"not-copied-back"}),
     Rule("stillness", "gradients", "averaging weights shows only where gradients had let them part",
          causes={"weights-averaged"}, origin_causes={"not-synchronised"}),
     *(

@@ -146,7 +146,7 @@ class LossTable:
     @cached_property
     def held_out(self) -> Columns:
         """The held-out samples, in float64."""
-        return self.workload.val_dataset(self.analysis.devices, torch.float64)
+        return self.oracle.held_out
 
     @cached_property
     def _layouts(self) -> list[Layout]:
@@ -285,7 +285,7 @@ class LossTable:
         noise = {name: NoiseScale() for name in RIGHT}  # one of them may overflow in float16, and not the other
         oracle, cell_oracle, rng = self.oracle, self.analysis.cell_oracle, random.Random(self.workload.seed)
         generator = torch.Generator().manual_seed(self.workload.seed)
-        held_out = self.workload.val_dataset(self.analysis.devices, cell_oracle.dtype)
+        held_out = cell_oracle.held_out
         global_steps = [global_step for global_step in self.analysis.steps if self._layouts[global_step.index]]
         everybody = range(len(held_out))
         for global_step in global_steps:

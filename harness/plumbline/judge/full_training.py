@@ -117,7 +117,9 @@ class FullTraining:
         Small dyadic numbers may need no rounding in any order that was tried, but one in another order.
         """
         moved = end - self._recorded.start[name].double()
-        return rounding_unit([end], self._recorded.epsilon) + rounding_unit([moved], self._recorded.compute_epsilon)
+        return rounding_unit([end], self._recorded.weight_epsilon) + rounding_unit(
+            [moved], self._recorded.compute_epsilon
+        )
 
     def _within_a_rounding(self, seed: int) -> Callable[[Tensors], Tensors]:
         """Return what moves weights by less than a rounding, to numbers that the cell's precision can store."""

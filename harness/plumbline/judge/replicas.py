@@ -116,6 +116,7 @@ def with_tensors_of_all(parts: Sequence[Step]) -> Step:
         learning_rates=next((part for part in parts if part.before), parts[0]).learning_rates,
         buffers=_first_of_each(part.buffers for part in parts),
         held_back={name: part.held_back[name] for name, part in holders.items() if name in part.held_back},
+        off_masters={name: far for part in reversed(parts) for name, far in part.off_masters.items()},
     )
 
 

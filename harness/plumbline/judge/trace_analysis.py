@@ -108,6 +108,7 @@ class TraceAnalysis(Recording):
         self.devices = cell.topology.devices
         self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = _epsilon(cell.arithmetic.storage)
+        self.weight_epsilon = _epsilon(cell.arithmetic.stepped)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
         self._made: dict[Callable[[TraceAnalysis], Any], Any] = {}
 
@@ -199,8 +200,10 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def oracle(self) -> Oracle:
-        """Float64, one device."""
-        return Oracle(self.workload, self.devices)
+        """Float64, one device; where there are master weights, it computes with them rounded."""
+        arithmetic = self.cell.arithmetic
+        rounded_to = getattr(torch, arithmetic.storage) if arithmetic.masters else None
+        return Oracle(self.workload, self.devices, rounded_to=rounded_to)
 
     @cached_property
     def cell_oracle(self) -> Oracle:
@@ -255,7 +258,8 @@ class TraceAnalysis(Recording):
     def start(self) -> Tensors:
         """The job's initial weights, in the precision in which the subject gets them."""
         model = self.workload.model(self.cell_oracle.dtype)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        stepped: torch.dtype = getattr(torch, self.cell.arithmetic.stepped)
+        return {name: parameter.detach().to(stepped) for name, parameter in model.named_parameters()}
 
     @cached_property
     def layouts(self) -> dict[int, Layout]:
@@ -310,9 +314,9 @@ class TraceAnalysis(Recording):
         if not names:
             return {}
         generator = torch.Generator().manual_seed(self.workload.seed)
-        moved = []
+        moved, begun = [], self.oracle.model_weights()
         for _ in range(NUDGES):
-            self.oracle.load(nudged(step.ranks[0].before, generator))
+            self.oracle.compute_at(nudged(begun, generator))
             moved.append(left(self.oracle.gradient(self.layouts[step.index])))
         self.load_step(self.oracle, step)
         return rounding_alone(contract, moved, names)

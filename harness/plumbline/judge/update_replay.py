@@ -42,8 +42,8 @@ def replay(
     """Yield how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
 
     Each step begins with the rank's own weights, so that only the optimizer's state is the replay's. Noise is the error
-    of the same replay in the cell's storage precision, at least one rounding; ``noise_of_parts``, so many roundings,
-    is added to it.
+    of the same replay in the precision of the weights that are stepped, at least one rounding; ``noise_of_parts``, so
+    many roundings, is added to it.
     """
     for step in _replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None), intervene):
         exact, replayed = step.weights
@@ -81,7 +81,7 @@ class _StepReplays:
     def unit(self, name: str, analysis: TraceAnalysis) -> float:
         """Return the size of one rounding of a parameter and of its change."""
         before = self.recorded.before[name].double()
-        return rounding_unit([before, self.weights[0][name] - before], analysis.epsilon)
+        return rounding_unit([before, self.weights[0][name] - before], analysis.weight_epsilon)
 
 
 def _replays(

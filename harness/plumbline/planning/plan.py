@@ -59,6 +59,18 @@ def is_sampled(workload: Workload, backend: Backend, topology: Topology, precisi
     return precision == "32" and topology in (backend.smallest, backend.smallest_whole)
 
 
+def is_sampled_precision(
+    workload: Workload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
+) -> bool:
+    """Say whether a cell is one of the few of a sampled precision: one topology with several devices per backend.
+
+    They are of the workloads that name the precision.
+    """
+    small = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
+    place = small[-1] if backend.smallest in small else backend.smallest
+    return precision in workload.precisions and topology == place and topology.devices > 1
+
+
 def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
     """Return the topologies of narrow workloads: one device, and up to three on one node.
 
@@ -217,6 +229,9 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         sampled = backend.sampled and not matrix.meshes and backend.name not in (matrix.backends or ())
         for workload, precision in product(workloads, matrix.precisions_for(declared)):
             if sampled and not is_sampled(workload, backend, topology, precision):
+                continue
+            few = PRECISIONS[precision].sampled and not (matrix.precisions or matrix.meshes)
+            if few and not is_sampled_precision(workload, backend, topology, precision, sizes):
                 continue
             per_rank = declared.behavior.stages_per_rank
             if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes, per_rank):

@@ -58,7 +58,7 @@ def add_options(add: Callable[..., object]) -> None:
     sampled = ", ".join(backend.name for backend in BACKENDS.values() if backend.sampled)
     backends = f"backends: {', '.join(BACKENDS)} (default: all, but only a few cells of {sampled})"
     add("--backends", metavar="A,B", help=backends)
-    precisions = "precisions: 64, 32, 16, bf16, bf16-true (default: all; bf16-true if declared)"
+    precisions = "precisions: 64, 32, 16, bf16, bf16-true, bf16-master (default: all; the last two if declared)"
     add("--precisions", metavar="A,B", help=precisions)
     add("--workloads", metavar="A,B", help="built-in workloads (default: all; with --workload, none)")
     several("--workload", metavar="WHAT", help="your own workload: file.py, file.py::name or module (repeatable)")

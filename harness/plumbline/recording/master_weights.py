@@ -61,6 +61,19 @@ class Piece:
         return float((self.model_weights.double() - master).norm() / master.norm().clamp_min(1e-30))
 
     @property
+    def off_master(self) -> float:
+        """How far the model's weights are from the optimizer's, where they are not the nearest numbers of their dtype.
+
+        It is relative to the optimizer's weight, and the largest of all entries; 0 if each is the nearest number.
+        """
+        weights, master = self.model_weights, self.of(self.master.detach())
+        if _is_copy(weights, master):
+            return 0.0
+        apart, least = ((one.double() - master.double()).abs() for one in (weights, master.to(weights.dtype)))
+        further = apart > least  # not where a master is halfway between two numbers
+        return float((further * apart / master.double().abs().clamp_min(torch.finfo(weights.dtype).tiny)).max())
+
+    @property
     def is_stale(self) -> bool:
         """Whether the model computes with other weights than those that the optimizer updates, rounded."""
         return not _is_copy(self.model_weights, self.of(self.master.detach()))
@@ -89,6 +102,22 @@ def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool
     if not found and guess and [one.shape for one in model] == [one.shape for one in masters]:
         found = [Piece(one, 0, one.numel(), master, 0) for one, master in zip(model, masters, strict=True)]
     return found
+
+
+def of_equal_shapes(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return pieces that are whole parameters, whatever their values: those of one shape in their order.
+
+    Optimizers order parameters by group, and the model's order remains in each. Nothing is returned if shapes differ.
+    """
+    left = list(model)
+    pieces = []
+    for master in masters:
+        found = next((place for place, one in enumerate(left) if one.shape == master.shape), None)
+        if found is None:
+            return []
+        weights = left.pop(found)
+        pieces.append(Piece(weights, 0, weights.numel(), master, 0))
+    return pieces
 
 
 def _is_certain(model: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:

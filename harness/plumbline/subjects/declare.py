@@ -94,6 +94,7 @@ def subject(
     buffers: str = "shared",
     loss: str = "job",
     model: str = "job",
+    gradients: str = "weights",
     max_nodes: int | None = None,
     stages_per_rank: int = 1,
     max_stages: int | None = None,
@@ -104,8 +105,8 @@ def subject(
         name: its name in reports.
         backends: the backends that it supports: ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2``, …
             If some of them support less than others, declare two functions with the same name, each for its backends.
-        precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``, ``bf16-true``. If they
-            depend on the accelerator, give a dict with the keys ``cpu`` and ``cuda``.
+        precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``, ``bf16-true``, ``bf16-master``.
+            If they depend on the accelerator, give a dict with the keys ``cpu`` and ``cuda``.
         capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
         library: pip's name of the package under test. Reports show its version.
         launch: ``rank``: the harness starts a process per rank, which calls ``train``. ``node``: it starts a process
@@ -123,6 +124,9 @@ def subject(
             in the column ``labels`` without -100. Workloads with another loss are unsupported.
         model: ``job``: it trains any model. ``adapters``: it trains adapters beside frozen layers, with an
             implementation of its own. Workloads without any are unsupported.
+        gradients: the dtype in which gradients of micro-batches and of ranks are summed if the precision is
+            ``bf16-master``. ``weights``: that of the model's weights, as in ``.grad`` and with DistributedDataParallel.
+            ``float32``: as with DeepSpeed's ``grad_accum_dtype`` or Megatron's ``accumulate_allreduce_grads_in_fp32``.
         max_nodes: the maximum number of nodes. None: any number.
         stages_per_rank: the number of stages of each rank of a pipeline.
         max_stages: the maximum number of stages of a pipeline. None: any number.
@@ -145,7 +149,9 @@ def subject(
                 raise SubjectError(f"subject {name!r}: unknown {what} {value!r}; choose from {', '.join(known)}")
 
     try:
-        behavior = TrainingBehavior(data, shuffle, buffers, loss, model, max_nodes, stages_per_rank, max_stages)
+        behavior = TrainingBehavior(
+            data, shuffle, buffers, loss, model, gradients, max_nodes, stages_per_rank, max_stages
+        )
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 

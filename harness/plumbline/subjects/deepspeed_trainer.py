@@ -40,7 +40,12 @@ def train(job):
 OF_ZERO = CAPABILITIES - {"unused-parameters"}
 
 
-@subject(name="deepspeed", backends=["zero", "zero2", "fsdp"], capabilities=OF_ZERO, **DECLARED)
+# `bf16.enabled` casts the model to bfloat16; ZeRO's partitions are float32 master weights.
+MASTER_WEIGHTS = "bf16-master"
+WITH_MASTERS = DECLARED | {"precisions": [*DECLARED["precisions"], MASTER_WEIGHTS]}
+
+
+@subject(name="deepspeed", backends=["zero", "zero2", "fsdp"], capabilities=OF_ZERO, **WITH_MASTERS)
 def train_zero(job):
     fit(job)
 
@@ -56,6 +61,7 @@ def settings(job):
             "enabled": job.precision in ("16", "bf16"),
             "dtype": "float16" if job.precision == "16" else "bfloat16",
         },
+        "bf16": {"enabled": job.precision == MASTER_WEIGHTS},
         "steps_per_print": 10**9,
     }
 

@@ -72,7 +72,7 @@ class _Adapter(Module):
 @subject(
     name="reference",
     backends=["none", "auto", "dp", "ddp", "ddp2", "balanced"],
-    precisions=["64", "32", "16", "bf16"],
+    precisions=["64", "32", "16", "bf16", "bf16-master"],
     capabilities=CAPABILITIES,
 )
 def train(job: Any) -> None:
@@ -97,7 +97,8 @@ def fit(job: Any, **options: Any) -> None:
         distributed_backend=backend,
         accelerator=job.accelerator,
         oversubscribe=job.accelerator == "cuda" and job.comm == "gloo",
-        precision=job.precision,
+        precision="bf16" if job.precision == "bf16-master" else job.precision,
+        amp_level="O2" if job.precision == "bf16-master" else None,
         accumulate_grad_batches=job.accumulate,
         gradient_clip_val=job.clip_norm,
         val_check_interval=job.validate_every,

@@ -16,13 +16,21 @@ from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.subjects.released import windows
 
 PRECISIONS = ["64", "32", "16", "bf16", "bf16-true"]
+MASTER_WEIGHTS = "bf16-master"
 
 BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
 
 
-@subject(name="torch", backends=["none", "ddp"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
+@subject(
+    name="torch",
+    backends=["none", "ddp"],
+    precisions=[*PRECISIONS, MASTER_WEIGHTS],
+    capabilities=CAPABILITIES,
+    library="torch",
+)
 def train(job):
-    fit(job, OneDevice(job) if job.backend == "none" else Ddp(job))
+    alone, together = (MasteredDevice, MasteredDdp) if job.precision == MASTER_WEIGHTS else (OneDevice, Ddp)
+    fit(job, alone(job) if job.backend == "none" else together(job))
 
 
 @subject(name="torch", backends=["zero"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
@@ -63,6 +71,9 @@ class OneDevice:
 
     def clip(self, max_norm):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def after_step(self):
+        """Complete the weights after the optimizers have stepped."""
 
     def val_share(self, job):
         """Return the validation samples of this rank. Without DDP, shares may be unequal."""
@@ -107,6 +118,48 @@ class Ddp(OneDevice):
 
     def backward_of(self, last):
         return nullcontext() if last else self.model.no_sync()
+
+
+class WithMasterWeights:
+    """Float32 copies of the model's bfloat16 weights, which the optimizers step and from which these are rounded."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        weights = list(self.bare.parameters())
+        self.masters = [torch.nn.Parameter(one.detach().float(), one.requires_grad) for one in weights]
+        self.pairs = list(zip(weights, self.masters, strict=True))
+        self.optimizers = job.optimizers(self.masters)
+
+    def before_step(self):
+        for weight, master in self.pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
+    def clip(self, max_norm):
+        torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
+
+    @torch.no_grad()
+    def after_step(self):
+        for weight, master in self.pairs:
+            weight.copy_(master)
+
+    def states(self):
+        return {**super().states(), "masters": [master.detach() for master in self.masters]}
+
+    @torch.no_grad()
+    def load(self, file, others):
+        *saved, masters = super().load(file, {**others, "masters": None}).items()
+        for master, value in zip(self.masters, masters[1], strict=True):
+            master.copy_(value)
+        return dict(saved)
+
+
+class MasteredDevice(WithMasterWeights, OneDevice):
+    """The plain model, with master weights."""
+
+
+class MasteredDdp(WithMasterWeights, Ddp):
+    """Gradients are averaged in bfloat16, before they are copied to the master weights."""
 
 
 class Zero(Ddp):
@@ -157,6 +210,7 @@ def fit(job, trainer):
                     trainer.clip(job.clip_norm)
                 for optimizer in optimizers:
                     scaler.step(optimizer)
+                trainer.after_step()
                 scale = scaler.get_scale()
                 scaler.update()
                 skipped = scaler.get_scale() < scale

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from plumbline.subjects.declare import subject
-from plumbline.subjects.torch_base import CAPABILITIES, PRECISIONS, OneDevice, fit
+from plumbline.subjects.torch_base import CAPABILITIES, MASTER_WEIGHTS, PRECISIONS, OneDevice, fit
 
 # The optimizers' state by the names of parameters, because ranks may hold different ones.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -57,11 +57,13 @@ def parts(model, optimizers, held):
 
 
 try:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 except ImportError:  # before torch 2.6
-    from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
 
 COMPUTES_ON_A_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+
+OF_FSDP = [*PRECISIONS, MASTER_WEIGHTS]
 
 # It reduces neither sparse gradients nor those of parameters that only some ranks have used.
 REFUSED = {"sparse-gradients", "unused-parameters"}
@@ -70,8 +72,9 @@ REFUSED = {"sparse-gradients", "unused-parameters"}
 @subject(
     name="torch",
     backends=["fsdp", "hsdp"],
-    precisions={"cuda": PRECISIONS, "cpu": PRECISIONS if COMPUTES_ON_A_CPU else []},
+    precisions={"cuda": OF_FSDP, "cpu": OF_FSDP if COMPUTES_ON_A_CPU else []},
     capabilities=CAPABILITIES - REFUSED,
+    gradients="float32",
     library="torch",
 )
 def train(job):
@@ -83,7 +86,7 @@ class Fsdp(OneDevice):
 
     def __init__(self, job):
         # On two dimensions, weights are replicated along the first and sharded along the second.
-        self.model = self.bare = shard(job.model().to(job.device), joined_mesh(job))
+        self.model = self.bare = shard(job.model().to(job.device), joined_mesh(job), **policy(job))
         self.model.register_forward_pre_hook(broadcast_buffers, prepend=True)
         self.optimizers = job.optimizers(self.model.parameters())  # those of the shards
 
@@ -110,16 +113,25 @@ def joined_mesh(job):
     return init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
 
 
-def shard(model, mesh):
+def policy(job):
+    """Return the option of fully_shard by which it gathers float32 weights as bfloat16, and reduces in float32."""
+    if job.precision != MASTER_WEIGHTS:
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+def shard(model, mesh, **options):
     """Return the model with its weights sharded over the mesh, in units that are gathered one at a time.
 
     Units are the layers that the model only calls. It may use the weights of others, so they are gathered with it.
     """
+    for parameter in model.parameters() if options else ():
+        parameter.data = parameter.data.float()  # the master weights; buffers have the dtype of the activations
     for module in reversed(list(model.modules())):  # inner ones first
         for layer in module if isinstance(module, nn.Sequential) else ():
             if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def broadcast_buffers(model, args):

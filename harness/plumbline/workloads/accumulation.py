@@ -19,7 +19,7 @@ class Accumulation(Mlp):
     exposes = "micro-batches summed, divided twice, wiped, left unreduced; the short last window dropped or misjudged"
     needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true", "bf16-master")
     couples_stages = True
     accumulate = 3
     steps_per_epoch = 5
@@ -82,6 +82,7 @@ class Metrics(Accumulation):
     exposes = "one rank's figure for all, means of unequal means, padding that counts, losses of another moment or mode"
     network: ClassVar[type[nn.Module]] = _WithDropout
     needs: ClassVar[frozenset[str]] = frozenset({"metrics", "validation", "accumulation"})
+    precisions = ("32", "16", "bf16-true")
     validate_every = 3
 
     def samples(self, devices: int) -> int:

@@ -67,6 +67,10 @@ class Columns(Dataset[Batch]):
     def __getitem__(self, position: int) -> Batch:
         return Sample({name: column[position] for name, column in self.columns.items()})
 
+    def to(self, dtype: torch.dtype) -> Columns:
+        """Return the same samples with their floating-point columns cast."""
+        return Columns({name: one.to(dtype) if one.is_floating_point() else one for name, one in self.columns.items()})
+
     def batch(self, indices: Sequence[int]) -> Batch:
         chosen = torch.as_tensor(indices, dtype=torch.long)
         return Sample({name: column[chosen] for name, column in self.columns.items()})

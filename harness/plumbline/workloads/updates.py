@@ -35,7 +35,7 @@ class AdamW(Mlp):
     network: ClassVar[type[nn.Module]] = _Normalised
     blocks = 4
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("32", "64", "bf16-true")
+    precisions: ClassVar[tuple[str, ...]] = ("32", "64", "bf16-true", "bf16-master")
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         every = list(params)
@@ -76,7 +76,7 @@ class Clipping(Mlp):
     stepped_by = (torch.optim.SGD, {"lr": 1.0})
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true", "bf16-master")
     couples_stages = True
     clip_norm = 0.05
 

@@ -84,7 +84,7 @@ class Counterfactuals:
 
     def parameters_of_optimizers(self) -> list[frozenset[str]]:
         oracle = self.analysis.oracle
-        names = {id(parameter): name for name, parameter in oracle.parameters.items()}
+        names = {id(parameter): name for name, parameter in oracle.stepped.items()}
         return [
             frozenset(names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"])
             for optimizer in oracle.optimizer().every
@@ -182,7 +182,7 @@ class Counterfactuals:
         return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
     def held_out(self, oracle: Oracle) -> Columns:
-        return self.workload.val_dataset(self.cell.topology.devices, oracle.dtype)
+        return oracle.held_out
 
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))

@@ -95,7 +95,7 @@ class OptimizerStateCase(CountedCase):
     def parameter_groups(self) -> list[list[str]]:
         """The parameters of each group of the optimizer; empty if there is one group."""
         oracle = self.interruption.whole.oracle
-        names = {id(parameter): name for name, parameter in oracle.parameters.items()}
+        names = {id(parameter): name for name, parameter in oracle.stepped.items()}
         groups = [[names[id(p)] for p in group["params"]] for group in oracle.optimizer().param_groups]
         return groups if len(groups) > 1 else []
 

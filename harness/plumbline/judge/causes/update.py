@@ -123,10 +123,12 @@ class SubjectUpdateCase(TraceCase, UpdateCase):
 
     @property
     def lower_precision(self) -> tuple[str, str] | None:
-        if self.analysis.cell.arithmetic.storage != "float64":
-            return None
+        arithmetic = self.analysis.cell.arithmetic
+        stepped = arithmetic.stepped
+        lower = "float32" if stepped == "float64" else arithmetic.storage if arithmetic.masters else None
         weights = (self.step.after[name].double() for name in self.names)
-        return ("float32", "float64") if all(torch.equal(one.float().double(), one) for one in weights) else None
+        dtype: torch.dtype = getattr(torch, lower or stepped)
+        return (lower, stepped) if lower and all(torch.equal(one.to(dtype).double(), one) for one in weights) else None
 
     @cached_property
     def due_to_move(self) -> Set[str | int]:

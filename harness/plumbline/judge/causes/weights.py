@@ -273,6 +273,17 @@ def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
     return len(ranks) > 1
 
 
+def _masters_rounded(case: TraceCase) -> Iterator[Match]:
+    """Match if master weights are replaced, after a step, by what they are in the dtype of the model's weights."""
+    arithmetic = case.analysis.cell.arithmetic
+    first = next(_changes(case), None)
+    if arithmetic.masters is not None and first is not None:
+        (index, rank), dtype = first, getattr(torch, arithmetic.storage)
+        left, found = (case.analysis.steps[one].ranks[rank] for one in (index, index + 1))
+        if all(value.equal(left.after[name].to(dtype)) for name, value in found.before.items() if name in left.after):
+            yield Match(*first)
+
+
 def _changed_between_steps(case: TraceCase) -> Iterator[Match]:
     if (first := next(_changes(case), None)) is not None:
         yield Match(*first)
@@ -284,6 +295,9 @@ register(
     WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
         "weights moved although the GradScaler skipped the step",
         "leave the weights unchanged when a step is skipped", 130),
+    WeightHypothesis("masters-rounded", "amp", _masters_rounded,
+        "the master weights become what the model's weights are: rounded",
+        "copy the master weights to the model after each step, never the model's weights to the masters", 125),
     WeightHypothesis("weights-averaged", "sync", _weights_averaged,
         "the new weights are the mean over the ranks",
         "average gradients before the step instead", 120),

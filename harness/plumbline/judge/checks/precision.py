@@ -6,6 +6,7 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.judge.checks.master_weights import begun_with_masters, not_copied_back, summed_in_16_bits
 from plumbline.judge.findings import times
 from plumbline.judge.oracle.noise import distance, in_noise
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -21,16 +22,21 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
 
     A forward in 16 bits has the error of the noise itself; one in 32 bits has a few roundings of 32 bits. The border is
     the geometric mean of the two. Only measured rounding counts: an operation that autocast leaves in 32 bits may not
-    show the rounding that is possible.
+    show the rounding that is possible. With master weights, only the first step can tell.
     """
-    if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.steps_taken:
+    masters = analysis.cell.arithmetic.masters is not None
+    if masters and (flaw := not_copied_back(analysis) or summed_in_16_bits(analysis)):
+        return flaw
+    mixed = masters or analysis.cell.arithmetic.autocast is not None
+    if not mixed or analysis.workload.exact or not analysis.steps_taken:
         return None
+    finer = analysis.weight_epsilon / analysis.epsilon
     nearest, border, place = 0.0, 0.0, ""
-    for global_step in analysis.steps_taken:
+    for global_step in begun_with_masters(analysis) if masters else analysis.steps_taken:
         expected = analysis.expected[global_step.index]
         given = global_step.ranks[0].gradients
         for name, unit in expected.units.items():
-            noise = analysis.noise.measured(name, unit)
+            noise, unit = analysis.noise.measured(name, unit), unit * finer
             if unit == 0 or noise < COARSE * unit or name not in given:
                 continue
             error = min(
@@ -50,7 +56,7 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
     return Finding(
         "precision",
         Outcome.PASSED if good else Outcome.FAILED,
-        message if good else f"{message}: run the forward under autocast",
+        message if good else f"{message}: run the forward {'in 16 bits' if masters else 'under autocast'}",
         cause=None if good else "trained-in-32-bits",
         family=None if good else "amp",
         error_x_noise=nearest,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace, Tensors, TraceStep
@@ -70,7 +72,7 @@ def _distances(analysis: TraceAnalysis) -> Iterator[Deviation]:
             reference = analysis.steps[global_step.index].ranks[0].after[name]
             if analysis.is_staged and value.equal(step.before[name]):
                 value = _afterwards(analysis, global_step.index, rank).get(name, value)
-            unit = rounding_unit([reference.double()], analysis.epsilon)
+            unit = rounding_unit([reference.double()], analysis.weight_epsilon)
             yield Deviation(in_noise(distance(value, reference), unit), global_step.index, name, rank)
 
 
@@ -91,8 +93,13 @@ def stillness(analysis: TraceAnalysis) -> Finding:
         for index, left, found in _pauses(trace):
             if found is left or same(left, found):
                 continue
-            name = next((n for n in left if n not in found or not left[n].equal(found[n])), None)
-            when = "the last step" if index == len(trace.steps) - 1 else "the step"
+            is_last = index == len(trace.steps) - 1
+            rounded = _as_rounded_elsewhere(left, found, analysis) if is_last else {}
+            differing = (n for n in left if n not in found or not (left | rounded)[n].equal(found[n]))
+            name = next(differing, None)
+            if name is None and rounded:
+                continue
+            when = "the last step" if is_last else "the step"
             finding = failed(
                 "stillness",
                 f"weights changed after {when} without an optimizer step",
@@ -104,6 +111,14 @@ def stillness(analysis: TraceAnalysis) -> Finding:
             explained = explain(finding, ChangedWeightsCase(analysis))
             return replace(explained, rank=finding.rank) if analysis.is_staged else explained
     return passed("stillness", "weights changed by optimizer steps alone")
+
+
+def _as_rounded_elsewhere(left: Tensors, found: Tensors, analysis: TraceAnalysis) -> Tensors:
+    """Return the weights that other ranks of a replica have in the end where only one has their master weights."""
+    dtype: torch.dtype = getattr(torch, analysis.cell.arithmetic.storage)
+    if analysis.cell.arithmetic.masters is None or not analysis.is_staged:
+        return {}
+    return {name: left[name].to(dtype) for name, value in found.items() if name in left and value.dtype is dtype}
 
 
 def _pauses(trace: RankTrace) -> Iterator[tuple[int, Tensors, Tensors]]:

@@ -21,10 +21,14 @@ from plumbline.workloads import Batch, Columns, Workload
 
 
 class Optimizers:
-    """Optimizers that step together, each over its own part of the parameters; usually there is one."""
+    """Optimizers that step together, each over its own part of the parameters; usually there is one.
 
-    def __init__(self, every: Sequence[torch.optim.Optimizer]) -> None:
+    ``after_step`` is called after each step.
+    """
+
+    def __init__(self, every: Sequence[torch.optim.Optimizer], after_step: Callable[[], None]) -> None:
         self.every = every
+        self._after_step = after_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -34,6 +38,7 @@ class Optimizers:
     def step(self) -> None:
         for optimizer in self.every:
             optimizer.step()
+        self._after_step()
 
 
 class Oracle:
@@ -41,6 +46,9 @@ class Oracle:
 
     ``devices`` is the cell's number of devices, which determines the data. Without ``precision``, everything is
     float64. With ``loss_dtype``, the model's floating-point outputs are cast to it before the loss is computed.
+
+    Where a precision has master weights, ``stepped`` are these, and the model computes with them and the data rounded;
+    ``rounded_to`` says to which dtype if everything else is float64. Elsewhere ``stepped`` are the model's parameters.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class Oracle:
         devices: int,
         precision: Precision | None = None,
         loss_dtype: torch.dtype | None = None,
+        rounded_to: torch.dtype | None = None,
     ) -> None:
         self.loss_dtype = loss_dtype
         self.dtype: torch.dtype = getattr(torch, precision.storage) if precision else torch.float64
@@ -56,10 +65,18 @@ class Oracle:
             getattr(torch, precision.autocast) if precision and precision.autocast else None
         )
         self.workload = workload
-        self.data: Columns = workload.dataset(devices, self.dtype)
+        self._devices = devices
         self.model: nn.Module = workload.model(self.dtype).train()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        self._rounded_to = self.dtype if precision and precision.masters else rounded_to
+        self.data: Columns = workload.dataset(devices, self._rounded_to or self.dtype).to(self.dtype)
+        self.stepped = self.parameters
+        if self._rounded_to is not None:
+            stepped: torch.dtype = getattr(torch, precision.stepped) if precision else torch.float64
+            self.stepped = {
+                k: nn.Parameter(p.detach().to(stepped), p.requires_grad) for k, p in self.parameters.items()
+            }
         self._buffer_owners = {
             name: (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer.dtype)
             for name, buffer in self.buffers.items()
@@ -71,11 +88,31 @@ class Oracle:
         self._turns: list[tuple[tuple[str, ...], Tensors]] = []
         self._batches_between = 0
 
+    @property
+    def held_out(self) -> Columns:
+        """The data that evaluations use."""
+        return self.workload.val_dataset(self._devices, self._rounded_to or self.dtype).to(self.dtype)
+
     def load(self, weights: Tensors) -> None:
         """Set the weights, a value for every parameter, cast to this precision."""
         with torch.no_grad():
+            for name, parameter in self.stepped.items():
+                parameter.copy_(weights[name])
+        self._round_masters()
+
+    def compute_at(self, weights: Tensors) -> None:
+        """Set the weights with which the model computes, which are not rounded further than to the model's dtype."""
+        with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
+
+    def model_weights(self) -> Tensors:
+        """Return the weights with which the model computes."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def _round_masters(self) -> None:
+        if self._rounded_to is not None:
+            self.compute_at({name: master.detach().to(self._rounded_to) for name, master in self.stepped.items()})
 
     def set_forward_state(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
         """Set what a forward depends on besides weights: the step's initial buffers, and what its layers drew.
@@ -254,7 +291,7 @@ class Oracle:
             setattr(layer, attribute, value.to(dtype, copy=True))
 
     def optimizer(self) -> Optimizers:
-        return Optimizers(self.workload.optimizers(self.model.parameters()))
+        return Optimizers(self.workload.optimizers(self.stepped.values()), self._round_masters)
 
     def schedule(self, optimizers: Optimizers) -> Callable[..., None]:
         """Return the step function of the workload's schedules, which does nothing if there are none.
@@ -272,15 +309,15 @@ class Oracle:
 
     def set_gradients(self, gradients: Tensors) -> None:
         """Set ``.grad`` of the trained parameters; None for an absent gradient. Frozen parameters keep theirs."""
-        for name, parameter in self.trained.items():
-            given = gradients.get(name)
-            parameter.grad = None if given is None else given.to(self.dtype)
+        for name in self.trained:
+            given, parameter = gradients.get(name), self.stepped[name]
+            parameter.grad = None if given is None else given.to(parameter.dtype)
 
     def weights(self) -> Tensors:
         return {name: parameter.double() for name, parameter in self._copies().items()}
 
     def _copies(self) -> Tensors:
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        return {name: parameter.detach().clone() for name, parameter in self.stepped.items()}
 
 
 def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: float | None) -> Tensors:

@@ -49,7 +49,7 @@ IN_A_WORD: Final = {
     "-": "unsupported",
 }
 
-_PRECISION_ORDER = ("32", "16", "bf16", "bf16-true", "64")
+_PRECISION_ORDER = ("32", "16", "bf16", "bf16-true", "bf16-master", "64")
 
 
 def mark_columns() -> tuple[str, ...]:

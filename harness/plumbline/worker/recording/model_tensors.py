@@ -14,6 +14,7 @@ from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Shard, Tensors
 from plumbline.recording.grad_scaler import scale_left
+from plumbline.recording.master_weights import Piece, of_equal_shapes, pieces_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_still, kept
@@ -59,6 +60,13 @@ class DeclaredParts:
         """Return the names of the parameters whose parts lie in these tensors."""
         held = {id(tensor) for tensor in tensors}
         return [name for name, part in self._parts.items() if id(part.tensor) in held]
+
+    def piece(self, name: str, parameter: Tensor) -> Piece | None:
+        """Return which entries of the model's own ``parameter`` are a declared run."""
+        part = self._parts[name]
+        return (
+            Piece(parameter, part.begin, part.length, part.tensor, part.offset) if isinstance(part, FlatPart) else None
+        )
 
     def hold(self, tensor: Tensor) -> bool:
         """Return whether parts lie in this tensor."""
@@ -112,10 +120,11 @@ class ModelTensors:
         self._names = ParameterNames()
         self._held: frozenset[str] | None = None
         self._parts = DeclaredParts()
+        self._masters: dict[str, Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Take a model in the place of the one that there was, before anything shards it."""
-        self.model = model
+        self.model, self._masters = model, {}
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     @contextmanager
@@ -130,6 +139,46 @@ class ModelTensors:
 
     def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:
         self._parts.declare(parts, self._shapes, ranks)
+
+    def find_masters(self, optimizer: Optimizer) -> None:
+        """Find the copies of the model's parameters, of a more precise dtype, that an optimizer steps."""
+        if self.model is None:
+            return
+        own = dict(self.model.named_parameters())
+        known = {*map(id, own.values()), *map(id, self._masters.values())}
+        others = [one for one in parameters_of(optimizer) if id(one) not in known and not self._parts.hold(one)]
+        if not others:
+            return
+        left = {id(one): name for name, one in own.items() if name not in self._masters}
+        local = {id(_local(own[name])): name for name in left.values()}
+        copies = {id(_local(one)): one for one in others}
+        weights, masters = [_local(own[name]) for name in left.values()], list(map(_local, others))
+        for piece in pieces_of(weights, masters) or of_equal_shapes(weights, masters):
+            name = local[id(piece.parameter)]
+            if piece.length == piece.master.numel() and _is_finer(piece.master, own[name]):
+                self._masters[name] = copies[id(piece.master)]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer steps copies of the model's parameters, or parts that were declared."""
+        return bool(self._masters or any(True for _ in self._parts))
+
+    def off_masters(self) -> dict[str, float]:
+        """Return how far the model's weights are from the optimizer's copies of them, where they are not the nearest.
+
+        Their parts on this rank count; names are those of parameters.
+        """
+        own = {} if self.model is None else dict(self.model.named_parameters())
+        pieces = {
+            name: Piece(_local(own[name]), 0, _local(master).numel(), _local(master), 0)
+            for name, master in self._masters.items()
+            if name in own
+        }
+        for name in self._parts:
+            piece = self._parts.piece(name, own[name]) if name in own else None
+            if piece is not None and piece.length and _is_finer(piece.master, own[name]):
+                pieces[name] = piece
+        return {name: far for name, piece in pieces.items() if (far := piece.off_master)}
 
     def weights(self) -> Tensors:
         return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
@@ -184,11 +233,11 @@ class ModelTensors:
                     "rank's part of it with job.parts, or make it a DTensor"
                 )
 
-    def _own_parameters(self) -> dict[str, nn.Parameter | Shard]:
+    def _own_parameters(self) -> dict[str, Tensor | Shard]:
         every = () if self.model is None else self.model.named_parameters()
         plain = {name: parameter for name, parameter in every if not self._parts.hold(parameter)}
         declared = {name: self._parts.weight(name) for name in self._parts}
-        return {name: held for name, held in (plain | declared).items() if self._holds(name)}
+        return {name: held for name, held in (plain | self._masters | declared).items() if self._holds(name)}
 
     def _holds(self, name: str) -> bool:
         return self._held is None or name in self._held
@@ -199,4 +248,15 @@ class ModelTensors:
             # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
             self._names = ParameterNames(self.model)
         known = zip(self._names.known(parameters), parameters, strict=True)
-        return [None if self._parts.hold(parameter) else name for name, parameter in known]
+        masters = {id(master): name for name, master in self._masters.items()}
+        return [None if self._parts.hold(one) else masters.get(id(one), name) for name, one in known]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _is_finer(master: Tensor, weights: Tensor) -> bool:
+    return torch.finfo(master.dtype).eps < torch.finfo(weights.dtype).eps

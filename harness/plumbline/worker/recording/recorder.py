@@ -48,6 +48,7 @@ class Recorder(StepHooks):
         self._passes = Passes()
         self._evaluating = Lock()
         self._before: Tensors = {}
+        self._off_masters: dict[str, float] | None = None
         self._gradients: Tensors = {}
         self._scale: float | None = None
         self._buffers: Tensors = {}
@@ -126,8 +127,15 @@ class Recorder(StepHooks):
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Notice whether a backward goes through a forward in evaluation mode: only then is it training."""
-        if module.training or in_backward() or not torch.is_grad_enabled():
+        """Notice whether a backward goes through a forward in evaluation mode: only then is it training.
+
+        A trainer may copy master weights to the model as late as this forward, and overwrite them before the step.
+        """
+        if in_backward() or not torch.is_grad_enabled():
+            return
+        if self._off_masters is None and self._tensors.has_masters and not is_paused():
+            self._off_masters = self._tensors.off_masters()
+        if module.training:
             return
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
@@ -166,7 +174,10 @@ class Recorder(StepHooks):
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if not self.steps:
             self._tensors.refuse_undeclared_parts()
+        self._tensors.find_masters(optimizer)
         self._before = self._current_weights()
+        if self._off_masters is None:  # there was no forward since the masters are known
+            self._off_masters = self._tensors.off_masters()
         self._gradients = self._tensors.received(optimizer) if has_closure else {}  # it may never be called
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
@@ -194,7 +205,9 @@ class Recorder(StepHooks):
             skipped=skipped,
             scale=self._scale,
             buffers=self._buffers,
+            off_masters=self._off_masters or {},
         )
+        self._off_masters = None
         part = OptimizerPart(id(optimizer), self._tensors.names_of(optimizer), step)
         if belongs(part, self._parts):
             self._parts.append(part)

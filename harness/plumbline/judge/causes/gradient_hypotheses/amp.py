@@ -142,7 +142,7 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
 
 
 def _below(precision: Precision) -> Iterable[Precision]:
-    if precision.autocast is None:
+    if not precision.is_16_bit:
         if precision.storage == "float64":
             yield PRECISIONS["32"]
         yield Precision("16", storage=precision.storage, autocast="float16")
