@@ -16,8 +16,6 @@ NOT_TRAINERS = {
     "mesh_trainer",
     "model_blocks",
     "otherwise",
-    "own_experts",
-    "own_workloads",
     "reporting",
     "resumable",
     "resumable_shards",

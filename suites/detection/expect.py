@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plumbline import subject
@@ -14,12 +13,6 @@ from plumbline.core.finding import UNEXPLAINED, Finding, diagnosis
 from plumbline.core.outcome import Outcome, worst
 from plumbline.core.topology import Topology
 from plumbline.subjects.declare import CAPABILITIES, Train
-
-OWN_WORKLOADS = {
-    "muon": str(Path(__file__).parent / "own_workloads.py"),
-    "clipped-experts": str(Path(__file__).parent / "own_experts.py"),
-}
-"""The files with the workloads that this suite alone needs."""
 
 Trainer = Callable[..., Any]
 """A function of a job, or a class whose objects are made of a job and train in ``fit``."""
@@ -115,8 +108,7 @@ def cell_of(text: str, name: str) -> Cell:
     """Return the cell that ``workload/backend/topology/precision`` means for the trainer called ``name``."""
     workload, backend, topology, precision = text.split("/")
     nodes, gpus = map(int, topology.split("x"))
-    locator = OWN_WORKLOADS.get(workload)
-    return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu", workload_locator=locator)
+    return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu")
 
 
 def _cells(on: Sequence[str] | Mapping[str, str | None]) -> Mapping[str, str | None]:

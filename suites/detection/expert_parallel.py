@@ -170,3 +170,12 @@ class MomentumOfExpertsLost(ResumableExperts):
         for name, parameter in self.model.named_parameters():
             if name.startswith("experts."):
                 del self.optimizer.state[parameter]
+
+
+@known_bad("accumulation", on=failing("gradients", "accumulation-experts/ep/1x2", precisions=["32", "bf16-true"]))
+class ExpertsKeepTheLastMicroBatch(ExpertParallel):
+    """The gradients of experts are overwritten by those of the next micro-batch."""
+
+    def after_micro_batch(self, last):
+        for gradient in () if last else self.of_experts().values():
+            gradient.zero_()

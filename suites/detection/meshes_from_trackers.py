@@ -21,7 +21,7 @@ HYBRID = ("mlp/hsdp/2x2", "mlp/hsdp/1x6")
 FLAT = ("mlp/zero2/1x2", "mlp/zero2/1x3")
 TENSORS = ("mlp/tp/1x2", "mlp/tp/1x3")
 EXPERTS = ("experts/ep/1x2", "experts/ep/1x4")
-CLIPPED_EXPERTS = ("clipped-experts/ep/1x2", "clipped-experts/ep/1x4")
+CLIPPED_EXPERTS = ("clipping-experts/ep/1x2", "clipping-experts/ep/1x4")
 
 
 # Shards and replicas of them.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, ddp, loader, mesh_of, windows
+from loop import alone, average, ddp, loader, mesh_of, windows
 from torch.distributed.fsdp import fully_shard
+
+from plumbline import Part
 
 FLOAT32 = ["mlp/none/1x1/32", "mlp/ddp/1x2/32"]  # what moves weights by a thousandth moves none in bfloat16
 PLAIN = [*FLOAT32, "mlp/none/1x1/bf16-true"]
@@ -568,3 +571,42 @@ class NeverTrains(BaseTrainer):
 
     def fit(self):
         pass
+
+
+@known_bad(
+    "optimizer",
+    causes=["stepped-shard-by-shard", "another-optimizer"],
+    on={f"muon/fsdp/1x{n}/32": "update" for n in (2, 3)},
+)
+def rows_orthogonalized_alone(job):
+    """Each rank has some rows of each matrix, and Muon orthogonalizes these without the others."""
+    model = alone(job)
+    rows = [parameter.tensor_split(job.world_size) for parameter in model.parameters()]
+    own = [torch.nn.Parameter(blocks[job.rank].detach().clone()) for blocks in rows]
+    begin = [sum(map(len, blocks[: job.rank])) for blocks in rows]
+    names = [name for name, _ in model.named_parameters()]
+    job.parts({name: Part(block, (first, 0)) for name, block, first in zip(names, own, begin, strict=True)})
+    optimizer = job.optimizer(own)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            for parameter, block in zip(model.parameters(), own, strict=True):
+                block.grad = parameter.grad.tensor_split(job.world_size)[job.rank].clone()
+            optimizer.step()
+            for parameter, block in zip(model.parameters(), own, strict=True):
+                for rank, part in enumerate(parameter.data.tensor_split(job.world_size)):
+                    part.copy_(block.data if rank == job.rank else part)
+                    dist.broadcast(part, rank)
+            model.zero_grad()
+
+
+@known_bad("optimizer", causes=["another-optimizer"], on={"muon/ddp/1x2/32": "update", "muon/none/1x1/32": "update"})
+class MuonWithoutNesterov(BaseTrainer):
+    """Its momentum is that of plain SGD."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        for group in optimizer.param_groups:
+            group["nesterov"] = False
+        return optimizer

@@ -32,7 +32,7 @@ class RankWithoutAPiece(FlatPieces):
         return [count // 3, count - count // 3, *[0] * (self.job.world_size - 2)]
 
 
-@known_good(on=["clipped-experts/ep/1x2/32", "clipped-experts/ep/1x4/64"])
+@known_good(on=["clipping-experts/ep/1x2/32", "clipping-experts/ep/1x4/64"])
 class ClippedWithTheExperts(ExpertParallel):
     """The norm is that of all experts and, once, of what every rank holds."""
 
@@ -86,7 +86,7 @@ class OwnMeansInTheirShares(SequenceParallel):
         return super().loss(outputs, batch) * self.share
 
 
-@known_good(on=["experts/ep/1x2/32", "experts/ep/1x3/64", "clipped-experts/ep/1x2/32"])
+@known_good(on=["experts/ep/1x2/32", "experts/ep/1x3/64", "clipping-experts/ep/1x2/32"])
 class ExpertsFromTheLast(ExpertParallel):
     """The last ranks have the first experts."""
 

@@ -60,7 +60,15 @@ class ShardsOfRows(Sharded):
     """Weights are gathered once a step; on three ranks the shards are unequal."""
 
 
-@known_good(on=["experts/ep/1x2/32", "experts/ep/1x4/64", "experts/ep/1x2/bf16"])
+@known_good(
+    on=[
+        "experts/ep/1x2/32",
+        "experts/ep/1x4/64",
+        "experts/ep/1x2/bf16",
+        "accumulation-experts/ep/1x2/32",
+        "accumulation-experts/ep/1x2/bf16-true",
+    ]
+)
 class ExpertsInParts(ExpertParallel):
     """Ranks have other parameters than their neighbors."""
 

@@ -208,6 +208,28 @@ def test_what_is_declared_for_another_accelerator_alone_is_refused_with_its_name
     assert the_cell_of(mine, "cp", 2, "transformer", accelerator="cuda").refusal is None
 
 
+@pytest.mark.parametrize(
+    ("divides", "backend", "gpus", "workload", "refusal"),
+    [
+        ({"heads"}, "tp", 3, "transformer", "transformer has 2 heads, not divisible by 3 ranks"),
+        ({"heads"}, "tp", 2, "transformer", None),
+        ({"heads"}, "sp", 3, "transformer", "transformer has 2 heads, not divisible by 3 ranks"),
+        ({"heads"}, "fsdp", 3, "transformer", None),
+        ({"heads"}, "tp", 3, "mlp", None),
+        ({"features"}, "tp", 3, "mlp", "mlp has 8 features, not divisible by 3 ranks"),
+        ({"features"}, "tp", 2, "mlp", None),
+        ({"experts", "heads"}, "ep", 3, "experts", "experts has 4 experts, not divisible by 3 ranks"),
+        ({"experts"}, "ep", 2, "experts", None),
+    ],
+)
+def test_what_a_subject_divides_evenly_is_not_planned_for_other_numbers_of_ranks(
+    divides, backend, gpus, workload, refusal
+):
+    mine = replace(EVERYTHING, behavior=TrainingBehavior(divides=tuple(sorted(divides))))
+    found = the_cell_of(mine, backend, gpus, workload).refusal
+    assert found == (refusal and f"{refusal}; able declares divides={sorted(divides)}")
+
+
 def test_the_whole_matrix_is_planned():
     cells = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
     plain = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")

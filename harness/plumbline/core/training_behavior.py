@@ -17,6 +17,10 @@ CHOICES = {
 """The values of each declaration. The first is the default."""
 
 
+DIVISIBLE = ("heads", "features", "experts")
+"""What a number of ranks may have to divide."""
+
+
 @dataclass(frozen=True)
 class TrainingBehavior:
     """How a subject trains. :func:`~plumbline.subjects.declare.subject` describes the values.
@@ -34,6 +38,7 @@ class TrainingBehavior:
     max_nodes: int | None = None
     stages_per_rank: int = 1
     max_stages: int | None = None
+    divides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -44,6 +49,9 @@ class TrainingBehavior:
             left_out = given is None and name.startswith("max_")
             if not left_out and (type(given) is not int or given < 1):
                 raise ValueError(f"{name}={given!r} is not a number of {what}: give 1 or more, or omit it")
+        for name in self.divides:
+            if name not in DIVISIBLE:
+                raise ValueError(f"unknown divides={name!r}; choose from {', '.join(DIVISIBLE)}")
         if self.by_iterations and self.shuffle != "job":
             raise ValueError(f"data='iterations' has no epochs to shuffle: omit shuffle={self.shuffle!r}")
 
@@ -53,10 +61,10 @@ class TrainingBehavior:
         unknown = declared.keys() - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown declaration {min(unknown)!r}")
-        return cls(**declared)
+        return cls(**{**declared, "divides": tuple(declared.get("divides", ()))})
 
     @property
-    def declared(self) -> dict[str, str | int]:
+    def declared(self) -> dict[str, Any]:
         """The values that differ from the defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 

@@ -33,6 +33,12 @@ def update_errors(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> 
     return list(replay(trace, analysis, noise_of_parts=_noise_of_parts(trace, analysis)))
 
 
+def may_sum_in_parts(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> bool:
+    """Say whether updates are right only because an optimizer may add up matrix products in parts."""
+    held = analysis.cell.contract.holders(analysis.cell.topology)
+    return any(len(group) > 1 for group in held) and largest(replay(trace, analysis)).x_noise > allowed
+
+
 def replay(
     trace: RankTrace,
     analysis: TraceAnalysis,
@@ -45,7 +51,7 @@ def replay(
     of the same replay in the precision of the weights that are stepped, at least one rounding; ``noise_of_parts``, so
     many roundings, is added to it.
     """
-    for step in _replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None), intervene):
+    for step in replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None), intervene):
         exact, replayed = step.weights
         for name, value in step.recorded.after.items():
             if name not in exact:
@@ -61,7 +67,7 @@ def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, floa
     """Return how many roundings sums in parts make of each parameter, at the step at which they make most."""
     roundings: dict[str, float] = {}
     precisions = (None, *[analysis.cell.arithmetic] * (1 + len(PARTS)))
-    for step in _replays(trace, analysis, precisions, (None, None, *PARTS)):
+    for step in replays(trace, analysis, precisions, (None, None, *PARTS)):
         _, whole, *others = step.weights
         for name, value in whole.items():
             made = max(distance(other[name], value) for other in others)
@@ -71,7 +77,7 @@ def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, floa
 
 
 @dataclass(frozen=True)
-class _StepReplays:
+class StepReplays:
     """A step that a rank took, and the weights after it in each replay; the first one is exact."""
 
     index: int
@@ -84,13 +90,13 @@ class _StepReplays:
         return rounding_unit([before, self.weights[0][name] - before], analysis.weight_epsilon)
 
 
-def _replays(
+def replays(
     trace: RankTrace,
     analysis: TraceAnalysis,
     precisions: Sequence[Precision | None],
     parts: Sequence[int | None],
     intervene: Intervention | None = None,
-) -> Iterator[_StepReplays]:
+) -> Iterator[StepReplays]:
     """Yield each step taken, replayed in each of these precisions, with matrix products in so many parts."""
     oracles = [Oracle(analysis.workload, analysis.devices, precision) for precision in precisions]
     replays = [(oracle, oracle.optimizer(), count) for oracle, count in zip(oracles, parts, strict=True)]
@@ -104,7 +110,7 @@ def _replays(
             weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates, count)
             for oracle, optimizer, count in replays
         ]
-        yield _StepReplays(index, step, weights)
+        yield StepReplays(index, step, weights)
 
 
 def weights_after(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from plumbline.core.backend import Held
 from plumbline.core.cell import Cell
@@ -78,6 +82,9 @@ class Declaration:
             return Refusal(next(iter(limits.values()), needed), (*missing, *limits))
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
             return Refusal(f"{self.name} starts its own ranks, so its speed cannot be measured")
+        oldest = min(map(_release, (torch.__version__, self.software.torch or torch.__version__)))
+        if oldest < workload.needs_torch:
+            return Refusal(f"{cell.workload} needs torch {'.'.join(map(str, workload.needs_torch))} or later")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
         # An elastic training begins on another mesh, which has to fit as well.
@@ -88,6 +95,8 @@ class Declaration:
     def _misfit(self, cell: Cell, workload: Workload) -> str | None:
         if cell.contract.divides_experts and workload.experts < cell.processes:
             return f"{cell.workload} has only {workload.experts} experts for {cell.processes} ranks"
+        if uneven := _why_uneven(cell, workload, self.behavior.divides):
+            return f"{uneven}; {self.name} declares divides={list(self.behavior.divides)}"
         stages = self._stages(cell)
         return _why_no_stages(cell, workload, stages) if stages else _why_no_parts(cell, workload)
 
@@ -110,6 +119,38 @@ class Declaration:
             yield "another loss", f"{self.name} declares loss='labels', but {cell.workload} has another loss"
         if self.behavior.adapters_only and not EVERY[cell.workload].adapters:
             yield "no adapters", f"{self.name} declares model='adapters', but {cell.workload} has no adapters"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _features(workload: Workload) -> frozenset[int]:
+    linear = [one for one in workload.model().modules() if isinstance(one, nn.Linear)]
+    return frozenset(size for one in linear for size in (one.in_features, one.out_features))
+
+
+_COUNTED: Mapping[str, tuple[frozenset[Held], Callable[[Workload], Collection[int]]]] = {
+    "heads": (frozenset({Held.PARAMETERS, Held.SEQUENCE}), lambda workload: (workload.heads,)),
+    "features": (frozenset({Held.PARAMETERS}), _features),
+    "experts": (frozenset({Held.EXPERTS}), lambda workload: (workload.experts,)),
+}
+"""What is divided along which dimensions of a mesh, and how many of it each layer of a model has."""
+
+
+def _why_uneven(cell: Cell, workload: Workload, divides: Collection[str]) -> str | None:
+    """Return what the ranks cannot divide evenly. Shards of a model that are gathered before use do not count."""
+    if cell.contract.has_stages:
+        return None
+    for what in divides:
+        held, count = _COUNTED[what]
+        together = [one for one in cell.contract.dimensions if Held.SAMPLES not in one.splits or Held.EXPERTS in held]
+        names = [one.name for one in together if not one.splits.isdisjoint(held)]
+        parts = cell.contract.mesh(cell.topology).part(0, *names).count
+        for number in sorted(count(workload)):
+            if number % parts:
+                return f"{cell.workload} has {number} {what}, not divisible by {parts} ranks"
+    return None
 
 
 def _why_batches_differ(cell: Cell, workload: Workload) -> str | None:

@@ -23,6 +23,7 @@ CAPABILITIES = frozenset(
         "clipping",
         "scheduler",
         "several-optimizers",
+        "matrix-optimizer",
         "validation",
         "checkpoint",
         "metrics",
@@ -98,6 +99,7 @@ def subject(
     max_nodes: int | None = None,
     stages_per_rank: int = 1,
     max_stages: int | None = None,
+    divides: Collection[str] = (),
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
@@ -130,6 +132,8 @@ def subject(
         max_nodes: the maximum number of nodes. None: any number.
         stages_per_rank: the number of stages of each rank of a pipeline.
         max_stages: the maximum number of stages of a pipeline. None: any number.
+        divides: what the number of ranks must divide that hold parts of a model, a sequence or experts: ``heads`` of
+            attention, ``features`` of linear layers, ``experts``. Other cells are not trained.
 
     Raises:
         SubjectError: a value is unknown, or the name cannot be part of a test id and a file name.
@@ -150,7 +154,8 @@ def subject(
 
     try:
         behavior = TrainingBehavior(
-            data, shuffle, buffers, loss, model, gradients, max_nodes, stages_per_rank, max_stages
+            data, shuffle, buffers, loss, model, gradients, max_nodes, stages_per_rank, max_stages,
+            tuple(sorted(divides)),
         )
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None

@@ -24,7 +24,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 STAGES = {"none": 0, "ddp": 0, "pp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
 
-CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients"}
+CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients", "matrix-optimizer"}
 
 
 # It refuses to average gradients in float64.

@@ -19,7 +19,7 @@ class Accumulation(Mlp):
     exposes = "micro-batches summed, divided twice, wiped, left unreduced; the short last window dropped or misjudged"
     needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
     narrow = True
-    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true", "bf16-master")
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16", "bf16-true", "bf16-master")
     couples_stages = True
     accumulate = 3
     steps_per_epoch = 5

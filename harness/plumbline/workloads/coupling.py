@@ -126,6 +126,6 @@ class AccumulationTokens(LmTokens):
     exposes = "a token count of the wrong scope under accumulation: passed and not used, or divided by a second time"
     needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
     narrow = True
-    precisions = ("32",)
+    precisions = ("32", "bf16-true")
     accumulate = 2
     steps_per_epoch = 5

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from plumbline.workloads.accumulation import Accumulation
 from plumbline.workloads.basics import Mlp
 from plumbline.workloads.dataset import Batch
+from plumbline.workloads.updates import Clipping
 
 WIDTH = 16
 EXPERTS = 4
@@ -57,3 +59,21 @@ class MixtureOfExperts(Mlp):
     experts = EXPERTS
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16", "bf16-true")
+
+
+class ClippingExperts(MixtureOfExperts, Clipping):
+    """The mixture of experts with gradients clipped to a fraction of their length."""
+
+    name = "clipping-experts"
+    exposes = "norms without experts, with those of some ranks only, or averaged over ranks"
+    precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16")
+    couples_stages = False
+
+
+class AccumulationExperts(MixtureOfExperts, Accumulation):
+    """The mixture of experts with windows of three and two micro-batches."""
+
+    name = "accumulation-experts"
+    exposes = "experts divided by another number of micro-batches than the rest, or reduced for the last one alone"
+    precisions: ClassVar[tuple[str, ...]] = ("32", "bf16", "bf16-true")
+    couples_stages = False

@@ -123,6 +123,7 @@ class Transformer(Plain):
     network: ClassVar[type[nn.Module]] = _Transformer
     blocks = 5
     sequence = LENGTH
+    heads = HEADS
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("32", "16", "bf16-true")
     couples_stages = True

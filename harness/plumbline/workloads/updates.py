@@ -117,6 +117,23 @@ class ScheduleWindows(ScheduledRate):
     steps_per_epoch = 5
 
 
+class Muon(Mlp):
+    """A perceptron of matrices alone, stepped by Muon, which orthogonalizes each update in bfloat16."""
+
+    name = "muon"
+    exposes = "matrices orthogonalized shard by shard; updates accused that differ by the order of bfloat16 sums"
+    needs: ClassVar[frozenset[str]] = frozenset({"matrix-optimizer"})
+    needs_torch = (2, 9)
+    narrow = True
+    precisions = ("32",)
+
+    def build(self) -> nn.Module:
+        return Perceptron(nn.Linear(16, 96, bias=False), nn.Tanh(), nn.Linear(96, 8, bias=False))
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(params, lr=0.02)
+
+
 GAIN = 2.0**12
 
 

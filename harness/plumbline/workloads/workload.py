@@ -29,6 +29,8 @@ class Workload:
     blocks: ClassVar[int | None] = None  # modules that can be computed in sequence, each on its own device, if known
     whole_layers: ClassVar[str | None] = None  # why a layer must not be divided among devices
     experts: ClassVar[int] = 0  # in its model
+    heads: ClassVar[int] = 0  # of each attention in its model
+    needs_torch: ClassVar[tuple[int, int]] = (0, 0)  # the first release that has its optimizer
     sequence: ClassVar[int] = 0  # tokens of a sample, along dim 1 of all activations, if there is such a dimension
     couples_stages: ClassVar[bool] = False  # stages must agree on a norm, a tied weight, random numbers or a checkpoint
     mean_over_labels: ClassVar[bool] = False  # the loss: mean cross entropy of ``tokens`` over ``labels``, without -100

@@ -8,11 +8,12 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace
 from plumbline.judge.causes.update import update_case
-from plumbline.judge.findings import Vacuous, compare_with_one, with_error_grid, with_parameters
+from plumbline.judge.findings import Vacuous, compare_with_one, failed_with_hint, with_error_grid, with_parameters
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, largest, limit
+from plumbline.judge.shard_replay import stepped_shard_by_shard
 from plumbline.judge.trace_analysis import TraceAnalysis, same
-from plumbline.judge.update_replay import update_errors
+from plumbline.judge.update_replay import may_sum_in_parts, update_errors
 
 
 def update(analysis: TraceAnalysis) -> Finding:
@@ -33,9 +34,24 @@ def update(analysis: TraceAnalysis) -> Finding:
             for name in step.after
         ):
             raise Vacuous("no weight moved at any step")
-        return finding
+        return _shard_by_shard(analysis) or finding
     case = update_case(finding, analysis)
     return finding if case is None else explain(finding, case)
+
+
+def _shard_by_shard(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure of an optimizer of matrices that was given shards, if the noise of sums in parts hides it."""
+    trace = analysis.trace.ranks[0]
+    if not may_sum_in_parts(trace, analysis, analysis.allowed(limit())) or not stepped_shard_by_shard(trace, analysis):
+        return None
+    return failed_with_hint(
+        "update",
+        "each update is what the optimizer makes of one rank's shard of a parameter alone",
+        "give an optimizer that combines the entries of a matrix whole matrices, or DTensors",
+        cause="stepped-shard-by-shard",
+        family="optimizer",
+        step=analysis.steps_taken[0].index,
+    )
 
 
 def compare_updates(analysis: TraceAnalysis) -> Finding:
