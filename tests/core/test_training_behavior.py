@@ -24,8 +24,8 @@ def test_what_is_ordinary_declares_nothing():
 
 
 def test_what_another_version_knows_is_not_ignored():
-    with pytest.raises(ValueError, match="unknown declaration 'gradients'"):
-        TrainingBehavior.of({"gradients": "late"})
+    with pytest.raises(ValueError, match="unknown declaration 'communication'"):
+        TrainingBehavior.of({"communication": "late"})
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -33,3 +33,9 @@ def test_the_order_is_the_job_s_unless_it_is_declared(asked):
     assert ORDINARY.shuffles(asked) is asked
     assert TrainingBehavior(shuffle="always").shuffles(asked)
     assert not TrainingBehavior(shuffle="never").shuffles(asked)
+
+
+def test_what_it_divides_is_written_as_text():
+    behavior = TrainingBehavior(divides=("experts", "heads"))
+    assert behavior.declared == {"divides": "experts heads"}
+    assert TrainingBehavior.of(behavior.declared) == behavior

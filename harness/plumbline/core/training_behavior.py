@@ -61,12 +61,13 @@ class TrainingBehavior:
         unknown = declared.keys() - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown declaration {min(unknown)!r}")
-        return cls(**{**declared, "divides": tuple(declared.get("divides", ()))})
+        return cls(**{**declared, "divides": tuple(declared.get("divides", "").split())})
 
     @property
-    def declared(self) -> dict[str, Any]:
-        """The values that differ from the defaults, by name."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+    def declared(self) -> dict[str, str | int]:
+        """The values that differ from the defaults, by name; several are joined by spaces."""
+        own = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return {name: " ".join(value) if isinstance(value, tuple) else value for name, value in own.items()}
 
     @property
     def by_iterations(self) -> bool:
