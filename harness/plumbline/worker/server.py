@@ -269,6 +269,8 @@ def preload(locator: str) -> list[Any]:
 
     from plumbline.subjects.load import load
 
+    # DTensor's operations are not run here over a fake process group: its cache would survive the fork. Meshes of equal
+    # ranks are equal keys, and what the cache returns has the coordinates of the process that filled it.
     torch.set_num_threads(1)
     subjects = load(locator)
     import plumbline.worker.node_leader
