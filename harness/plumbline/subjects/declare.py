@@ -154,7 +154,15 @@ def subject(
 
     try:
         behavior = TrainingBehavior(
-            data, shuffle, buffers, loss, model, gradients, max_nodes, stages_per_rank, max_stages,
+            data,
+            shuffle,
+            buffers,
+            loss,
+            model,
+            gradients,
+            max_nodes,
+            stages_per_rank,
+            max_stages,
             tuple(sorted(divides)),
         )
     except ValueError as error:
