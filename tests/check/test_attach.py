@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -148,6 +149,53 @@ def test_it_can_be_attached_again_and_everything_is_put_back() -> None:
         assert globals()["clip_grad_norm_"] is imported
 
 
+def test_nothing_of_the_training_is_kept() -> None:
+    training = Training()
+    model, optimizer = ref(training.model), ref(training.optimizer)
+    with plumbline.attach(steps=2) as attached:
+        training.step(3)
+    assert attached.verdict().right
+    del training, attached
+    gc.collect()
+    assert (model(), optimizer()) == (None, None)
+
+
+def test_optimizers_of_earlier_trainings_do_not_count() -> None:
+    earlier, training = Training(), Training()
+    earlier.optimizer.zero_grad()
+    with plumbline.attach(steps=2) as attached:
+        training.step(3)
+    assert attached.verdict().right
+
+
+def test_one_that_is_closed_before_another_leaves_nothing_behind() -> None:
+    before, imported = nn.functional.cross_entropy, clip_grad_norm_
+    training = Training()
+    first, second = plumbline.attach(steps=2), plumbline.attach(steps=2)
+    training.step(3)
+    first.close()
+    second.close()
+    assert first.verdict().right
+    assert training.step(1)
+    assert (nn.functional.cross_entropy, globals()["clip_grad_norm_"]) == (before, imported)
+
+
+def test_a_process_that_is_forked_meanwhile_leaves_the_evidence_alone() -> None:
+    training = Training()
+    with plumbline.attach(steps=2) as attached:
+        training.step(1)
+        if not (child := os.fork()):
+            try:
+                training.step(2)
+                attached.close()
+                gc.collect()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        training.step(2)
+    assert attached.verdict().right
+
+
 def test_the_training_is_the_same_bit_for_bit() -> None:
     plain = Training().step(4)
     with plumbline.attach(steps=2):
@@ -178,14 +226,19 @@ def test_without_a_step_nothing_is_judged() -> None:
         pass
     verdict = attached.verdict()
     assert (verdict.answer.value, verdict.right) == ("not judged", False)
-    assert "no optimizer of torch.optim has completed a step" in verdict.sentence
+    assert "completed 0 steps since it was attached" in verdict.sentence
     with pytest.raises(AssertionError, match="nothing was recorded"):
         verdict.assert_right()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"steps": 0}, "steps=0"), ({"after": -1}, "after=-1"), ({"objective": "mean"}, "token-mean")],
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"after": -1}, "after=-1"),
+        ({"objective": "mean"}, "token-mean"),
+        ({"folder": "/nowhere/at/all"}, "make it first"),
+    ],
 )
 def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -198,7 +251,7 @@ def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyP
     def found() -> str:
         monkeypatch.setattr(os.path, "isdir", lambda path: "plumbline-attach" not in str(path) and there(path))
         try:
-            folder = SharedFolder("1", lambda path: None).find()
+            folder = SharedFolder(lambda path: None).find()
         except UnreachableFolderError as error:
             return str(error)
         os.rmdir(folder)

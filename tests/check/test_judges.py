@@ -486,7 +486,7 @@ def test_a_consequence_without_its_mistake_is_information() -> None:
     (finding,) = judge_ranks_agree(made)
     assert finding.cause == "not-synchronised"
     (harmless,) = marked(finding)
-    assert harmless.message.endswith("; this does not count as wrong, because the check gradients found nothing wrong")
+    assert harmless.message.endswith("; this does not count as wrong, because the check gradients could not judge them")
     assert bad([harmless]) == []
     follows, _ = found = marked(finding, Finding("gradients", Outcome.FAILED, ""))
     assert bad(found) == ["not-synchronised", None]

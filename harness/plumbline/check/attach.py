@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -19,13 +21,15 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.options import OBJECTIVES, RecordingOptions, write_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.install import recorder_of
-from plumbline.check.rank.shared_folder import SharedFolder
+from plumbline.check.rank.recorder import TrainingRecorder
+from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
 from plumbline.recording.patching import Patches
+from plumbline.recording.process import rank_and_world
 
 if TYPE_CHECKING:
     from plumbline.check.training_verdict import TrainingVerdict
 
-_NUMBERS = itertools.count(1)
+_OPEN: WeakSet[TrainingRecorder] = WeakSet()
 
 
 class Attachment:
@@ -34,17 +38,20 @@ class Attachment:
     It is a context manager, which closes it. ``attach`` makes it.
     """
 
-    def __init__(self, optimizers: tuple[Optimizer, ...], options: RecordingOptions, folder: str | None) -> None:
-        self._folder = SharedFolder(str(next(_NUMBERS)), partial(write_options, options=options), folder)
+    def __init__(self, optimizers: Sequence[Optimizer], options: RecordingOptions, folder: str | None) -> None:
+        self._after = options.after
+        self._folder = SharedFolder(partial(write_options, options=options), folder)
         self._recorder = recorder_of(options, EvidenceWriter(self._folder.find), {})
         self._patches = Patches()
         self._verdict: TrainingVerdict | None = None
-        with self._patches.collected():
-            self._recorder.install()
+        self._patches.open()
+        self._recorder.install()
         self._patches.replace_imported()
         found = list(_made_before())
-        made = optimizers or tuple(one for one in found if isinstance(one, Optimizer))
-        self._recorder.follow(made, [one for one in found if not isinstance(one, Optimizer)])
+        others = [one for one in found if not isinstance(one, Optimizer)]
+        unnamed = [one for one in found if isinstance(one, Optimizer)] if not optimizers else []
+        self._recorder.follow(optimizers, unnamed, others)
+        _OPEN.add(self._recorder)
         weakref.finalize(self, self._folder.leave)  # also when the process ends
 
     @property
@@ -62,13 +69,23 @@ class Attachment:
 
     def close(self) -> None:
         """Record no more, and put back all that was replaced. Call it between two steps; again, it does nothing."""
+        if self._recorder not in _OPEN:
+            return
+        _OPEN.discard(self._recorder)
         self._recorder.finish()
-        self._patches.take_back()
+        if not self._recorder.has_steps and rank_and_world() is not None:
+            with suppress(OSError, RuntimeError, UnreachableFolderError):  # then the others wait for it
+                self._recorder.write_end()
+        self._patches.close()
 
-    def verdict(self) -> TrainingVerdict:
+    def verdict(self, *, wait: float | None = None) -> TrainingVerdict:
         """Close, wait for the other ranks of the process group to close, too, and judge what all have recorded.
 
         Every rank may ask, or one of them; each that asks computes it.
+
+        Args:
+            wait: Seconds to wait for other ranks; by default 60 and twice the time that recording has taken. Of ranks
+                that have not closed by then, the verdict says what is missing.
 
         Raises:
             TraceError: a file of evidence cannot be read.
@@ -79,14 +96,21 @@ class Attachment:
         if self._verdict is None:
             self.close()
             error = str(self._recorder.progress["error"])
-            if self._folder.path is None or not self._recorder.has_steps:
-                self._verdict = TrainingVerdict((), error and f"recording failed: {error}")
-            else:
-                self._recorder.wait_for_ends()
+            trainings = []
+            if self._folder.path is not None:
+                self._recorder.wait_for_ends(wait)
                 trainings = judged_trainings(Path(self._folder.path))
-                self._verdict = TrainingVerdict(tuple(trainings), error and f"recording ended early: {error}")
+            obstacle = (error and f"recording failed: {error}") or ("" if trainings else self._why_none())
+            self._verdict = TrainingVerdict(tuple(trainings), obstacle)
             self._folder.leave()
         return self._verdict
+
+    def _why_none(self) -> str:
+        taken = self._recorder.progress["steps"]
+        why = f"optimizers of this process have completed {taken} steps since it was attached"
+        if self._after:
+            why += f", of which the first {self._after} were to be skipped"
+        return f"{why}; attach in the process that trains, and before its last steps"
 
 
 def attach(
@@ -114,6 +138,8 @@ def attach(
     """
     if steps < 1 or after < 0:
         raise ValueError(f"attach was given steps={steps} and after={after}: record 1 step or more, after 0 or more")
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"attach was given folder={folder!r}, which is not a folder: make it first")
     if objective and objective not in OBJECTIVES:
         raise ValueError(f"attach was given objective={objective!r}: choose one of {', '.join(OBJECTIVES)}")
     return Attachment(optimizers, RecordingOptions(steps, after, objective=objective), folder)
@@ -122,6 +148,7 @@ def attach(
 def _made_before() -> Iterator[Any]:
     """Yield the optimizers that torch tells of their steps, and what observers want to know of, in no order."""
     kinds = DistributedDataParallel, LRScheduler
+    of_meshes: set[int] = set()
     for one in gc.get_objects():
         kind = type(one)
         if issubclass(kind, Optimizer):
@@ -129,6 +156,18 @@ def _made_before() -> Iterator[Any]:
                 yield one
         elif issubclass(kind, kinds) or kind.__name__ == "DeviceMesh":
             yield one
+            if kind.__name__ == "DeviceMesh" and rank_and_world() is not None:
+                of_meshes.update(map(id, one.get_all_groups()))
     c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
     # A private name: where a version of torch lacks it, groups made before are not known.
-    yield from getattr(getattr(c10d, "_world", None), "pg_map", ())
+    for group in getattr(getattr(c10d, "_world", None), "pg_map", ()):
+        if id(group) not in of_meshes:
+            yield group
+
+
+def _forked() -> None:
+    for recorder in _OPEN:
+        recorder.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -105,8 +105,8 @@ def record_function(
     def recorded(_: Any) -> Any:
         recorder = make_recorder(str(folder))
         patches = Patches()
-        with patches.collected():
-            recorder.install()
+        patches.open()
+        recorder.install()
         patches.replace_imported()
         try:
             return train()

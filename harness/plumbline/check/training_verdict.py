@@ -64,7 +64,7 @@ class TrainingVerdict:
     def _answer(self) -> tuple[Answer, str]:
         if self.trainings:
             return worst(self.trainings)
-        why = self.obstacle or "no optimizer of torch.optim has completed a step"
+        why = self.obstacle or "no optimizer of torch.optim has completed a step on any rank"
         return Answer.NOT_JUDGED, f"nothing was recorded: {why}"
 
     def _messages(self) -> Sequence[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer
 
-from plumbline.recording.patching import wrap
+from plumbline.recording.patching import undone_by, wrap
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -29,12 +29,12 @@ def is_container(optimizer: Optimizer) -> bool:
 
 
 class RegisteredParameters:
-    """Notes what ``now`` returns when a module is given a parameter, for good: an adapter, or in place of another."""
+    """Notes what ``now`` returns when a module is given a parameter: an adapter, or in place of another."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        register_module_parameter_registration_hook(self._note)
+        undone_by(register_module_parameter_registration_hook(self._note).remove)
 
     def when(self, parameter: Tensor) -> int:
         """Return what was noted of a parameter, 0 if nothing was."""

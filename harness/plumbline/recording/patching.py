@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -24,51 +23,58 @@ def attempt(note: Callable[..., T], *args: Any) -> T | None:
 
 
 class Patches:
-    """What is replaced and registered inside of ``collected``, so that it can be taken back."""
+    """What is replaced and registered between ``open`` and ``close``, which takes it back.
+
+    Of several that are open, the one that was opened last collects.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._functions: dict[int, tuple[Any, Any]] = {}
+        self._functions: list[tuple[Any, Any]] = []
 
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Collect what ``replace`` and ``undone_by`` are called with inside the block, on any thread."""
-        _COLLECTING.append(self)
-        try:
-            yield
-        finally:
-            _COLLECTING.remove(self)
+    def open(self) -> None:
+        """Collect from now on."""
+        _OPEN.append(self)
 
-    def add(self, undo: Callable[[], None], *replaced: Any) -> None:
-        """Call ``undo`` when all is taken back. ``replaced``: a function, and the one that stands in its place."""
-        self._undo.append(undo)
-        if replaced and isinstance(replaced[0], FunctionType):
-            self._functions[id(replaced[0])] = replaced[0], replaced[1]
-
-    def replace_imported(self) -> None:
-        """Replace the functions also where modules other than torch's have imported them by name."""
-        with self.collected():
-            for module in list(sys.modules.values()):
-                if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] in ("torch", "plumbline"):
-                    continue  # torch's own modules see the original also where all is replaced before the script runs
-                for name, value in list(vars(module).items()):
-                    known = self._functions.get(id(value))
-                    if known is not None and known[0] is value:
-                        replace(module, name, known[1])
-
-    def take_back(self) -> None:
-        """Put back what is still in place, the last one first."""
+    def close(self) -> None:
+        """Collect no more, and put back what is still in place, the last one first; again, it does nothing."""
+        if self in _OPEN:
+            _OPEN.remove(self)
         while self._undo:
             self._undo.pop()()
+        _exchange_imported({id(new): (new, _at_work(old)) for old, new in self._functions})
         self._functions.clear()
 
+    def add(self, undo: Callable[[], None], *replaced: Any) -> None:
+        """Call ``undo`` at the end. ``replaced``: a function, and the one that stands in its place."""
+        self._undo.append(undo)
+        if replaced and isinstance(replaced[0], FunctionType):
+            self._functions.append((replaced[0], replaced[1]))
 
-_COLLECTING: list[Patches] = []
+    def replace_imported(self) -> None:
+        """Replace the functions also where modules have imported them by name."""
+        _exchange_imported({id(old): (old, new) for old, new in self._functions})
+
+
+_OPEN: list[Patches] = []
 _ABSENT = object()
 
 
+def _exchange_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
+    """Put one function in the place of another in all modules, by the other one's id.
+
+    Not in those of torch: where everything is patched before a script runs, they have the original, too.
+    """
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in ("torch", "plumbline"):
+            for name, value in list(vars(module).items()):
+                known = functions.get(id(value))
+                if known is not None and known[0] is value:
+                    setattr(module, name, known[1])
+
+
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Set ``owner.name``, of a module or class: for good, or until collected patches are taken back."""
+    """Set ``owner.name``, of a module or class: for good, or until open patches are closed."""
     old, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
     setattr(owner, name, new)
 
@@ -78,15 +84,22 @@ def replace(owner: Any, name: str, new: Any) -> None:
         if old is _ABSENT:
             delattr(owner, name)
         else:
-            setattr(owner, name, old)
+            setattr(owner, name, _at_work(old))
 
-    for patches in _COLLECTING:
+    for patches in _OPEN[-1:]:
         patches.add(put_back, seen, new)
 
 
+def _at_work(function: Any) -> Any:
+    """Return a function, or what lies below it if it was put around that and is detached by now."""
+    while hasattr(function, "plumbline_original"):
+        function = function.plumbline_original
+    return function
+
+
 def undone_by(undo: Callable[[], None]) -> None:
-    """Call ``undo`` when collected patches are taken back; where none are collected, never."""
-    for patches in _COLLECTING:
+    """Call ``undo`` when open patches are closed; where none are open, never."""
+    for patches in _OPEN[-1:]:
         patches.add(undo)
 
 
@@ -99,11 +112,27 @@ def wrap(owner: Any, name: str, around: Around) -> None:
     if original is None:
         return
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+    if not _OPEN:
 
-    replace(owner, name, wrapper)
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        replace(owner, name, wrapper)
+        return
+    arounds = [around]
+
+    @functools.wraps(original)
+    def detachable(*args: Any, **kwargs: Any) -> Any:
+        # Somebody may have kept it, or put another function around it: it outlives what it was made for.
+        return arounds[0](original, *args, **kwargs) if arounds else original(*args, **kwargs)
+
+    def detach() -> None:
+        arounds.clear()
+        detachable.plumbline_original = original  # type: ignore[attr-defined]
+
+    replace(owner, name, detachable)
+    undone_by(detach)
 
 
 def wrap_overrides(base: Any, name: str, around: Around) -> None:

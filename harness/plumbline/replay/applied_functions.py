@@ -12,28 +12,38 @@ Applied = Callable[[Callable[..., Any], Any, "tuple[Any, ...]", "dict[str, Any]"
 """Runs a function: it gets what runs it, the class, and the arguments, and returns its result."""
 
 
+_FOLLOWING: list[Applied] = []
+
+
 def follow_functions(applied: Applied) -> Callable[[], None]:
     """Send the calls of all functions through ``applied`` until what is returned is called.
 
-    ``Function.apply`` looks its base class's up at each call, but is looked up itself when a script keeps it.
+    Several may follow, and end in any order; the last one is asked first. ``Function.apply`` looks its base class's up
+    at each call, but is looked up itself when a script keeps it.
     """
     base: Any = torch.autograd.function._SingleLevelFunction
-    before = base.__dict__.get("apply")
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(super(base, kind).apply, kind, args, kwargs)
+        run = super(base, kind).apply
+        for one in tuple(_FOLLOWING):
+            run = _through(one, run, kind)
+        return run(*args, **kwargs)
 
-    base.apply = own = classmethod(apply)
+    if not _FOLLOWING:
+        base.apply = classmethod(apply)
+    _FOLLOWING.append(applied)
 
     def end() -> None:
-        if base.__dict__.get("apply") is not own:
-            return
-        if before is None:
-            del base.apply
-        else:
-            base.apply = before
+        if applied in _FOLLOWING:
+            _FOLLOWING.remove(applied)
+            if not _FOLLOWING:
+                del base.apply
 
     return end
+
+
+def _through(applied: Applied, run: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: applied(run, kind, args, kwargs)
 
 
 @contextmanager

@@ -21,5 +21,8 @@ class LightningCallback(ToldVerdict, Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self._look()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from plumbline.check.attach import Attachment, attach
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.check.verdict.verdict import Answer
 from plumbline.recording.process import rank_and_world
+
+LONGEST_WAIT_S = 60.0
+"""How long rank 0 waits for the others, which go on training: communication libraries end those that wait longer."""
 
 
 class WrongTrainingError(Exception):
@@ -17,19 +21,28 @@ class WrongTrainingError(Exception):
 class ToldVerdict:
     """Records the first ``steps`` steps after ``after``. Rank 0 judges them, and prints the verdict to standard error.
 
-    ``stop_when_wrong``: rank 0 then raises ``WrongTrainingError``, which ends the training. ``verdict`` is None until
-    it is known, and on other ranks.
+    ``stop_when_wrong``: rank 0 then raises ``WrongTrainingError``, so that its launcher ends all ranks. ``objective``
+    and ``folder`` are those of ``plumbline.attach``. ``verdict`` is None until it is known, and on other ranks.
     """
 
-    def __init__(self, steps: int = 4, *, after: int = 0, stop_when_wrong: bool = False) -> None:
-        self._steps = steps
-        self._after = after
+    def __init__(
+        self,
+        steps: int = 4,
+        *,
+        after: int = 0,
+        stop_when_wrong: bool = False,
+        objective: str = "",
+        folder: str | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {"steps": steps, "after": after, "objective": objective, "folder": folder}
         self._stop_when_wrong = stop_when_wrong
         self._attached: Attachment | None = None
         self.verdict: TrainingVerdict | None = None
 
     def _begin(self) -> None:
-        self._attached = attach(steps=self._steps, after=self._after)
+        if self._attached is not None:  # a training before this one has raised
+            self._attached.close()
+        self._attached = attach(**self._options)
 
     def _look(self) -> None:
         if self._attached is not None and self._attached.is_complete:
@@ -41,7 +54,14 @@ class ToldVerdict:
             return
         attached.close()
         if (rank_and_world() or (0, 1))[0] == 0:
-            self.verdict = attached.verdict()
-            print(self.verdict, file=sys.stderr, flush=True)
-            if self._stop_when_wrong and self.verdict.answer is Answer.WRONG:
+            self._tell(attached)
+            if self._stop_when_wrong and self.verdict is not None and self.verdict.answer is Answer.WRONG:
                 raise WrongTrainingError(str(self.verdict))
+
+    def _tell(self, attached: Attachment) -> None:
+        try:
+            self.verdict = attached.verdict(wait=LONGEST_WAIT_S)
+        except Exception as error:  # it is no reason to end the training
+            print(f"plumbline: the training could not be judged: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            print(self.verdict, file=sys.stderr, flush=True)

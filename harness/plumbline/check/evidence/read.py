@@ -53,7 +53,8 @@ def _read_rank(folder: Path) -> RecordedRank | None:
         tuple(_step(values, tensors) for values, tensors in recorded),
         {**end.get("facts", {}), **later.get("facts", {})},
         end.get(
-            "error", "" if end else "the process ended without writing its last evidence; check whether it was killed"
+            "error",
+            "" if end else "its last evidence is missing: it was killed, or still records",
         ),
     )
 

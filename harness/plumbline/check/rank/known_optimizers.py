@@ -32,6 +32,7 @@ class KnownOptimizers:
     def __init__(self, names: ParameterNames) -> None:
         self._names = names
         self._made: list[Optimizer] = []
+        self._found: list[Optimizer] = []
         self._parts: dict[int, list[Tensor]] = {}
         self._taken: dict[int, int] = {}
         self._recorded: set[int] = set()
@@ -57,9 +58,11 @@ class KnownOptimizers:
     def has_begun(self, optimizer: Optimizer) -> bool:
         return self.number(optimizer) in self._taken
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Number an optimizer, which is not known yet."""
+    def add(self, optimizer: Optimizer, *, found: bool = False) -> None:
+        """Number an optimizer, which is not known yet. ``found``: it may belong to another training, and never step."""
         self._made.append(optimizer)
+        if found:
+            self._found.append(optimizer)
         if self._registered is None:
             self._registered = RegisteredParameters(lambda: len(self._made))
 
@@ -136,11 +139,18 @@ class KnownOptimizers:
         seen = {id(parameter) for optimizer in recorded for parameter in parameters_of(optimizer)}
         found: Entries = {}
         for place, optimizer in enumerate(self._made):
+            if self._is_elsewhere(optimizer):
+                continue
             own = {name: one.numel() for name, one in self._trainable(optimizer) if id(one) not in seen}
             seen.update(map(id, parameters_of(optimizer)))
             if own:
                 found[str(place)] = own
         return found
+
+    def _is_elsewhere(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer that was only found has nothing of the modules that were called."""
+        was_found = any(one is optimizer for one in self._found)
+        return was_found and not any(map(self._names.knows, parameters_of(optimizer)))
 
     def note_late(self, optimizer: Optimizer) -> bool:
         """Note an optimizer that steps after the recorded steps; return whether ``late`` has changed."""

@@ -109,13 +109,13 @@ class TrainingRecorder:
         follow_added_parameters(lambda optimizer: self._errors.keep(lambda: self._note_parameters(optimizer)))
         self._errors.keep(lambda: self._observers.tell(lambda one: one.install()))
 
-    def follow(self, optimizers: Iterable[Optimizer], others: Iterable[Any] = ()) -> None:
+    def follow(self, named: Sequence[Optimizer], found: Sequence[Optimizer], others: Iterable[Any] = ()) -> None:
         """Follow optimizers that were made before ``install``, and tell the observers of ``others``.
 
-        Where gradients are left from before, their backward passes are unknown: the first step that is recorded is then
-        the one after the next.
+        Those that were ``found`` may belong to other trainings. Where gradients are left from before, their backward
+        passes are unknown: the first step that is recorded is then the one after the next.
         """
-        known = list(optimizers)
+        known = [*named, *found]
         has_gradients = any(one.grad is not None for optimizer in known for one in parameters_of(optimizer))
         if has_gradients and not self._window[0]:
             self._window = 1, 1 + self._options.steps
@@ -123,14 +123,30 @@ class TrainingRecorder:
         def note() -> None:
             for one in others:
                 self._observers.tell(methodcaller("found", one))
-            for optimizer in known:
+            for optimizer in found:
+                self._optimizers.add(optimizer, found=True)
+                self._observers.tell(methodcaller("optimizer_made", optimizer))
+            for optimizer in named:
                 self._note(optimizer)
+            if known and not self._window[0]:
+                self._start()
 
         self._errors.keep(note)
 
-    def wait_for_ends(self) -> None:
+    def abandon(self) -> None:
+        """Record no more, and write nothing: this is a fork of the process that is recorded."""
+        self._stop()
+        self._finished = True
+
+    def write_end(self) -> None:
+        """Say that this rank has no more evidence, where it has none at all: others need not wait for it."""
+        self._world = _world()
+        self._writer.write_end(self._world[0], {}, self._errors.first)
+
+    def wait_for_ends(self, seconds: float | None = None) -> None:
         """Wait until all ranks of the group have written their evidence, or have had the time for it."""
-        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
+        recorded = time.monotonic() - self._began if self._began else 0.0
+        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * recorded if seconds is None else seconds)
 
     def forget(self) -> None:
         """In a forked process: record its steps as its own, unless the parent has taken some itself."""

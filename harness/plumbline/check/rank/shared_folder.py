@@ -22,14 +22,14 @@ class UnreachableFolderError(Exception):
 
 
 class SharedFolder:
-    """The folder with this ``name`` among those of a process group; ``prepare`` is called with it by one rank.
+    """The next folder of a process group: every rank needs as many; ``prepare`` is called with it by one rank.
 
     Without a group, each process has a folder of its own. ``above``: the folder in which it is made, the temporary one
     if it is None.
     """
 
-    def __init__(self, name: str, prepare: Callable[[Path], None], above: str | None = None) -> None:
-        self._name = name
+    def __init__(self, prepare: Callable[[Path], None], above: str | None = None) -> None:
+        self._pid = os.getpid()
         self._prepare = prepare
         self._above = above
         self.path: str | None = None
@@ -43,14 +43,19 @@ class SharedFolder:
             UnreachableFolderError: it is on another machine.
         """
         own = tempfile.mkdtemp(prefix="plumbline-attach-", dir=self._above)
-        self._prepare(Path(own))
-        self._place = rank_and_world() or self._place
-        self.path = own if rank_and_world() is None else self._agreed(own)
+        try:
+            self._prepare(Path(own))
+            place = rank_and_world()
+            self._place = place or self._place
+            self.path = own if place is None else self._agreed(own, place[0])
+        finally:
+            if self.path != own:
+                shutil.rmtree(own, ignore_errors=True)
         return self.path
 
     def leave(self) -> None:
         """Say that this rank needs the folder no more; the last rank to say so removes it."""
-        if self.path is not None:
+        if self.path is not None and os.getpid() == self._pid:  # and not in a fork of the process
             rank, ranks = self._place
             with suppress(OSError):
                 Path(self.path, f"{_LEFT}{rank}").touch()
@@ -58,14 +63,13 @@ class SharedFolder:
                     shutil.rmtree(self.path, ignore_errors=True)
             self.path = None
 
-    def _agreed(self, own: str) -> str:
+    def _agreed(self, own: str, rank: int) -> str:
         c10d: Any = torch.distributed.distributed_c10d
         store = c10d.PrefixStore("plumbline attach", c10d._get_default_store())
-        found: str = store.compare_set(self._name, "", own).decode()
-        if found != own:
-            shutil.rmtree(own, ignore_errors=True)
-            if not os.path.isdir(found):
-                raise UnreachableFolderError(
-                    f"the folder {found} of another rank is not on this machine: pass folder=, which all machines share"
-                )
+        number = store.add(f"folders of rank {rank}", 1)
+        found: str = store.compare_set(f"folder {number}", "", own).decode()
+        if found != own and not os.path.isdir(found):
+            raise UnreachableFolderError(
+                f"the folder {found} of another rank is not on this machine: pass folder=, which all machines share"
+            )
         return found

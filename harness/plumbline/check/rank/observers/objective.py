@@ -29,15 +29,20 @@ _LONGEST_CHAIN = 64
 class _Call:
     """A call of a loss function, and the gradient of what is optimised with respect to its result.
 
-    ``is_masked``: its input may have entries that a mask sets, which are terms all the same.
+    ``is_masked``: its input may have entries that a mask sets, which are terms all the same. ``arrived`` has the
+    gradient; a hook of the node fills it and must not hold the node, which nobody would ever free.
     """
 
     call: LossCall
     targets: Tensor
     node: Any = None
     is_masked: bool = False
-    cotangent: Tensor | None = None
+    arrived: list[Tensor] = field(default_factory=list)
     facts: Facts = field(default_factory=dict)
+
+    @property
+    def cotangent(self) -> Tensor | None:
+        return self.arrived[-1] if self.arrived else None
 
 
 class ObjectiveObserver(Observer):
@@ -148,14 +153,14 @@ class ObjectiveObserver(Observer):
         if not isinstance(targets, Tensor):
             return
         one = _Call(call, targets.detach(), result.grad_fn)
-
-        def arrived(cotangent: Tensor | None) -> None:
-            if cotangent is not None and not is_paused():  # None where what was computed from it is not used
-                one.cotangent = cotangent.detach()
-
         # On the result itself: a division of it in place must not lose the hook.
-        result.register_hook(arrived)  # type: ignore[no-untyped-call]
+        result.register_hook(partial(_arrives, one.arrived))  # type: ignore[no-untyped-call]
         self._calls.append(one)
+
+
+def _arrives(arrived: list[Tensor], cotangent: Tensor | None) -> None:
+    if cotangent is not None and not is_paused():  # None where what was computed from it is not used
+        arrived.append(cotangent.detach())
 
 
 def _facts(one: _Call, rows: int | None) -> Facts:

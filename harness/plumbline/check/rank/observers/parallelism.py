@@ -94,6 +94,8 @@ class ParallelismObserver(Observer):
         self._wrapped = self._wrapped or isinstance(one, nn.parallel.DistributedDataParallel)
         if type(one).__name__ == "DeviceMesh":
             self._note_mesh(one)
+        elif not torch.distributed.is_available():
+            return
         elif isinstance(one, torch.distributed.ProcessGroup) and 1 < one.size() < world_size():
             self._groups.append(one.size())
 
