@@ -29,7 +29,7 @@ def server_killed(bench: Any, folder: Path) -> Shot:
         "--gpus", "2", "--workloads", "mlp", "--precisions", "32",
         "--subject", f"{SUBJECTS / 'dying.py'}::kills-the-server", "--subject", f"{SUBJECTS / 'dying.py'}::trains",
     )  # fmt: skip
-    shot = sentence(said, "tried twice: the fork server of .* died", code=1)
+    shot = sentence(said, "failed twice: the fork server of .* died", code=1)
     bad = {
         r["cell"]
         for r in project.run()
@@ -47,7 +47,9 @@ def server_killed_once(bench: Any, folder: Path) -> Shot:
         "--subject", f"{SUBJECTS / 'dying.py'}::kills-the-server-once", PLUMBLINE_FAULTS_ONCE=str(folder / "once"),
     )  # fmt: skip
     told = [
-        r for r in project.run() if r["type"] == "result" and "tried again, because the fork server" in r["message"]
+        r
+        for r in project.run()
+        if r["type"] == "result" and "the first attempt failed: the fork server" in r["message"]
     ]
     return (
         sentence(said, "2 passed", code=0) if told else Shot(False, f"the report does not say so: {said.text[-500:]}")
@@ -170,7 +172,7 @@ def powerless(bench: Any, folder: Path) -> Shot:
 
 
 OF_DEATHS = [
-    fault(2, server_killed, "errored, tried twice, why; the next cells are trained"),
+    fault(2, server_killed, "errored, failed twice, why; the next cells are trained"),
     fault(2, server_killed_once, "tried again, passed, and the report says why"),
     fault(8, killed, "--resume continues, no shown result is lost, no process is left"),
     fault(8, powerless, "--resume continues, a torn last line is recognised"),

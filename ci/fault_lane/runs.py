@@ -31,7 +31,7 @@ def full_disk(bench: Any, folder: Path) -> Shot:
     project.reports.mkdir()
     with mounted(project.reports, "size=20k"):
         said = project.pytest(*CELLS)
-        shot = sentence(said, "No space left.*make room.*--report-dir")
+        shot = sentence(said, "No space left.*free disk space.*--report-dir")
         run = project.run()
     unknown = cells_of(run) - {cell["cell"] for cell in run[0]["planned"]}
     return shot if not unknown else Shot(False, f"cells that were not planned: {unknown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ def write_text(path: Path, text: str) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ResultsError(f"Cannot write {path} ({error.strerror}): make its folder writable.") from error
+        what = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make its folder writable"
+        raise ResultsError(f"Cannot write {path} ({error.strerror}): {what}.") from error
 
 
 def point_symlink(link: Path, target: str) -> None:
