@@ -176,10 +176,17 @@ def train_together(folder, mistake):
         begin = done = saved["done"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["lr"] *= ranks / 2 if mistake in ("four rows a rank", "other rows") else 1
         # As NVIDIA-NeMo/Megatron-Bridge#5637: the position is that of one of the ranks that there were.
         begin = done // 2 if mistake == "one rank's position" else begin
     for step in range(begin, 12):
         rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+        if mistake in ("four rows a rank", "other rows"):
+            if not done:
+                optimizer.param_groups[0]["lr"] *= ranks
+            place = (8 * step + 4 * rank) if ranks == 2 else 4 * (step - 4) + 32
+            other = 100 * (mistake == "other rows" and ranks == 1)
+            rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(place + other))
         optimizer.zero_grad()
         mse_loss(wrapped(rows[:, :4]), rows[:, 4:]).backward()
         optimizer.step()
@@ -196,6 +203,8 @@ def train_together(folder, mistake):
     [
         ("", None, "have the weights and states of the uninterrupted one; samples"),
         ("zeros", "optimizer-state-altered", "another exp_avg"),
+        ("four rows a rank", None, "the steps on 2 and 1 ranks have 8 and 4 samples; they use the same samples"),
+        pytest.param("other rows", None, "cannot be compared step by step", marks=pytest.mark.nightly),
         pytest.param(
             "one rank's position", "batch-again-after-resuming", "those of step 2 on", marks=pytest.mark.nightly
         ),
@@ -213,7 +222,7 @@ def test_what_can_be_compared_on_another_number_of_ranks_is_compared(tmp_path, m
     if mistake == "sharded":  # without what torch needs to read shards on one rank
         (tmp_path / "i" / "saved.pt").unlink()
     resumed = recorded("resumed", "i", 1, RecordingOptions(4, state=True))
-    (finding,) = judge_resumption(first, resumed, whole, 4)
+    *_, finding = judge_resumption(first, resumed, whole, 4)
     assert (finding.cause, says in finding.message) == (cause, True), finding
 
 

@@ -44,7 +44,7 @@ def judge_resumed_state(pair: Resumption) -> Finding | None:
 
 
 def _state_on_other_ranks(pair: Resumption) -> Finding | None:
-    mine, theirs = _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
+    mine, theirs = _of_both(pair)
     where = {"step": pair.begin, "family": "checkpoint"}
     shared = [name for name in theirs if theirs[name] and name in mine]
     missing = [name for name in shared if not mine[name]]
@@ -59,6 +59,11 @@ def _state_on_other_ranks(pair: Resumption) -> Finding | None:
     pairs = ((name, _of_one_value(mine[name]), _of_one_value(theirs[name])) for name in shared)
     other = [(name, sorted(key for key in own if own[key] != saved.get(key, own[key]))) for name, own, saved in pairs]
     return _altered(other, where)
+
+
+def _of_both(pair: Resumption) -> tuple[dict[Name, dict[str, set[Any]]], dict[Name, dict[str, set[Any]]]]:
+    """Return the known states of the resumed training and of the whole one, where the one goes on with the other."""
+    return _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
 
 
 def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict[Name, dict[str, set[Any]]]:
@@ -80,7 +85,7 @@ def _of_one_value(state: Mapping[str, set[Any]]) -> dict[str, Any]:
 
 def shares_states(pair: Resumption) -> bool:
     """Return whether states could be compared on another number of ranks; some optimizers have none."""
-    known = [_known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)]
+    known = _of_both(pair)
     mine, theirs = ({name: _of_one_value(state) for name, state in one.items()} for one in known)
     has_any = any(states for one in known for states in one.values())
     return not has_any or any(name in mine and mine[name].keys() & theirs[name].keys() for name in theirs)

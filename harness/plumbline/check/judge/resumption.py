@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.rank_weights import of_all
 from plumbline.check.judge.resumed_state import judge_resumed_state, shares_states
 from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
 from plumbline.core.finding import Finding
@@ -59,7 +60,8 @@ def judge_resumption(
         Resumption(whole[0], resumed[0], interrupted, {**last, min(found): begin})
         for begin in reversed(found[min(found)])
     ]
-    wrongs = [judge_resumed_state(pair) or _settings(pair) or _samples(pair) or _loss_scale(pair) for pair in pairs]
+    sizes = _other_sizes(pairs[0])
+    wrongs = [judge_resumed_state(pair) or (None if sizes else _in_each_step(pair)) for pair in pairs]
     if None not in wrongs:
         yield next(one for one in wrongs if one is not None)
         return
@@ -68,14 +70,13 @@ def judge_resumption(
     if not steps:
         yield not_judged(CHECK, f"the uninterrupted training ended before step {pair.begin}")
         return
-    rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
-    states = "weights and states" if pair.same_ranks or shares_states(pair) else "weights"
-    older = "" if pair.begin == interrupted else f", the last one that was saved before step {interrupted},"
-    yield passed(
-        CHECK,
-        f"at step {pair.begin}{older} the optimizers of the resumed training have the {states} of the "
-        f"uninterrupted one; {rows}learning rates and loss scales agree in {counted(len(steps), 'step')}",
-    )
+    yield passed(CHECK, _agree(pair, len(steps), sizes))
+    if sizes and not _uses_the_same_samples(pair):
+        yield not_judged(CHECK, f"{sizes}: samples, learning rates and loss scales cannot be compared step by step")
+    compared, every, has_shards = _extent(pair)
+    if has_shards:
+        why = "the others are shards, which other numbers of ranks divide otherwise"
+        yield not_judged(CHECK, f"{of_all(compared, every)} could be compared: {why}")
     if _draws_otherwise(pair):
         yield headline_note(
             CHECK,
@@ -83,6 +84,75 @@ def judge_resumption(
             "numbers. To make both trainings equal, save and restore torch.get_rng_state() and "
             "torch.cuda.get_rng_state() on each rank.",
         )
+
+
+def _in_each_step(pair: Resumption) -> Finding | None:
+    return _settings(pair) or _samples(pair) or _loss_scale(pair)
+
+
+def _agree(pair: Resumption, steps: int, sizes: str) -> str:
+    """Return in words what agrees; ``sizes`` says why steps cannot be compared one by one."""
+    rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
+    each = f"{rows}learning rates and loss scales agree in {counted(steps, 'step')}"
+    if sizes:
+        each = f"{sizes}; they use the same samples" if _uses_the_same_samples(pair) else sizes
+    states = "weights and states" if pair.same_ranks or shares_states(pair) else "weights"
+    older = "" if pair.begin == pair.interrupted else f", the last one that was saved before step {pair.interrupted},"
+    compared, every, _ = _extent(pair)
+    part = "" if compared == every else f" (compared for {of_all(compared, every)})"
+    return (
+        f"at step {pair.begin}{older} the optimizers of the resumed training have the {states} of the uninterrupted "
+        f"one{part}; {each}"
+    )
+
+
+def _extent(pair: Resumption) -> tuple[int, int, bool]:
+    """Return how many parameters of the first rank were compared, of how many, and whether any other is a shard."""
+    compared, every, has_shards = 0, 0, False
+    for optimizer, begin in pair.begins.items():
+        own = next((one for one in pair.resumed.ranks[0].steps if one.optimizer == optimizer), None)
+        other = step_at(pair, 0, begin, optimizer)
+        if own is not None and other is not None:
+            mine, theirs = (weights_of(one, with_shards=pair.same_ranks) for one in (own, other))
+            compared += sum(name in theirs and digest is not None for name, (digest, _) in mine.items())
+            every += len(own.parameters)
+            shards = (shard for one in (own, other) for *_, shard in one.facts[STATE]["weights"])
+            has_shards |= not pair.same_ranks and any(shards)
+    return compared, every, has_shards
+
+
+def _other_sizes(pair: Resumption) -> str:
+    """Say that steps on other numbers of ranks have other numbers of samples, as with a fixed batch on each rank."""
+    if pair.same_ranks:
+        return ""
+    mine, theirs = (
+        max(map(len, _rows_by_step(one, of_each=False).values()), default=0) for one in (pair.resumed, pair.whole)
+    )
+    if mine == theirs and mine:
+        return ""
+    ranks = f"{pair.whole.world_size} and {pair.resumed.world_size} ranks"
+    if not mine or not theirs:
+        return f"the numbers of samples in the steps on {ranks} are not known"
+    return f"the steps on {ranks} have {theirs} and {mine} samples"
+
+
+def _uses_the_same_samples(pair: Resumption) -> bool:
+    """Return whether the resumed training goes on with the samples of the whole one, in steps of another size."""
+    mine, theirs = _rows_by_step(pair.resumed, of_each=False), _rows_by_step(pair.whole, of_each=False)
+    own = _rows_until(mine[place] for place in sorted(mine))
+    expected = _rows_until(theirs[place] for place in sorted(theirs) if place[0] >= pair.begin)
+    ends = own.keys() & expected.keys()
+    return bool(ends) and all(own[end] == expected[end] for end in ends)
+
+
+def _rows_until(steps: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the rows of all steps up to the end of each, by their number; their order over ranks is not known."""
+    rows: list[int] = []
+    found = {}
+    for step in steps:
+        rows = sorted([*rows, *step])
+        found[len(rows)] = rows
+    return found
 
 
 def _why_not(
@@ -164,7 +234,12 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
             rank=others[0], **where,
         )  # fmt: skip
     name, distance = _worst(firsts[0], last[0], with_shards=pair.same_ranks)
-    if name is None or distance < ROUNDING:
+    if name is None:
+        return not_judged(
+            CHECK,
+            f"no weights could be compared with those before step {pair.interrupted} of the uninterrupted training",
+        )
+    if distance < ROUNDING:
         return not_judged(CHECK, "weights are those of the saved step up to rounding: use deterministic algorithms")
     return failed_with_hint(
         CHECK,
