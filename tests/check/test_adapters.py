@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbline.check.function import CheckedFunction, check_function
+from plumbline.check.verdict.verdict import Answer
 
 STEPS = 4
 
@@ -172,7 +173,7 @@ def checked(train: Callable[[], None]) -> CheckedFunction:
             "wrap the model again after unfreezing",
             marks=pytest.mark.nightly,
         ),
-        (added_after_sharding, "not-synchronised", "0.down, 0.up are not sharded by FSDP"),
+        (partial(added_after_sharding, seed=7), "not-synchronised", "0.down, 0.up are not sharded by FSDP"),
         (partial(added_after_sharding, replicated=True, seed=7), "some-parameters-not-synchronised", "Replicate"),
         pytest.param(
             partial(added_after_sharding, synchronised=True),
@@ -195,6 +196,13 @@ def test_a_mistake_with_adapters_is_named(train: Callable[[], None], cause: str,
     bad = [one for one in checked(train).findings if one.outcome.is_bad]
     assert bad[0].cause == cause
     assert any(says in one.message for one in bad), bad
+
+
+def test_adapters_that_each_rank_begins_for_itself_are_not_judged() -> None:
+    """Nothing tells huggingface/transformers#48873, where ranks draw other adapters, from adapters of each rank."""
+    found = checked(added_after_sharding)
+    assert found.answer is Answer.NOT_JUDGED
+    assert "This is a mistake unless the ranks train separate adapters" in found.sentence
 
 
 def of_a_later_optimizer_group() -> None:

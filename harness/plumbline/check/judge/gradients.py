@@ -30,7 +30,7 @@ from plumbline.check.judge.rows_used import all_use_different_rows
 from plumbline.check.judge.unreduced import judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.outcome import Outcome
-from plumbline.judge.findings import failed_with_hint, with_hint
+from plumbline.judge.findings import Information, failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
@@ -88,7 +88,9 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if not any(one.outcome is Outcome.FAILED for one in found):
         # The mean over ranks of gradients that nothing has averaged is right all the same.
         replicated = judge_replicated_gradients(training)
-        found = found if replicated is None else [replicated]
+        if replicated is not None:
+            others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
+            found = [replicated, *others]
     yield from found
 
 

@@ -13,7 +13,7 @@ from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, step_objectives
-from plumbline.check.judge.unreduced import ranks_hold_one_model
+from plumbline.check.judge.unreduced import ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
@@ -48,6 +48,14 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             step,
         )
     if finding.cause == "not-synchronised" and ranks_begin_apart(training) and not ranks_hold_one_model(training):
+        if names := separate_adapters(training):
+            return not_judged(
+                check,
+                f"each rank begins with its own values of {listed(names)} and steps with its own gradients, beside a "
+                "frozen model that FSDP shards. This is a mistake unless the ranks train separate adapters: add "
+                "adapters before fully_shard, or broadcast them once and average their gradients",
+                step,
+            )
         return not_judged(
             check,
             "each rank holds its own weights and steps with its own gradients. These may be separate trainings or "

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.rank_weights import OBSERVER, RankWeights, common_steps, weights_at
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.precision_used import OBSERVER as PRECISION
+from plumbline.check.judge.rank_weights import OBSERVER, RankWeights, common_steps, weights_are_made_equal, weights_at
+from plumbline.check.rank.joint.copies_and_parts import ROUNDINGS
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.report.text import listed
 
 CHECK = "gradients"
-
-_ROUNDINGS = 128  # as many as between copies on the ranks, which may add up gradients in different orders
 
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
 
@@ -56,13 +56,17 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
 def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
     """Return what is wrong if DTensors that say that all ranks hold the same have another gradient on each rank.
 
-    None also where the ranks have the same weights after the step: it may average gradients itself.
+    None also where the ranks have the same weights after the step, or before a later one: the script may average
+    gradients or weights itself.
     """
+    if weights_are_made_equal(training):
+        return None
     for place, steps in common_steps(training):
+        eps = max(map(_coarsest, steps.values()))
         apart = [
             one
             for one in weights_at(place, steps)
-            if one.is_replicated and one.differ("after") and not one.is_rounding and _have_other_gradients(one)
+            if one.is_replicated and one.differ("after") and not one.is_rounding and _have_other_gradients(one, eps)
         ]
         if apart:
             step = next(iter(steps.values()))
@@ -70,8 +74,8 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
             finding = failed_with_hint(
                 CHECK,
                 f"{listed(names)} {'is a DTensor' if len(names) == 1 else 'are DTensors'} with the placement "
-                "Replicate, but each rank steps with a gradient of its own samples",
-                "average these gradients over the ranks of the mesh",
+                "Replicate, but each rank steps with another gradient",
+                "all-reduce it (a sum for parts of one batch, a mean for batches of their own)",
                 cause="some-parameters-not-synchronised",
                 family="sync",
                 step=step.number,
@@ -82,9 +86,30 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
     return None
 
 
+def separate_adapters(training: RecordedTraining) -> list[str]:
+    """Return the parameters that each rank trains for itself beside a frozen model that is sharded over all ranks.
+
+    None where shards are trained as well: then the ranks train one model.
+    """
+    names = [one.parameter.name for one in _common_weights(training) if one.why_unreduced == "unsharded"]
+    return (
+        [] if any(_trains_shards(step) for rank in training.ranks for step in rank.steps) else [*dict.fromkeys(names)]
+    )
+
+
 def ranks_hold_one_model(training: RecordedTraining) -> bool:
-    """Return whether parameters that nothing reduces are part of a model that is sharded over all ranks."""
-    return any(one.why_unreduced == "unsharded" for one in _common_weights(training))
+    """Return whether parameters that nothing reduces are trained beside shards of one model."""
+    return any(_unsharded(training)) and not separate_adapters(training)
+
+
+def _unsharded(training: RecordedTraining) -> Iterator[RankWeights]:
+    return (one for one in _common_weights(training) if one.why_unreduced == "unsharded")
+
+
+def _trains_shards(step: RecordedStep) -> bool:
+    """Return whether an optimizer trains parameters of which no rank has all values."""
+    before = step.facts.get(OBSERVER, {}).get("before", ())
+    return any(digest is None and one.trained for one, digest in zip(step.parameters, before, strict=False))
 
 
 def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
@@ -93,10 +118,20 @@ def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
             yield from weights_at(place, steps)
 
 
-def _have_other_gradients(one: RankWeights) -> bool:
+def _have_other_gradients(one: RankWeights, coarsest: float) -> bool:
     dtype = getattr(torch, one.parameter.dtype)
     if not one.differ("gradients") or not dtype.is_floating_point:
         return False
     first, *others = [each.nan_to_num() for each in one.received]
     size = max(float(each.norm()) for each in (first, *others))
-    return any(float((each - first).norm()) > _ROUNDINGS * torch.finfo(dtype).eps * size for each in others)
+    most = ROUNDINGS * max(torch.finfo(dtype).eps, coarsest) * size
+    return any(float((each - first).norm()) > most for each in others)
+
+
+def _coarsest(step: RecordedStep) -> float:
+    """Return the epsilon of the coarsest dtype in which a step's gradients were computed, as far as it is known."""
+    facts = [step.facts.get(PRECISION) or {}, *(one.facts.get(PRECISION) or {} for one in step.passes)]
+    kept = [name for one in facts for kind in ("parameters", "gradients") for name in one.get(kind, ())]
+    used = [name.split()[-1] for one in facts for name in one.get("autocast", ())]
+    dtypes = [getattr(torch, name, None) for name in (*kept, *used)]
+    return max((torch.finfo(one).eps for one in dtypes if one is not None and one.is_floating_point), default=0.0)
