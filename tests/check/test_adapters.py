@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbline.check.function import CheckedFunction, check_function
+from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.verdict.verdict import Answer
 
 STEPS = 4
@@ -218,6 +219,38 @@ def of_a_later_optimizer_group() -> None:
     fit(averaged(model), optimizer, before=add)
 
 
+def moved_with_its_adapter() -> None:
+    """As Delta-LoRA does (arXiv 2309.02411): the frozen weight follows the change of the product in each step."""
+    model = adapt(pretrained())
+    last = [torch.zeros(8, 6)]
+
+    def follow(step: int) -> None:
+        product = model[0].up.detach() @ model[0].down.detach()
+        model[0].base.weight.data += 0.5 * (product - last[0])
+        last[0] = product
+
+    fit(DistributedDataParallel(model), adamw(model), after=follow)
+
+
+def test_a_mask_whose_gradient_alone_is_read_is_a_note() -> None:
+    class Masked(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * self.mask
+
+    def train() -> None:
+        model = pretrained()
+        model[0].requires_grad_(False)
+        optimizer = adamw(model)
+        model[0].__class__ = Masked
+        model[0].mask = nn.Parameter(torch.ones(8))
+        fit(DistributedDataParallel(model), optimizer)
+
+    found = checked(train)
+    found.assert_right()
+    (note,) = [one for one in found.findings if isinstance(one, HeadlineNote)]
+    assert "but no optimizer moves it: 0.mask" in note.message
+
+
 def unfrozen_on_schedule() -> None:
     model = pretrained()
     model[0].requires_grad_(False)
@@ -250,6 +283,7 @@ def merged_and_begun_anew() -> None:
         of_a_later_optimizer_group,
         pytest.param(unfrozen_on_schedule, marks=pytest.mark.nightly),
         merged_and_begun_anew,
+        moved_with_its_adapter,
         partial(added_after_sharding, seed=7, replicated=True, synchronised=True),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
@@ -16,13 +17,14 @@ def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
     """Yield the first thing that is wrong with frozen weights, or a note that something changes them between steps."""
     yield from failed_observers(training, OBSERVER, CHECK)
     every = list(noted(training, OBSERVER))
-    found = next(filter(None, map(_stepped, every)), None) or next(filter(None, map(_merged, every)), None)
+    changed = [one for one in every if one.facts["between"]]
+    merged = (_merged(one, _changed_once(one, training)) for one in changed)
+    found = next(filter(None, map(_stepped, every)), None) or next(filter(None, merged), None)
     if found is not None:
         yield found
         return
-    changed = next((one for one in every if one.facts["between"]), None)
-    if changed is not None:
-        yield _changed(changed)
+    if changed:
+        yield _changed(changed[0])
 
 
 def _stepped(one: ObserverFacts) -> Finding | None:
@@ -51,13 +53,23 @@ def _trains(one: ObserverFacts) -> bool:
     return any(each.trained for each in one.step.parameters) and any(bool(p.local.any()) for p in one.step.passes)
 
 
-def _merged(one: ObserverFacts) -> Finding | None:
+def _changed_once(one: ObserverFacts, training: RecordedTraining) -> set[str]:
+    """Return frozen weights that change before this step of a rank, and not before others of which some are known.
+
+    Methods that move frozen weights along with adapters, as Delta-LoRA (arXiv 2309.02411), do so in each step.
+    """
+    steps = next(rank.steps for rank in training.ranks if rank.rank == one.rank)
+    moved = Counter(name for step in steps for name in (step.facts.get(OBSERVER) or {}).get("between", ()))
+    return {name for name in one.facts["between"] if moved[name] == 1 and len(steps) > 2}
+
+
+def _merged(one: ObserverFacts, once: Collection[str]) -> Finding | None:
     """Return what is wrong if an adapter was added to the weights beside it, and still has gradients afterwards."""
     gradients = dict(zip([p.name for p in one.step.parameters], one.step.parts(one.step.received), strict=True))
     for name, change in one.facts["between"].items():
         left, right, factor = change["product"] or (None, None, 0.0)
         used = [each for each in (left, right) if each in gradients and bool(gradients[each].nan_to_num().any())]
-        if factor > 0 and len(used) == 2:
+        if factor > 0 and len(used) == 2 and name in once:
             return one.failed(
                 CHECK,
                 f"{factor:.4g} × the product of {left} and {right} was added to the frozen {name} between two "

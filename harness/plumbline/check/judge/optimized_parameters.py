@@ -27,6 +27,7 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
         or _stale_masters(training)
         or _missing_on_some_ranks(training)
         or _not_copied_back(training)
+        or _gradients_alone(training)
         or _never_moved(training)
     )
     if found is not None:
@@ -49,15 +50,12 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
 
 
 def _added_later(training: RecordedTraining) -> Finding | None:
-    """Find parameters that a partly frozen model was given after its optimizer was made, as adapters are.
+    """Find adapters that a partly frozen model was given after its optimizer was made.
 
     They have gradients and no optimizer, and nothing else moves them.
     """
-    for rank in training.ranks:
-        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
-        steps = [_unoptimized(step) for step in rank.steps if not step.skipped]
-        names = [name for name in (steps[-1] if steps else ()) if name not in late and _stays(name, steps)]
-        if names:
+    for rank, names, is_adapter in _later(training):
+        if is_adapter:
             one = len(names) == 1
             return failed_with_hint(
                 CHECK,
@@ -73,6 +71,29 @@ def _added_later(training: RecordedTraining) -> Finding | None:
                 parameter=names[0],
             )
     return None
+
+
+def _gradients_alone(training: RecordedTraining) -> Finding | None:
+    """Find other parameters of this kind: a script may read their gradients alone, as those of masks."""
+    for _, names, _ in _later(training):
+        was, it = ("was", "it") if len(names) == 1 else ("were", "them")
+        return headline_note(
+            CHECK,
+            f"Backward passes compute gradients of {counted(len(names), 'parameter')} that {was} added after the "
+            f"optimizer was created, but no optimizer moves {it}: {listed(names)}. To train {it}, call "
+            "add_param_group() on every rank.",
+        )
+    return None
+
+
+def _later(training: RecordedTraining) -> Iterator[tuple[RecordedRank, list[str], bool]]:
+    """Yield, of each rank, what a partly frozen model was given later, and whether that has factors of adapters."""
+    for rank in training.ranks:
+        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
+        steps = [_unoptimized(step) for step in rank.steps if not step.skipped]
+        names = [name for name in (steps[-1] if steps else ()) if name not in late and _stays(name, steps)]
+        if names:
+            yield rank, names, any(steps[-1][name]["adapts"] for name in names)
 
 
 def _stays(name: str, steps: list[Mapping[str, Facts]]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.low_rank import factors
 from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.parameter_names import ParameterNames
@@ -108,8 +109,9 @@ class KnownOptimizers:
 
         Each with its shape, or those of the parameters in a flat one; whether it has a gradient; whether it is a flat
         one, or a part of one, of which this rank holds entries; whether its module was given it after the first
-        optimizer of the model was made, and whether the model has frozen parameters; and a digest of its values where
-        that is asked for, or it is a later one. Optimizers hold copies of those that are ``copied``.
+        optimizer of the model was made; whether the model has frozen parameters; whether a later one is a factor of an
+        adapter; and a digest of its values where that is asked for, or it is a later one. Optimizers hold copies of
+        those that are ``copied``.
         """
         known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
         found: Facts = {}
@@ -118,9 +120,12 @@ class KnownOptimizers:
             mine = {id(one) for one in own}
             first = next((n for n, made in enumerate(self._made) if mine & {*map(id, parameters_of(made))}), None)
             beside_frozen = not all(one.requires_grad for one in own)
+            adapters: set[int] | None = None
             for one in own:
                 if one.requires_grad and id(one) not in known and isinstance(one, nn.Parameter):
                     later = first is not None and self._registered is not None and self._registered.when(one) > first
+                    if later and beside_frozen and adapters is None:
+                        adapters = _adapters(root)
                     if not self._names.knows(one):
                         self._names.refresh()
                     found[self._names.of_one(one)] = {
@@ -129,6 +134,7 @@ class KnownOptimizers:
                         "in_flat": part_of(one) is not None and one.numel() > 0,
                         "later": later,
                         "beside_frozen": beside_frozen,
+                        "adapts": id(one) in (adapters or ()),
                         "digest": tensor_digest(one) if with_digests or later else None,
                     }
         return found
@@ -165,6 +171,13 @@ class KnownOptimizers:
     def _trainable(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         named = zip(self._names.of(optimizer), parameters_of(optimizer), strict=True)
         return ((name, one) for name, one in named if one.requires_grad)
+
+
+def _adapters(root: nn.Module) -> set[int]:
+    """Return the ids of a module's trainable matrices that are factors of adapters beside frozen ones."""
+    named = dict(root.named_parameters())
+    found = factors({name: (tuple(one.shape), one.requires_grad) for name, one in named.items()})
+    return {id(named[name]) for name in found}
 
 
 def _shapes(parameter: Tensor) -> list[torch.Size]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -12,12 +11,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.check.rank.observers.tensor_digest import digest_and_projection, readable_values, tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 
-MOST_PAIRS = 16
-"""Pairs of matrices whose products are tried for a change of a frozen one: adapters are few, and lie near to it."""
+MOST_ENTRIES = 2**26
+"""Entries of the largest frozen matrix for which products are computed, in float64: 512 MiB."""
+
+MARGIN = 8
+"""A change so many times as long as its rounding is known in its direction: another product fits by chance once in a
+million times (8 numbers, 1/8 of the length each)."""
 
 
 class FrozenWeightObserver(Observer):
@@ -81,7 +85,8 @@ class FrozenWeightObserver(Observer):
     def _kind(self, one: Tensor) -> str:
         if not bool(one.grad.any()):  # type: ignore[union-attr]
             return "zero"
-        return "old" if self._gradients.get(id(one)) == tensor_digest(one.grad) else "own"  # type: ignore[arg-type]
+        digest = tensor_digest(one.grad)  # type: ignore[arg-type]
+        return "old" if digest is not None and self._gradients.get(id(one)) == digest else "own"
 
     def _change(self, name: str, one: Tensor, named: Mapping[str, Tensor]) -> Facts | None:
         """Return how a frozen parameter has changed since it was last seen, None if it has not."""
@@ -96,10 +101,15 @@ class FrozenWeightObserver(Observer):
         if projection is None or now is None:
             return {"factor": None, "product": None}
         before, after = (torch.tensor(each, dtype=torch.float64) for each in (projection, now))
+        change = after - before
         eps = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
-        noise = 8 * eps * float(before.norm() + after.norm())
-        factor = _multiple(after, before, noise)
-        return {"factor": factor, "product": None if factor else _product(name, one, named, after - before, noise)}
+        # What is added may be rounded twice, and the sum once, by half an eps each. Projections know lengths to 2.
+        noise = eps * float(after.norm() + 2 * change.norm())
+        product = _product(name, one, named, change, noise)
+        factor = None if product else _multiple(after, before, noise)
+        if factor is not None and abs(factor - 1) * float(before.norm()) <= noise:
+            factor = None
+        return {"factor": factor, "product": product}
 
 
 def _multiple(vector: Tensor, of: Tensor, noise: float) -> float | None:
@@ -108,14 +118,14 @@ def _multiple(vector: Tensor, of: Tensor, noise: float) -> float | None:
     if not square:
         return None
     factor = float(vector @ of) / square
-    return factor if float((vector - factor * of).norm()) <= noise < abs(factor) * square**0.5 else None
+    return factor if float((vector - factor * of).norm()) <= noise else None
 
 
 def _product(name: str, one: Tensor, named: Mapping[str, Tensor], change: Tensor, noise: float) -> list[object] | None:
     """Return which two trainable matrices' product, multiplied by which factor, is a change of a frozen one."""
-    if one.dim() != 2:
+    if one.numel() > MOST_ENTRIES or float(change.norm()) <= MARGIN * noise:
         return None
-    for left, right in _pairs(name, one, named):
+    for left, right in factor_pairs(name, {each: (tuple(p.shape), p.requires_grad) for each, p in named.items()}):
         product = named[left].detach().double() @ named[right].detach().double()
         for made in (product, product.mT):
             if made.shape == one.shape:
@@ -124,20 +134,3 @@ def _product(name: str, one: Tensor, named: Mapping[str, Tensor], change: Tensor
                 if factor:
                     return [left, right, factor]
     return None
-
-
-def _pairs(name: str, one: Tensor, named: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the names of near trainable matrices, in two levels of modules, whose product has a frozen one's shape."""
-    own = name.rpartition(".")[0]
-    shapes = (tuple(one.shape), tuple(one.shape)[::-1])
-    for place in (own, own.rpartition(".")[0]):
-        near = [each for each, other in named.items() if each.startswith(f"{place}.") or not place]
-        near = [each for each in near if named[each].requires_grad and named[each].dim() == 2]
-        found = [
-            (left, right)
-            for left, right in permutations(near, 2)
-            if named[left].shape[1] == named[right].shape[0] and (named[left].shape[0], named[right].shape[1]) in shapes
-        ]
-        if found:
-            return found[:MOST_PAIRS]
-    return []
