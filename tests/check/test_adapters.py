@@ -185,7 +185,7 @@ def checked(train: Callable[[], None]) -> CheckedFunction:
         pytest.param(
             frozen_weights_of_each_rank,
             "not-broadcast",
-            "frozen parameters differ between ranks",
+            "4 of 4 frozen parameters differ between ranks",
             marks=pytest.mark.nightly,
         ),
         (adapters_of_one_rank, "trained-on-some-ranks", "trained on rank 0 only"),
@@ -249,6 +249,28 @@ def test_a_mask_whose_gradient_alone_is_read_is_a_note() -> None:
     found.assert_right()
     (note,) = [one for one in found.findings if isinstance(one, HeadlineNote)]
     assert "but no optimizer moves it: 0.mask" in note.message
+
+
+def test_frozen_weights_of_each_rank_beside_one_model_are_a_note() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = nn.Linear(6, 4).requires_grad_(False), nn.Linear(6, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.student(inputs) + 0.1 * self.teacher(inputs)
+
+    def train() -> None:
+        torch.manual_seed(dist.get_rank())
+        model = Distilled()
+        for one in model.student.parameters():
+            dist.broadcast(one.data, 0)
+        fit(averaged(model), adamw(model))
+
+    found = checked(train)
+    found.assert_right()
+    (note,) = [one for one in found.findings if isinstance(one, HeadlineNote)]
+    assert "2 of 2 frozen parameters differ between ranks at the first recorded forward (teacher" in note.message
 
 
 def unfrozen_on_schedule() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.model_parts import forward_communicates
-from plumbline.check.judge.noted import failed_observers, information
+from plumbline.check.judge.noted import failed_observers, headline_note, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
@@ -17,23 +17,15 @@ from plumbline.check.judge.rank_weights import (
     reduced_parameters,
     weights_at,
 )
+from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.core.finding import Finding
 from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, UnequalStartCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
-from plumbline.judge.findings import failed, failed_with_hint, passed
+from plumbline.judge.findings import Information, failed, failed_with_hint, passed
 from plumbline.judge.hypothesis import Match, explain
-from plumbline.report.text import counted
+from plumbline.report.text import counted, listed
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
-
-_BROADCAST = (
-    "DistributedDataParallel broadcast them when it was created",
-    "load and initialise weights before creating DistributedDataParallel",
-)
-_AVERAGED = (
-    "gradients of this model are averaged over ranks",
-    "load the same frozen weights on all ranks, or broadcast them from one rank",
-)
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
@@ -68,7 +60,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     frozen = _frozen(training, {name for _, name in reduced}) if layout.is_data_parallel else None
     if frozen is not None:
         yield frozen
-    elif compared:
+    if compared and (frozen is None or isinstance(frozen, Information)):
         yield passed(AT_THE_START, f"all ranks begin with the same {of_all(compared, every)}")
 
 
@@ -98,31 +90,70 @@ class UnequalScriptStart(UnequalStartCase):
 
 
 def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | None:
-    """Find frozen parameters that differ between ranks, in a model whose other gradients are averaged over them."""
-    for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
+    """Find frozen parameters that differ between ranks, in a model whose other gradients are averaged over them.
+
+    Without a wrapper, a script may mean it, as with a frozen teacher of each rank: it is accused only beside parameters
+    that must fit the frozen one, which are adapters and those of the same module.
+    """
+    is_first = all(any(step.number == 0 for step in rank.steps) for rank in training.ranks)
+    noted = None
+    every = zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False)
+    for place, modules in enumerate(every):
         tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
-        is_wrapped = all(module["wrapped"] for module in modules)
-        is_reduced = not forward_communicates(training) and any(name in reduced for name, _ in tables[0])
-        if not (is_wrapped or is_reduced) or any(table.keys() != tables[0].keys() for table in tables):
+        if any(table.keys() != tables[0].keys() for table in tables):
             continue
+        is_wrapped = is_first and all(module["wrapped"] for module in modules)
         frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
         differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
-        if differing:
-            return failed_with_hint(
-                AT_THE_START,
-                f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
-                "forward, although "
-                + (
-                    "DistributedDataParallel broadcast them when it was created" if is_wrapped else "they are one model"
-                ),
-                "load and initialise weights before creating DistributedDataParallel"
-                if is_wrapped
-                else "load the same frozen weights on all ranks, or broadcast them from one rank",
-                cause="not-broadcast",
-                family="sync",
-                parameter=differing[0],
+        if differing and is_wrapped:
+            return _other_frozen(
+                differing,
+                len(frozen),
+                "although DistributedDataParallel broadcast them when it was created",
+                "load and initialize weights before creating DistributedDataParallel",
             )
-    return None
+        # The parameters of the first module have names without a class.
+        prefix = f"{modules[0]['class']}." if place else ""
+        trained = {name for name, _ in tables[0] if prefix + name in reduced}
+        if not differing or not trained or forward_communicates(training):
+            continue
+        fitting = _beside(trained, dict(tables[0].keys()), differing)
+        if fitting:
+            return _other_frozen(
+                [*fitting, *(name for name in differing if name not in fitting)],
+                len(frozen),
+                "although gradients of parameters beside them are averaged over the ranks",
+                "load the same frozen weights on all ranks, or broadcast them from one rank",
+            )
+        noted = noted or headline_note(
+            AT_THE_START,
+            f"{_differ(differing, len(frozen))}, but gradients of the same model are averaged over the ranks. If all "
+            "ranks should have the same frozen weights, load them on all ranks, or broadcast them from one rank.",
+        )
+    return noted
+
+
+def _beside(trained: Collection[str], shapes: Mapping[str, tuple[int, ...]], frozen: Sequence[str]) -> list[str]:
+    """Return frozen matrices with trained parameters in the same module, or with adapters."""
+    modules = {name.rpartition(".")[0] for name in trained}
+    known = {name: (shape, name in trained) for name, shape in shapes.items()}
+    return [
+        name
+        for name in frozen
+        if len(shapes[name]) > 1 and (name.rpartition(".")[0] in modules or factor_pairs(name, known))
+    ]
+
+
+def _differ(names: Sequence[str], of: int) -> str:
+    differ = "differs" if len(names) == 1 else "differ"
+    parameters = counted(of, "frozen parameter")
+    return f"{len(names)} of {parameters} {differ} between ranks at the first recorded forward ({listed(names)})"
+
+
+def _other_frozen(names: Sequence[str], of: int, although: str, hint: str) -> Finding:
+    message = f"{_differ(names, of)}, {although}"
+    finding = failed_with_hint(AT_THE_START, message, hint, cause="not-broadcast", family="sync")
+    return replace(finding, parameter=names[0])
 
 
 def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
@@ -28,8 +29,8 @@ def judge_uneven_ranks(training: RecordedTraining) -> Iterator[Finding]:
     elif names := _used_on_some(training):
         yield headline_note(
             CHECK,
-            f"In each recorded step, {listed(names)} {'gets' if len(names) == 1 else 'get'} gradients from some ranks, "
-            "but never from the others. Check that the same adapters and layers are active on all ranks.",
+            f"In the recorded steps, gradients of {listed(names)} come from the same ranks each time, and never from "
+            "the others. Check that the same adapters and layers are active on all ranks.",
         )
 
 
@@ -42,9 +43,12 @@ def _is_one_model(training: RecordedTraining) -> bool:
 
 
 def _trained_on_some(training: RecordedTraining) -> Finding | None:
+    common = [steps for _, steps in common_steps(training)]
+    if not common or any(rank.error for rank in training.ranks):
+        return None
     tables = [_at_first_forward(rank) for rank in training.ranks]
     trained = [
-        _trained(rank) | {name for name, is_trained in own.items() if is_trained}
+        _trained(steps[rank.rank] for steps in common) | {name for name, is_trained in own.items() if is_trained}
         for rank, own in zip(training.ranks, tables, strict=True)
     ]
     for name in sorted({name for own in tables for name in own}):
@@ -58,16 +62,15 @@ def _trained_on_some(training: RecordedTraining) -> Finding | None:
         ]
         what = "are frozen on" if name in tables[lacking[0]] else "do not exist on"
         having = [place for place in range(len(trained)) if place not in lacking]
-        return failed_with_hint(
+        finding = failed_with_hint(
             CHECK,
             f"{counted(len(every), 'parameter')} of one model {'is' if len(every) == 1 else 'are'} trained on "
             f"{_ranks(having)} only: {listed(every)}; they {what} {_ranks(lacking)}",
             "freeze and add parameters in the same way on every rank, before the model is wrapped or sharded",
             cause="trained-on-some-ranks",
             family="sync",
-            rank=lacking[0],
-            parameter=name,
         )
+        return replace(finding, rank=lacking[0], parameter=name)
     return None
 
 
@@ -81,10 +84,13 @@ def _at_first_forward(rank: RecordedRank) -> dict[str, bool]:
     return {one["name"]: one["trained"] for module in modules for one in module["parameters"] if not one["ignored"]}
 
 
-def _trained(rank: RecordedRank) -> set[str]:
+def _trained(steps: Iterable[RecordedStep]) -> set[str]:
     """Return the parameters that optimizers have, or should: where ranks share optimizers out, others have the rest."""
-    own = {one.name for step in rank.steps for one in step.parameters if one.named and one.trained}
-    return own.union(*(step.facts.get("unoptimized") or {} for step in rank.steps))
+    found: set[str] = set()
+    for step in steps:
+        found |= {one.name for one in step.parameters if one.named and one.trained}
+        found |= (step.facts.get("unoptimized") or {}).keys()
+    return found
 
 
 def _used_on_some(training: RecordedTraining) -> list[str]:

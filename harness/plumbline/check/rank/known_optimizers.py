@@ -128,7 +128,10 @@ class KnownOptimizers:
                         adapters = _adapters(root)
                     if not self._names.knows(one):
                         self._names.refresh()
-                    found[self._names.of_one(one)] = {
+                    name = self._names.of_one(one)
+                    if found.get(name, {}).get("beside_frozen"):
+                        continue  # a part of a module that is called for itself as well
+                    found[name] = {
                         "shapes": [list(shape) for shape in _shapes(one)],
                         "gradient": _has_gradient(one),
                         "in_flat": part_of(one) is not None and one.numel() > 0,
