@@ -13,7 +13,7 @@ from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, step_objectives
-from plumbline.check.judge.unreduced import ranks_hold_one_model, separate_adapters
+from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
@@ -41,12 +41,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if clipped_by_hand(wrong):
         return information(check, "the script clips gradients with its own code", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
-        return not_judged(
-            check,
-            "each rank steps with its own gradients, and the script makes the ranks' weights equal between steps, as "
-            "local SGD does; it is not known whether it averages them",
-            step,
-        )
+        return not_judged(check, MADE_EQUAL, step)
     if finding.cause == "not-synchronised" and ranks_begin_apart(training) and not ranks_hold_one_model(training):
         if names := separate_adapters(training):
             return not_judged(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import OBSERVER, RankWeights, common_steps, weights_are_made_equal, weights_at
 from plumbline.check.rank.joint.copies_and_parts import ROUNDINGS
@@ -15,6 +16,12 @@ from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.report.text import listed
 
 CHECK = "gradients"
+
+MADE_EQUAL = (
+    "each rank steps with its own gradients, and the script makes the ranks' weights equal between steps, as local SGD "
+    "does; it is not known whether it averages them"
+)
+"""Why gradients that nothing reduces are not judged."""
 
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
 
@@ -56,11 +63,9 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
 def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
     """Return what is wrong if DTensors that say that all ranks hold the same have another gradient on each rank.
 
-    None also where the ranks have the same weights after the step, or before a later one: the script may average
-    gradients or weights itself.
+    None also where the ranks have the same weights after the step: it may average gradients itself. Not judged where
+    the script makes weights equal before a later step.
     """
-    if weights_are_made_equal(training):
-        return None
     for place, steps in common_steps(training):
         eps = max(map(_coarsest, steps.values()))
         apart = [
@@ -68,6 +73,8 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
             for one in weights_at(place, steps)
             if one.is_replicated and one.differ("after") and not one.is_rounding and _have_other_gradients(one, eps)
         ]
+        if apart and weights_are_made_equal(training):
+            return not_judged(CHECK, MADE_EQUAL, next(iter(steps.values())).number)
         if apart:
             step = next(iter(steps.values()))
             names = [one.parameter.name for one in apart]
