@@ -156,8 +156,9 @@ def _made_before() -> Iterator[Any]:
                 yield one
         elif issubclass(kind, kinds) or kind.__name__ == "DeviceMesh":
             yield one
-            if kind.__name__ == "DeviceMesh" and rank_and_world() is not None:
-                of_meshes.update(map(id, one.get_all_groups()))
+            if kind.__name__ == "DeviceMesh":
+                with suppress(Exception):  # this rank may be outside of the mesh, or the group is gone
+                    of_meshes.update(map(id, one.get_all_groups()))
     c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
     # A private name: where a version of torch lacks it, groups made before are not known.
     for group in getattr(getattr(c10d, "_world", None), "pg_map", ()):
