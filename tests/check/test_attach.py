@@ -134,8 +134,17 @@ def test_what_is_wrong_is_named() -> None:
 
 def test_it_can_be_attached_again_and_everything_is_put_back() -> None:
     places: list[Any] = [nn.functional, torch.autograd, torch.nn.utils, torch.utils.checkpoint, distributed]
-    places += [Optimizer, DataLoader, _BaseDataLoaderIter, DistributedDataParallel, nn.Module, torch.amp.GradScaler]
+    places += [
+        Optimizer,
+        torch.Tensor,
+        DataLoader,
+        _BaseDataLoaderIter,
+        DistributedDataParallel,
+        nn.Module,
+        torch.amp.GradScaler,
+    ]
     before = [attributes(one) for one in places]
+    builtins = dict(torch.jit._builtins._get_builtin_table())
     imported = globals()["clip_grad_norm_"]
     training = Training()
     for _ in range(2):
@@ -146,6 +155,7 @@ def test_it_can_be_attached_again_and_everything_is_put_back() -> None:
         verdict.assert_right(require_full=True)
         assert "RIGHT" in verdict._repr_html_()
         assert [attributes(one) for one in places] == before
+        assert torch.jit._builtins._get_builtin_table() == builtins
         assert globals()["clip_grad_norm_"] is imported
 
 

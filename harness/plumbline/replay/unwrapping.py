@@ -53,6 +53,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = child
 
 
+def add_root(roots: list[nn.Module], module: nn.Module) -> None:
+    """Add what is inside of a module's wrappers to ``roots``, unless it is there."""
+    root = unwrapped(module)
+    if not any(known is root for known in roots):
+        roots.append(root)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile was asked for a module or for a part of it, in any of the ways that torch has."""
     return any(

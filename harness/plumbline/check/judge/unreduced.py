@@ -96,12 +96,11 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
 def separate_adapters(training: RecordedTraining) -> list[str]:
     """Return the parameters that each rank trains for itself beside a frozen model that is sharded over all ranks.
 
-    None where shards are trained as well: then the ranks train one model.
+    There are none where shards are trained as well: then the ranks train one model.
     """
-    names = [one.parameter.name for one in _common_weights(training) if one.why_unreduced == "unsharded"]
-    return (
-        [] if any(_trains_shards(step) for rank in training.ranks for step in rank.steps) else [*dict.fromkeys(names)]
-    )
+    if any(_trains_shards(step) for rank in training.ranks for step in rank.steps):
+        return []
+    return [*dict.fromkeys(one.parameter.name for one in _unsharded(training))]
 
 
 def ranks_hold_one_model(training: RecordedTraining) -> bool:

@@ -31,7 +31,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
 from plumbline.recording.running_modules import RunningModule, running_modules
 from plumbline.replay.applied_functions import follow_functions
-from plumbline.replay.unwrapping import unwrapped
+from plumbline.replay.unwrapping import add_root
 
 NAME = "experts"
 
@@ -121,9 +121,7 @@ class ExpertObserver(Observer):
         self._roots = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        root = unwrapped(module)
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        add_root(self._roots, module)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Find the balancing losses in the graph, while it is there."""

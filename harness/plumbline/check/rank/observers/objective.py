@@ -20,7 +20,7 @@ from plumbline.check.rank.observers.unused_losses import held_losses
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
-from plumbline.replay.unwrapping import unwrapped
+from plumbline.replay.unwrapping import add_root
 
 _LONGEST_CHAIN = 64
 
@@ -92,9 +92,7 @@ class ObjectiveObserver(Observer):
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modules and the rows of a batch, and count the labels where that is asked for."""
-        root = unwrapped(module)
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        add_root(self._roots, module)
         self._rows = attempt(rows_in, args, kwargs)
         labels = kwargs.get("labels") if self._count_tokens else None
         if isinstance(labels, Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.patching import attempt, undone_by, wrap
 
 _PLACES = {"topk": 2, "argmax": 1, "max": 1}
 """Where the functions that select take their dimension."""
@@ -33,7 +33,7 @@ def watch_selections(selected: Selected) -> Iterator[None]:
 
 
 def install_watch() -> None:
-    """Put functions in the place of those of torch that select, for good."""
+    """Put functions in the place of those of torch that select."""
     for owner in (torch, torch.Tensor):
         for name in _PLACES:
             wrap(owner, name, partial(_around, name))
@@ -64,4 +64,7 @@ def _follow(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 def _known_to_scripts(name: str) -> None:
     """Let torch's script compiler take the function in the place of torch's for the same operator."""
     builtins: Any = torch.jit._builtins
-    builtins._register_builtin(getattr(torch, name), f"aten::{name}")
+    function = getattr(torch, name)
+    builtins._register_builtin(function, f"aten::{name}")
+    # The table knows functions by their ids: once this one is freed, another may have the same.
+    undone_by(lambda: builtins._get_builtin_table().pop(id(function), None))

@@ -16,7 +16,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.sharding import local
-from plumbline.replay.unwrapping import unwrapped
+from plumbline.replay.unwrapping import add_root
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +68,7 @@ class TieObserver(Observer):
         return known is not None and known() is parameter
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        root = unwrapped(module)
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        add_root(self._roots, module)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at the ties before the first recorded step."""

@@ -12,7 +12,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
 from plumbline.replay.alias import CallOutputs
-from plumbline.replay.unwrapping import unwrapped
+from plumbline.replay.unwrapping import add_root
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")
@@ -42,9 +42,7 @@ class UnusedLossObserver(Observer):
         self._roots = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        root = unwrapped(module)
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        add_root(self._roots, module)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         attempt(self._look, roots)
