@@ -46,10 +46,10 @@ class Adapted(nn.Module):
     https://arxiv.org/abs/2106.09685
     """
 
-    def __init__(self, inputs: int, outputs: int, down: nn.Module | None = None) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down = nn.Linear(inputs, RANK, bias=False) if down is None else down
+        self.down = nn.Linear(inputs, RANK, bias=False)
         self.up = nn.Linear(RANK, outputs, bias=False)
         nn.init.zeros_(self.up.weight)
 
@@ -60,8 +60,8 @@ class Adapted(nn.Module):
 class _WithAdapters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle = Adapted(16, 32), Adapted(32, 32)
-        self.last = Adapted(32, 8, self.middle.down)
+        self.first, self.middle, self.last = Adapted(16, 32), Adapted(32, 32), Adapted(32, 8)
+        self.last.down.weight = self.middle.down.weight
 
     def forward(self, batch: Batch) -> Tensor:
         return self.last(self.middle(self.first(batch["x"]).tanh()).tanh())
