@@ -1,4 +1,4 @@
-"""Writes the JSON schemas of Plumbline's outputs: `results.jsonl`, and reports and checks as JSON.
+"""Writes the JSON schemas of Plumbline's outputs: `results.jsonl`, and what commands write or print as JSON.
 
 python ci/schemas.py            # rewrites the files in harness/plumbline/
 python ci/schemas.py --check    # exits with 1 if one is out of date
@@ -10,10 +10,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plumbline.check.report import dry_run_file, json_file
+from plumbline.cli import documents
 from plumbline.report import for_programs
 from plumbline.results import run as results_run
 
@@ -22,6 +24,7 @@ SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
     for_programs.FILE: for_programs.report_schema,
     json_file.FILE: json_file.check_schema,
     dry_run_file.FILE: dry_run_file.dry_run_schema,
+    **{file: partial(documents.schema_in, file) for file in documents.FILES},
 }
 
 

@@ -149,3 +149,21 @@ def test_text_of_a_script_is_only_text(text):
     assert "<script" not in page(command)
     assert "\x1b" not in screen(command)
     assert document(command)["trainings"][0]["findings"][0]["message"] == hostile
+
+
+def test_quiet_a_right_training_has_one_line_and_any_other_is_shown_whole():
+    assert screen(checked(training(RIGHT)), quiet=True) == screen(checked(training(RIGHT)), width=200).splitlines()[0]
+    noted = checked(training(RIGHT, headline_note("objective", "It is a sum.")))
+    assert screen(noted, quiet=True).endswith("; 1 note, shown without --quiet")
+    failed = checked(training(RIGHT), code=3)
+    for other in (EVERYTHING, failed, checked(training(NOT_JUDGED)), checked(training(RIGHT, moved=(0,)))):
+        assert screen(other, quiet=True) == screen(other)
+
+
+def test_options_of_the_project_s_file_are_said_to_come_from_there_everywhere():
+    command = replace(checked(training(RIGHT)), settings={"steps": 2, "p": ["causes"]})
+    said = 'settings of pyproject.toml: steps = 2, p = ["causes"]'
+    assert screen(command).splitlines()[-1].strip() == said
+    assert said.replace('"', "&#34;") in page(command)
+    assert document(command)["settings"] == {"steps": 2, "p": ["causes"]}
+    assert "pyproject.toml" not in screen(checked(training(RIGHT)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytes
         capsys.readouterr().out
         == "ok python: 3.11\n!! disk: full to the brim; make room\nSolve 1 problem first (see !!).\n"
     )
+
+
+def test_answers_are_printed_for_programs(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
+    asked(a=[ProbeResult("well")], b=[ProbeResult("busy", "wait", is_note=True)])
+    assert main(["doctor", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ready"]
+    assert [(one["probe"], one["state"], one["advice"]) for one in printed["answers"]] == [
+        ("a", "ok", None),
+        ("b", "note", "wait"),
+    ]
+    asked(disk=[ProbeResult("full", "make room")])
+    assert main(["doctor", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["ready"]
 
 
 def test_a_question_that_raises_hides_no_other() -> None:

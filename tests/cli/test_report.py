@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
+from plumbline.cli import documents
 from plumbline.cli.main import main
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlumblineError
@@ -97,6 +99,18 @@ def test_of_several_the_one_that_went_wrong_is_shown(run: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.out.startswith("mine-mlp-ddp-1x2-32  failed\n")
     assert "2 more cells matched" in captured.err
+
+
+def test_everything_about_a_cell_is_printed_for_programs(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["show", str(run), CELLS[0].id, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    schema = Path(documents.__file__).with_name("show.schema.json")
+    Draft202012Validator(json.loads(schema.read_text())).validate(printed)
+    assert (printed["cell"], printed["outcome"], printed["reproduce"]) == (CELLS[0].id, "failed", "pytest -k it")
+    assert [one["cause"] for one in printed["findings"]] == ["sum-instead-of-mean"]
+    assert main(["show", str(run), "perf", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["outcome"], printed["findings"], printed["figures"][0]["value"]) == ("measured", [], 12.0)
 
 
 def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> None:

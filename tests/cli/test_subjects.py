@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import zipfile
@@ -10,8 +11,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from rich.console import Console
 
+from plumbline.cli import documents
 from plumbline.cli.main import main
 from plumbline.cli.trainers import show
 from plumbline.subjects.load import SHORT_NAMES, Shipped, load, shipped
@@ -68,6 +71,21 @@ def test_every_subject_that_ships_is_listed():
     (torch,) = [line for line in said.splitlines() if line.startswith(" torch ")]
     assert all(word in torch for word in ("none ddp", "64 32 16 bf16", "accumulation"))
     assert any("fsdp" in line and "accumulation" in line for line in said.splitlines()), "its backends differ"
+
+
+def test_they_are_listed_for_programs(capsys):
+    assert main(["subjects", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    schema = Path(documents.__file__).with_name("subjects.schema.json")
+    Draft202012Validator(json.loads(schema.read_text())).validate(printed)
+    found = {one["name"]: one for one in printed["subjects"]}
+    assert found.keys() == SHORT_NAMES.keys()
+    ddp = next(one for one in found["torch"]["declared"] if "ddp" in one["backends"])
+    assert "bf16" in ddp["precisions"]["cpu"]
+    assert "accumulation" in ddp["capabilities"]
+    assert [one["library"] for one in found.values() if one["library"] is None] == [
+        None for one in found.values() if not one["declared"] and one["obstacle"] is None
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -1,4 +1,4 @@
-"""On a terminal, a line below pytest's output says how far the run is; elsewhere, and afterwards, there is none."""
+"""On a terminal, a line below pytest's output says how far the run is, and in a log a line now and then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from plumbline.pytest_plugin.progress import ProgressLine, in_minutes
+from plumbline.pytest_plugin.progress import LOG_EVERY_S, ProgressLine, ProgressLog, in_minutes
 
 ROWS, COLUMNS = 12, 100
 
@@ -225,6 +225,16 @@ def test_the_time_left_follows_from_the_ranks_that_are_left():
     assert line.text.startswith("2/3 cells · 1 failing · about 0:18")
     ended(line, "eight")
     assert line.text == "3/3 cells · 1 failing"
+
+
+def test_in_a_log_there_is_a_line_now_and_then():
+    now, written = [0.0], []
+    log = ProgressLog(written.append, {f"cell-{place}": 1 for place in range(4)}, clock=lambda: now[0])
+    for place in range(4):
+        now[0] += LOG_EVERY_S / 2
+        log.pytest_runtest_logreport(Report(f"cell-{place}", "call"))
+        log.pytest_runtest_logreport(Report(f"cell-{place}", "teardown"))
+    assert written == ["1/4 cells · 0 failing · about 1:00 left", "3/4 cells · 0 failing · about 0:13 left"]
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0, "0:00"), (5.4, "0:05"), (100, "1:40"), (3720, "1:02:00")])

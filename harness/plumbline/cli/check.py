@@ -9,12 +9,13 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import at_least, declare, duration
+from plumbline.cli.settings import IGNORE, IGNORE_HELP
 from plumbline.core.errors import TROUBLE, PlanError
 
 if TYPE_CHECKING:
@@ -60,13 +61,16 @@ def add_to(commands: Any) -> None:
     file("--json", help="write the verdict as JSON; with --dry-run, the estimate")
     file("--sarif", help="write errors as SARIF, for code scanning")
     flag("--github", help="print errors as GitHub Actions annotations on standard error")
+    flag("-q", "--quiet", help="print only the first line of the verdict if it is RIGHT")
+    flag(IGNORE, help=IGNORE_HELP)
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that starts the training")
 
 
 def check(options: argparse.Namespace) -> int:
     """Run a training script unmodified, record its first optimizer steps on every rank, and check them.
 
-    The script's output is passed through. The verdict follows on standard error.
+    The script's output is passed through. The verdict follows on standard error. Options that are repeated on every
+    command line, and the command itself, may be in ``[tool.plumbline.check]`` of ``pyproject.toml``.
 
     Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script failed (the verdict
     has the script's exit code), 4 invalid command line, 130 interrupted before anything wrong was found.
@@ -116,13 +120,14 @@ def check(options: argparse.Namespace) -> int:
         checked = run_interrupted(command, again, recording, options.resume_after, _say, options.time_limit)
     else:
         checked = run_and_judge(command, recording, options.time_limit, judge_in)
+    checked = replace(checked, settings=options.settings)
     # These import torch, as judging does: the command has begun before.
     from plumbline.check.report.files import write_files
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of
 
     verdict = verdict_of(checked, require_full=options.require_full)
-    _print(verdict_screen(checked, verdict, **_form()))
+    _print(verdict_screen(checked, verdict, **_form(), quiet=options.quiet))
     if options.github:
         from plumbline.check.report.annotations import annotations_on
         from plumbline.report.annotations import github_commands

@@ -7,12 +7,14 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.arguments import ACCELERATOR, names
+from plumbline.cli.arguments import ACCELERATOR, names, print_error
+from plumbline.cli.settings import IGNORE, IGNORE_HELP
 from plumbline.core.errors import TROUBLE, USAGE, UsageError
 from plumbline.report.comparison.alignment import DIMENSIONS
 from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
 from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT
 from plumbline.report.comparison.output import FORMATS
+from plumbline.report.text import settings_in_words
 from plumbline.results.run import Run, read_run
 
 
@@ -45,6 +47,7 @@ def add_to(commands: Any) -> None:
     measure("--accelerator", **ACCELERATOR, help="cpu simulates devices")
     measure("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
     add("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)")
+    add(IGNORE, action="store_true", help=IGNORE_HELP)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -57,6 +60,8 @@ def compare(options: argparse.Namespace) -> int:
     Each figure is better, worse, the same or inconclusive, given the launches of both sides and the minimum effect.
     Figures from different machines, or from different definitions of a workload, are not compared.
     """
+    if options.settings:
+        print_error(settings_in_words(options.settings))
     if options.interleave:
         comparison = compare_runs(*_interleaved(options), options.minimum_effect)
     elif (options.b is None) == (options.by is None):

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.arguments import declare
+from plumbline.cli.arguments import JSON, declare
 
 UNFIT = 1  # exit code if this machine has a problem
 
 
 def add_to(commands: Any) -> None:
     folder = "folder for runs (default: reports/)"
-    declare(commands, "doctor", doctor)("--report-dir", type=Path, default=Path("reports"), metavar="DIR", help=folder)
+    add = declare(commands, "doctor", doctor)
+    add("--report-dir", type=Path, default=Path("reports"), metavar="DIR", help=folder)
+    add("--json", **JSON)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -31,6 +33,12 @@ def doctor(options: argparse.Namespace) -> int:
     from plumbline.machine.doctor.probes import probes, run_probes
     from plumbline.report.text import counted, printable
 
+    if options.json:
+        from plumbline.cli.documents import DoctorDocument, print_document
+
+        document = DoctorDocument.of(run_probes(probes(options.report_dir)))
+        print_document(document)
+        return 0 if document.ready else UNFIT
     console = Console(highlight=False, soft_wrap=True)
     problems = notes = 0
     for name, line in run_probes(probes(options.report_dir)):

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
+from plumbline.cli import settings
 from plumbline.cli.arguments import print_error
 from plumbline.core.errors import TROUBLE, USAGE, PlumblineError, UsageError
 from plumbline.machine.software import plumbline_version
+from plumbline.report.text import settings_in_words
 
 COMMANDS: Final = {
     "new-subject": "write an adapter that runs as it is, to replace step by step with your trainer",
@@ -39,11 +41,13 @@ MODULES: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(sys.argv[1:] if arguments is None else arguments)
+    options = argparse.Namespace()
     try:
+        options = _options(sys.argv[1:] if arguments is None else arguments)
         return int(options.do(options))
     except UsageError as error:
-        print_error(error)
+        used = settings_in_words(getattr(options, "settings", {}))
+        print_error(f"{error} ({used}; {settings.IGNORE} ignores it)" if used else error)
         return USAGE
     except (PlumblineError, OSError) as error:
         print_error(error)
@@ -63,12 +67,18 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     for name, description in COMMANDS.items():
         if name not in commands.choices:
             commands.add_parser(name, help=description)
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        # parse_args would show the usage of plumbline, not of the command.
-        hint = getattr(options, "hint_for_unknown", "")
-        commands.choices[arguments[0]].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    return options
+
+    def parse() -> argparse.Namespace:
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            # parse_args would show the usage of plumbline, not of the command.
+            hint = getattr(options, "hint_for_unknown", "")
+            commands.choices[arguments[0]].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options
+
+    if given not in ("check", "compare"):
+        return parse()
+    return settings.with_settings(parse, commands.choices[given], given)
 
 
 class _Parser(argparse.ArgumentParser):

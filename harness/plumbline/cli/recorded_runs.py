@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import RUN, declare, print_error
+from plumbline.cli.arguments import JSON, RUN, declare, print_error
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.report.formats import format_names, report_format, write_report
 from plumbline.report.text import counted, printable, printable_lines
@@ -33,6 +33,7 @@ def add_to(commands: Any) -> None:
     add("run", type=Path, metavar="RUN", help=RUN)
     cell = "the cell's id or parts of it, for example 'mlp ddp 2x2 16'; if several match, the only one that failed"
     add("cell", metavar="CELL", help=cell)
+    add("--json", **JSON)
 
     add = declare(commands, "history", history)
     add("folder", type=Path, metavar="FOLDER", help="a folder of runs, for example reports")
@@ -73,7 +74,12 @@ def show(options: argparse.Namespace) -> int:
     others = len(matching(options.cell, outcomes)) - 1
     if others > 0 and cell != options.cell:
         print(f"plumbline: {counted(others, 'more cell')} matched; showing the only one that failed", file=sys.stderr)
-    print(one_cell(run, cell, colour=sys.stdout.isatty()))
+    if options.json:
+        from plumbline.cli.documents import CellDocument, print_document
+
+        print_document(CellDocument.of(run, cell))
+    else:
+        print(one_cell(run, cell, colour=sys.stdout.isatty()))
     return 0
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plumbline.cli import settings
+from plumbline.cli.arguments import print_error
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.invocation import SUITES, command, pytest_arguments
+from plumbline.report.text import settings_in_words
 from plumbline.submit.engines import ENGINES, find_engine
 
 if TYPE_CHECKING:
@@ -19,37 +23,58 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Run suites with pytest and write reports to the current folder. All other arguments are passed to pytest.
 
+    Options may be in ``[tool.plumbline.run]`` of ``pyproject.toml``; ``--no-settings`` ignores it.
+
     Exit code, as pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 invalid command line, 5 no cells.
     """
-    words = options.words
+    words = [word for word in options.words if word != settings.IGNORE]
     if {"-h", "--help"} & set(words):
-        from plumbline.pytest_plugin.plugin import add_options
-
-        parser = argparse.ArgumentParser(
-            usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
-            description=run.__doc__,
-            epilog="pytest's own options work too: -k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2, …",
-        )
-        parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
-        add_options(parser.add_argument)
-        parser.print_help()
+        run_parser().print_help()
         return 0
-    arguments = pytest_arguments(words)
+    suites = list(takewhile(lambda word: not word.startswith(("-", "@")), words))
+    used = {} if len(words) < len(options.words) else _settings(words[len(suites) :])
+    if used:
+        print_error(settings_in_words(used))
+    arguments = pytest_arguments([*suites, *settings.words_of(used), *words[len(suites) :]])
     import pytest
 
-    return int(pytest.main(arguments, plugins=[_CommandLine(words)]))
+    return int(pytest.main(arguments, plugins=[_CommandLine(words, used)]))
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """Return a parser of Plumbline's own options of ``run``. pytest parses them, together with its own."""
+    from plumbline.pytest_plugin.plugin import add_options
+
+    parser = argparse.ArgumentParser(
+        usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
+        description=run.__doc__,
+        epilog="pytest's own options work too: -k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2, …",
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
+    add_options(parser.add_argument)
+    parser.add_argument(settings.IGNORE, action="store_true", help=settings.IGNORE_HELP)
+    return parser
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the project's file that the words do not give."""
+    given = {word.partition("=")[0] for word in words}  # pytest takes no abbreviations
+    found = settings.read_settings("run", run_parser())
+    return {name: one.written for name, one in found.items() if f"--{name}" not in given}
 
 
 class _CommandLine:
-    """A pytest plugin that records the command line as it was typed."""
+    """A pytest plugin that records the command line as it was typed, and settings of the project's file."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], used: dict[str, Any]) -> None:
         self._words = words
+        self._settings = used
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        from plumbline.pytest_plugin.plugin import COMMAND
+        from plumbline.pytest_plugin.plugin import COMMAND, SETTINGS
 
         config.stash[COMMAND] = ["plumbline", "run", *self._words]
+        config.stash[SETTINGS] = self._settings
 
 
 def add_to(commands: Any) -> None:

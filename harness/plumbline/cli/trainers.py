@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plumbline import own_workloads, subjects
-from plumbline.cli.arguments import ACCELERATOR, declare
+from plumbline.cli.arguments import ACCELERATOR, JSON, declare
 from plumbline.core.invocation import command, suite_command
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
@@ -31,6 +31,7 @@ def add_to(commands: Any) -> None:
 
     further = commands.add_parser("subjects", description=listed.__doc__)
     further.set_defaults(do=listed)
+    further.add_argument("--json", **JSON)
     does = "create an environment with one version of a trainer's library"
     add = declare(further.add_subparsers(metavar="COMMAND"), "install", installed, help=does)
     add("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
@@ -58,6 +59,11 @@ def smoke(options: argparse.Namespace) -> int:
 
 def listed(options: argparse.Namespace) -> int:
     """List the trainers that ship: what is installed, what each supports, and how to install what is missing."""
+    if options.json:
+        from plumbline.cli.documents import SubjectsDocument, print_document
+
+        print_document(SubjectsDocument.of(shipped()))
+        return 0
     show(shipped(), Console(width=None if sys.stdout.isatty() else 120, highlight=False))
     return 0
 

@@ -33,6 +33,7 @@ REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 PLANNING: pytest.StashKey[bool] = pytest.StashKey()  # set once there is a cell to plan
 COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()  # the user's command, if it was not pytest
+SETTINGS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()  # options that the project's file gave
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -188,7 +189,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
     with _usage_errors():
-        session.begin(chosen, _command(config))
+        session.begin(chosen, _command(config), config.stash.get(SETTINGS, {}))
     cells = [one.cell for one in session.planned if one.cell.id in chosen]
     if chosen - {cell.id for cell in cells}:  # to_measure raises where nothing can be measured
         cells += [one.cell for one in session.to_measure if one.cell.id in chosen]

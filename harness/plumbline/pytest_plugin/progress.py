@@ -1,4 +1,7 @@
-"""A progress line below pytest's output on a terminal, erased and drawn with escape sequences of the VT100."""
+"""How far a run is, and how long it will take: a line below pytest's output on a terminal, or lines in a log.
+
+On a terminal, the line is erased and drawn with escape sequences of the VT100.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import pytest
 
 NAME = "plumbline-live"
 
+LOG_EVERY_S = 20.0
+"""Least time between two lines in a log."""
+
 # Save the cursor, go to the beginning of the next line and erase it; restore the cursor.
 _ERASE, _BACK = "\x1b7\x1b[B\r\x1b[2K", "\x1b8"
 # Down and up again in the same column: on the last line of the screen this makes room for one more.
@@ -18,36 +24,39 @@ _MAKE_ROOM = "\x1bD\x1bM"
 
 
 def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
-    """Show the progress of ``cells`` (ids and numbers of ranks) on a terminal that ``-s`` or ``--pdb`` do not use."""
+    """Show the progress of ``cells`` (ids and numbers of ranks), unless ``-q``, ``-s`` or ``--pdb`` say otherwise."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if (
-        cells
-        and hasattr(terminal, "write_raw")  # since pytest 9; and there may be no terminal reporter at all
-        and terminal.isatty()
-        and terminal.hasmarkup
-        and config.get_verbosity() >= 0
-        and config.option.capture != "no"
-        and not config.option.usepdb
-        and not config.pluginmanager.has_plugin(NAME)
+        not cells
+        or terminal is None
+        or config.get_verbosity() < 0
+        or config.option.capture == "no"
+        or config.option.usepdb
+        or config.pluginmanager.has_plugin(NAME)
     ):
+        return
+    if not terminal.isatty():
+
+        def write(line: str) -> None:
+            terminal.ensure_newline()
+            terminal.write_line(line)
+
+        config.pluginmanager.register(ProgressLog(write, cells), NAME)
+    elif hasattr(terminal, "write_raw") and terminal.hasmarkup:  # the first is there since pytest 9
         config.pluginmanager.register(ProgressLine(terminal.write_raw, cells), NAME)
 
 
-class ProgressLine:
-    """The line, as a pytest plugin. ``write`` writes raw text to the terminal."""
+class Progress:
+    """Cells that have ended and those that are left."""
 
-    def __init__(
-        self, write: Callable[..., None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
         # Launching and judging take about as long as training one rank, and ranks share the cores.
         self._left = {cell: 1 + ranks for cell, ranks in cells.items()}
         self._cells = len(self._left)
         self._work = sum(self._left.values())
-        self._write = write
         self._clock = clock
         self._begun = clock()
         self._failing = 0
-        self._shown = False
 
     @property
     def text(self) -> str:
@@ -58,16 +67,48 @@ class ProgressLine:
             words.append(f"about {in_minutes(seconds)} left")
         return " · ".join(words)
 
+    def count(self, report: pytest.TestReport) -> None:
+        cell = report.nodeid.rpartition("[")[2].removesuffix("]")
+        self._failing += report.failed and cell in self._left
+        if report.when == "teardown":
+            self._left.pop(cell, None)
+
+
+class ProgressLog(Progress):
+    """A line now and then, as a pytest plugin. ``write`` writes it."""
+
+    def __init__(
+        self, write: Callable[[str], None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(cells, clock)
+        self._write = write
+        self._written = clock()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count(report)
+        if self._left and self._clock() - self._written >= LOG_EVERY_S:
+            self._written = self._clock()
+            self._write(self.text)
+
+
+class ProgressLine(Progress):
+    """The line on a terminal, as a pytest plugin. ``write`` writes raw text to the terminal."""
+
+    def __init__(
+        self, write: Callable[..., None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(cells, clock)
+        self._write = write
+        self._shown = False
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logstart(self) -> Generator[None, object, object]:
         return (yield from self._below_output())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
-        cell = report.nodeid.rpartition("[")[2].removesuffix("]")
-        self._failing += report.failed and cell in self._left
-        if report.when == "teardown":
-            self._left.pop(cell, None)
+        self.count(report)
         return (yield from self._below_output())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -115,7 +115,7 @@ class Session:
             )
         return planned
 
-    def begin(self, chosen: Set[str], command: list[str]) -> None:
+    def begin(self, chosen: Set[str], command: list[str], settings: dict[str, Any]) -> None:
         """Open the run on disk for the cells with these ids. Further calls do nothing."""
         if not chosen or self.recording.path is not None:
             return
@@ -130,7 +130,7 @@ class Session:
             examined,
             measured=[planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else [],
             command=command,
-            options=self.options.recorded,
+            options=self.options.recorded | ({"settings": settings} if settings else {}),
             fingerprint=take_fingerprint(accelerator),
             simulated=accelerator == "cpu",
             subjects={declared.name: declared.software for declared in self._declarations},

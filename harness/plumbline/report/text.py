@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from plumbline.core.finding import AnyFinding
 
@@ -177,3 +178,14 @@ def place_and_size(finding: AnyFinding) -> str:
     """Return where, and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" where neither is known."""
     size = [] if finding.error_x_noise is None else [x_noise(finding.error_x_noise)]
     return ", ".join(location(finding) + size)
+
+
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Return options that the project's file gave, with their values; "" if there are none."""
+    values = ", ".join(f"{name} = {in_toml(value)}" for name, value in settings.items())
+    return f"settings of pyproject.toml: {values}" if settings else ""
+
+
+def in_toml(value: Any) -> str:
+    """Return a string, number, boolean or list of these as TOML; anything else in some form."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -68,6 +68,7 @@ class CheckedCommand:
     ``has_lost_folder``: the command removed the folder for evidence.
     ``judging_s`` is the time that judging took after the command ended. ``windows`` were judged while it ran.
     ``trainings`` are those of the first window, or of the first later one that is wrong.
+    ``settings`` are options that the project's file gave, as they are written there.
     """
 
     command: tuple[str, ...]
@@ -80,6 +81,7 @@ class CheckedCommand:
     full_folder: Path | None = None
     has_lost_folder: bool = False
     windows: tuple[JudgedWindow, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shows_later_window(self) -> bool:

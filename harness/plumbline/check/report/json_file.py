@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
@@ -138,7 +138,7 @@ class Script(BaseModel):
 
 
 class CheckDocument(BaseModel):
-    """What ``plumbline check --json`` writes."""
+    """What ``plumbline check --json`` writes. ``settings`` are the options that ``pyproject.toml`` gave."""
 
     version: Literal[1] = VERSION
     command: tuple[Text, ...]
@@ -150,6 +150,7 @@ class CheckDocument(BaseModel):
     judging_seconds: float
     trainings: tuple[CheckTraining, ...]
     windows: tuple[Window, ...]
+    settings: dict[Text, JsonValue]
 
 
 def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
@@ -164,6 +165,7 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
         judging_seconds=checked.judging_s,
         trainings=tuple(map(CheckTraining.of, checked.trainings)),
         windows=tuple(map(Window.model_validate, checked.windows)),
+        settings=dict(checked.settings),
     )
     return f"{document.model_dump_json(indent=2)}\n"
 

@@ -15,7 +15,7 @@ from plumbline.check.report.lines import coverage_lines, durations, lines_of, sc
 from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on
 from plumbline.machine.software import plumbline_version
 from plumbline.report.html.environment import page_environment
-from plumbline.report.text import place_and_size
+from plumbline.report.text import place_and_size, settings_in_words
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
 _SIGN: Final = {
@@ -37,6 +37,7 @@ def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
             verdict=verdict,
             command=shlex.join(checked.command),
             script=script_end(checked),
+            settings=settings_in_words(checked.settings),
             seconds=durations(checked),
             plumbline=plumbline_version(),
             trainings=checked.trainings,

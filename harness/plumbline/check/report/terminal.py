@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Final
@@ -14,7 +15,7 @@ from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, r
 from plumbline.check.verdict.obstacles import why_no_estimate
 from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, notes_on, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.report.text import location, printable, shortened
+from plumbline.report.text import counted, location, printable, settings_in_words, shortened
 
 LONGEST_MESSAGE = 180
 """Characters of a line that says that something is right; the page and the JSON file have all of it."""
@@ -34,8 +35,16 @@ _COLOURS: Final = {
 _SIGN_STYLES: Final = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMATION: "cyan", Sign.NOT_JUDGED: "yellow"}
 
 
-def verdict_screen(checked: CheckedCommand, verdict: Verdict, *, width: int = 80, colour: bool = False) -> str:
-    """Return the screen, in lines of at most ``width``."""
+def verdict_screen(
+    checked: CheckedCommand, verdict: Verdict, *, width: int = 80, colour: bool = False, quiet: bool = False
+) -> str:
+    """Return the screen, in lines of at most ``width``; if ``quiet``, one line of any length on what is right."""
+    if quiet and verdict.answer is Answer.RIGHT and not verdict.incidents:
+        screen = _Screen(sys.maxsize, colour)
+        notes = sum(len(notes_on(one)) for one in checked.trainings)
+        also = f"; {counted(notes, 'note')}, shown without --quiet" if notes else ""
+        screen.headline(verdict.answer, f"{verdict.sentence}{also}")
+        return screen.text
     screen = _Screen(width, colour)
     screen.verdict(verdict.answer, verdict.sentence, verdict.incidents)
     screen.trainings(checked.trainings, checked.options.truth)
@@ -117,6 +126,8 @@ class _Screen:
         """Return the whole screen, with how the command ended in its last lines."""
         self.blank()
         self.indented(ran(checked), "dim")
+        if checked.settings:
+            self.indented(settings_in_words(checked.settings), "dim")
         return self.text
 
     @property

@@ -13,7 +13,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
 from plumbline.report.tables.failures import FailureGroup, failures, in_one_line, is_wrong
-from plumbline.report.text import counted, digits, in_words, printable
+from plumbline.report.text import counted, digits, in_words, printable, settings_in_words
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, grouped
 from plumbline.results.run import Run
 
@@ -105,7 +105,7 @@ def computed_by(run: Run) -> list[str]:
 
 
 def facts(run: Run) -> dict[str, str]:
-    header = run.header
+    header, settings = run.header, run.header.options.get("settings")
     found = {
         "run": header.run_id,
         "started": f"{header.started:%Y-%m-%d %H:%M} UTC",
@@ -113,6 +113,7 @@ def facts(run: Run) -> dict[str, str]:
         "machine": machine_in_words(header.fingerprint),
         "software": software_in_words(run),
         "command": " ".join(header.command),
+        "settings": settings_in_words(settings) if isinstance(settings, dict) else "",
     }
     return {name: value for name, value in found.items() if value}
 
