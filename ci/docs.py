@@ -10,16 +10,14 @@ of the parsers, and the attribute ``exposes`` of each workload.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import plumbline.cli
 import plumbline.cli.suites as suite_commands
+from plumbline.cli import main
 from plumbline.pytest_plugin.plugin import add_options
 from plumbline.workloads import PERFORMANCE, WORKLOADS
 
@@ -64,14 +62,8 @@ def commands() -> str:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return a parser with every command: each module of ``plumbline.cli`` that has ``add_to``."""
-    parser = argparse.ArgumentParser(prog="plumbline")
-    commands = parser.add_subparsers(required=True)
-    for found in pkgutil.iter_modules(plumbline.cli.__path__):
-        module = importlib.import_module(f"plumbline.cli.{found.name}")
-        if hasattr(module, "add_to"):
-            module.add_to(commands)
-    return parser
+    """Return a parser with every command and its options."""
+    return main.command_parser(*main.COMMANDS)[0]
 
 
 def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:

@@ -22,6 +22,7 @@ CODES = [
     ("check -- no-such-program", 4),
     ("check --json no/folder/x.json -- python", 4),
     ("compare", 4),
+    ("completion tcsh", 4),
     ("compare run", 4),
     ("compare run run", 0),
     ("compare run nowhere", 2),

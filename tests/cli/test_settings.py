@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +98,12 @@ def test_options_that_exclude_a_setting_are_told_where_that_comes_from(write, ca
 def test_a_table_of_another_command_is_not_read_for_this_one(write):
     write("[tool.plumbline.run]\nnonsense = 1\n")
     assert _options(["check", "--", *TRUE]).settings == {}
+
+
+def test_the_example_of_the_documentation_is_taken(write):
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    write(example)
+    assert _options(["check"]).settings["steps"] == 8
+    assert _options(["compare", "A", "B"]).minimum_effect == 0.1
+    assert suites._settings([])["gpus"] == 2

@@ -22,7 +22,6 @@ def add_to(commands: Any) -> None:
     gates = "\n".join(f"  {gate.code}  {name}: {gate.description}" for name, gate in GATES.items())
     command = commands.add_parser(
         "compare",
-        help="compare two runs, or the cells of one: outcomes, speed, memory",
         description=inspect.getdoc(compare),
         epilog=f"exit codes: that of the first condition in --fail-on that applies\n{gates}\n"
         f"  0  no condition applies\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from plumbline.cli import settings
 from plumbline.cli.arguments import print_error
@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "hunt": "search for training problems that a trainer gets wrong, and shrink them",
     "power": "measure the smallest error of a gradient, update or reported loss that is detected",
     "doctor": "check this machine: devices, links, communication, limits, versions",
+    "completion": "print a script that completes commands and options in bash, zsh or fish",
 }
 
 MODULES: Final = {
@@ -56,17 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as a shell does
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    # Only the module of the given command is imported.
+def command_parser(*names: str) -> tuple[argparse.ArgumentParser, Any]:
+    """Return the program's parser, and the parsers of its commands; only those with ``names`` have their options."""
     parser = _Parser(prog="plumbline", description=__doc__)
     parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    given = arguments[0] if arguments else ""
-    if given in COMMANDS:
-        import_module(f"plumbline.cli.{MODULES.get(given, given)}").add_to(commands)
-    for name, description in COMMANDS.items():
+    commands = parser.add_subparsers(action=_Commands, required=True, metavar="COMMAND")
+    for module in dict.fromkeys(MODULES.get(name, name) for name in names):
+        import_module(f"plumbline.cli.{module}").add_to(commands)
+    for name in COMMANDS:
         if name not in commands.choices:
-            commands.add_parser(name, help=description)
+            commands.add_parser(name)
+    return parser, commands
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    given = arguments[0] if arguments else ""
+    # Only the module of the given command is imported.
+    parser, commands = command_parser(*[given] if given in COMMANDS else [])
 
     def parse() -> argparse.Namespace:
         options, unknown = parser.parse_known_args(arguments)
@@ -79,6 +86,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if given not in ("check", "compare"):
         return parse()
     return settings.with_settings(parse, commands.choices[given], given)
+
+
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    def add_parser(self, name: str, **further: Any) -> Any:
+        return super().add_parser(name, help=COMMANDS[name], **further)
 
 
 class _Parser(argparse.ArgumentParser):
