@@ -1,6 +1,6 @@
 """Writes the generated parts of the documentation: tables of options, commands and workloads.
 
-    python ci/docs.py            # rewrites the parts between the markers in docs/
+    python ci/docs.py            # rewrites the parts between the markers in docs/, and docs/llms.txt
     python ci/docs.py --check    # exits with 1 if one of them is out of date
 
 A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Its text comes from the code: help texts
@@ -16,12 +16,15 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import yaml
+
 import plumbline.cli.suites as suite_commands
 from plumbline.cli import main
 from plumbline.pytest_plugin.plugin import add_options
 from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+LLMS = "llms.txt"
 PART = re.compile(r"(?<=<!-- generated: )(?P<name>[a-z ]+) -->\n(?P<text>.*?)(?=<!-- end -->)", re.DOTALL)
 
 
@@ -129,17 +132,38 @@ def up_to_date(page: str) -> str:
     return PART.sub(lambda part: f"{part['name']} -->\n\n{PARTS[part['name']]().strip()}\n\n", page)
 
 
+def llms() -> str:
+    """Return ``llms.txt``: what Plumbline is, and every page of the site with what it is read for."""
+    site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())
+    index = (DOCS / "index.md").read_text()
+    goals = {
+        page: goal
+        for goal, pages in re.findall(r"^\| ([^|]+) \| (.*\.md\).*) \|$", index, re.MULTILINE)
+        for page in re.findall(r"\]\(([\w-]+\.md)", pages)
+    }
+    introduction = " ".join(index.split("\n\n")[1].split())
+    lines = [f"# {site['site_name']}\n", f"> {site['site_description']}\n", f"{introduction}\n"]
+    for entry in site["nav"]:
+        ((section, pages),) = entry.items()
+        below = [entry] if isinstance(pages, str) else pages
+        lines += [] if below == [entry] else [f"\n## {section}\n"]
+        for title, page in (item for one in below for item in one.items()):
+            lines.append(f"- [{title}]({page})" + (f": to {goals[page]}" if page in goals else ""))
+    return "\n".join(lines) + "\n"
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Rewrite the generated parts, or name the pages that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(arguments).check
     pages = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
-    stale = [path for path, text in pages.items() if up_to_date(text) != text]
+    renewed = {path: up_to_date(text) for path, text in pages.items()} | {DOCS / LLMS: llms()}
+    stale = [path for path, text in renewed.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(DOCS.parent)} {'is out of date: run python ci/docs.py' if check else 'written'}")
         if not check:
-            path.write_text(up_to_date(pages[path]))
+            path.write_text(renewed[path])
     return int(check and bool(stale))
 
 

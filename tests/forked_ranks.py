@@ -25,6 +25,7 @@ if __name__ == "__main__":
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         del sys.argv[0]
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))

@@ -54,7 +54,9 @@ def in_blocks(path: Path) -> list[Command]:
     """Return the commands of a page's blocks of shell; ``a && b`` are two."""
     lines = [line.strip() for _, block in BLOCK.findall(path.read_text()) for line in block.splitlines()]
     parts = [part for line in lines if line and not line.startswith("#") for part in line.split(" && ")]
-    return [Command(path.name, _program_first(shlex.split(part.removeprefix("$ ").partition(" > ")[0]))) for part in parts]
+    return [
+        Command(path.name, _program_first(shlex.split(part.removeprefix("$ ").partition(" > ")[0]))) for part in parts
+    ]
 
 
 def _program_first(words: list[str]) -> tuple[str, ...]:

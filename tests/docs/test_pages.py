@@ -52,6 +52,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "build" / "site" / "glossary" / "index.html").is_file()
+    assert (tmp_path / "build" / "site" / "llms.txt").is_file()
 
 
 def test_no_conflict_of_a_merge_is_left():

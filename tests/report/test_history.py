@@ -18,9 +18,10 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.software import Software
 from plumbline.core.topology import Topology
+from plumbline.report.badge import BAD, GOOD
 from plumbline.report.formats import write_report
 from plumbline.report.history.histories import all_steps, cell_histories, counts, figure_histories
-from plumbline.report.history.site import BAD, GOOD, badge_of
+from plumbline.report.history.site import badge_of
 from plumbline.results.files import RunNotFound
 from plumbline.results.header_footer import Footer, Header, SubjectCode
 from plumbline.results.records import Expected, Measurement, Result

@@ -60,6 +60,9 @@ def add_to(commands: Any) -> None:
     file("--html", help="write the verdict as a self-contained HTML page")
     file("--json", help="write the verdict as JSON; with --dry-run, the estimate")
     file("--sarif", help="write errors as SARIF, for code scanning")
+    every = "write the verdict to a folder in every form: verdict.html, .json, .sarif and .md, code-quality.json for "
+    every += "GitLab, and badge.svg"
+    add("--report-dir", type=Path, metavar="DIR", help=every)
     flag("--github", help="print errors as GitHub Actions annotations on standard error")
     flag("-q", "--quiet", help="print only the first line of the verdict if it is RIGHT")
     flag(IGNORE, help=IGNORE_HELP)
@@ -77,12 +80,13 @@ def check(options: argparse.Namespace) -> int:
     """
     from plumbline.check.command.command_line import command_in
     from plumbline.check.evidence.options import RecordingOptions
-    from plumbline.check.report.files import refuse_unwritable
+    from plumbline.check.report.files import make_folder, refuse_unwritable
 
     command = command_in(options.command)
-    if options.dry_run and (options.html or options.sarif or options.github):
+    if options.dry_run and (options.html or options.sarif or options.report_dir or options.github):
         raise PlanError(
-            "--dry-run gives no verdict: remove --html, --sarif and --github, or use --json for the estimate"
+            "--dry-run gives no verdict: remove --html, --sarif, --report-dir and --github, or use --json for the "
+            "estimate"
         )
     if options.every and (options.stop or options.dry_run):
         raise PlanError("--every follows the whole training: remove --stop and --dry-run")
@@ -94,8 +98,12 @@ def check(options: argparse.Namespace) -> int:
     if options.resume_command and not options.resume_after:
         raise PlanError("--resume-command needs --resume-after K")
     refuse_unwritable(options.html, options.json, options.sarif)
-    if options.json and importlib.util.find_spec("pydantic") is None:
-        raise PlanError("--json needs pydantic: pip install pydantic")
+    for name, needs in (("--html", ["jinja2"]), ("--json", ["pydantic"]), ("--report-dir", ["pydantic", "jinja2"])):
+        missing = [module for module in needs if importlib.util.find_spec(module) is None]
+        if missing and getattr(options, name[2:].replace("-", "_")):
+            raise PlanError(f"{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if options.report_dir:
+        make_folder(options.report_dir)
     sys.path.insert(0, os.getcwd())
     try:
         for name in options.modules:
@@ -122,7 +130,7 @@ def check(options: argparse.Namespace) -> int:
         checked = run_and_judge(command, recording, options.time_limit, judge_in)
     checked = replace(checked, settings=options.settings)
     # These import torch, as judging does: the command has begun before.
-    from plumbline.check.report.files import write_files
+    from plumbline.check.report.files import write_files, write_report
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of
 
@@ -132,8 +140,11 @@ def check(options: argparse.Namespace) -> int:
         from plumbline.check.report.annotations import annotations_on
         from plumbline.report.annotations import github_commands
 
-        _print(github_commands(annotations_on(checked)))
+        if commands := github_commands(annotations_on(checked)):
+            _print(commands)
     write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
+    if options.report_dir:
+        write_report(options.report_dir, checked, verdict)
     return verdict.exit_code
 
 

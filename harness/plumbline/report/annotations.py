@@ -1,7 +1,8 @@
-"""Findings at lines of files, for the systems that run CI: as commands to GitHub Actions, and as SARIF."""
+"""Findings at lines of files, for the systems that run CI: as commands to GitHub Actions, as SARIF, for GitLab."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,23 @@ def _command(one: Annotation) -> str:
     properties = {**place, "title": one.title}
     written = ",".join(f"{name}={printable_lines(value).translate(_IN_PROPERTY)}" for name, value in properties.items())
     return f"::error {written}::{printable_lines(one.message).translate(_IN_MESSAGE)}"
+
+
+def code_quality(annotations: Iterable[Annotation]) -> str:
+    """Return GitLab's report on code quality. It has places in files of the repository alone."""
+    problems = [
+        {
+            "check_name": one.rule,
+            "description": printable_lines(f"{one.title}: {one.message}"),
+            "fingerprint": hashlib.sha256(f"{one.key} {file}".encode()).hexdigest(),
+            "severity": "critical",
+            "location": {"path": file, "lines": {"begin": line}},
+        }
+        for one in annotations
+        for file, line in ([one.source] if one.source else [])
+        if not Path(file).is_absolute()
+    ]
+    return json.dumps(problems, indent=2) + "\n"
 
 
 SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

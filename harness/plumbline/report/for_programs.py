@@ -10,7 +10,7 @@ import pandas as pd
 from pydantic import BaseModel
 
 from plumbline.core.outcome import Outcome
-from plumbline.report.annotations import Annotation, annotate, github_commands, sarif
+from plumbline.report.annotations import Annotation, annotate, code_quality, github_commands, sarif
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables.cells import cell_table, outcome_counts
 from plumbline.report.tables.claims import Claim, claims
@@ -210,3 +210,4 @@ def _annotation(run: Run, group: FailureGroup) -> Annotation:
 
 GITHUB = ReportFormat("annotations of GitHub Actions, for a step to print", run_commands)
 SARIF = ReportFormat("SARIF 2.1.0, for code scanning and editors", run_sarif)
+CODE_QUALITY = ReportFormat("GitLab's report on code quality", lambda run: code_quality(annotations_of(run)))

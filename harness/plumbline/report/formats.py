@@ -27,6 +27,7 @@ FORMATS: Final[dict[str, str]] = {
     "json": "plumbline.report.for_programs:FORMAT",
     "sarif": "plumbline.report.for_programs:SARIF",
     "github": "plumbline.report.for_programs:GITHUB",
+    "code-quality": "plumbline.report.for_programs:CODE_QUALITY",
 }
 """``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.verdict.verdict import Verdict
 from plumbline.core.errors import PlanError
+
+REPORT: Final = ("verdict.html", "verdict.json", "verdict.sarif", "verdict.md", "code-quality.json", "badge.svg")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for a report; raise ``PlanError`` if that is not possible, or nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--report-dir: {folder} cannot be made: {error.strerror}") from error
+    refuse_unwritable(*(folder / name for name in REPORT))
 
 
 def refuse_unwritable(*files: Path | None) -> None:
@@ -40,6 +52,20 @@ def write_files(
         from plumbline.check.report.page import verdict_page
 
         write_whole(html, verdict_page(checked, verdict))
+
+
+def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> None:
+    """Write the verdict into ``folder`` in every form: ``REPORT`` has the names of the files."""
+    from plumbline.check.report.annotations import annotations_on
+    from plumbline.check.report.markdown import verdict_markdown
+    from plumbline.report.annotations import code_quality
+    from plumbline.report.badge import verdict_badge
+
+    html, json, sarif, markdown, quality, image = (folder / name for name in REPORT)
+    write_files(checked, verdict, html=html, json=json, sarif=sarif)
+    write_whole(markdown, verdict_markdown(checked, verdict))
+    write_whole(quality, code_quality(annotations_on(checked)))
+    write_whole(image, verdict_badge(verdict.answer.value))
 
 
 def write_whole(file: Path, text: str) -> None:

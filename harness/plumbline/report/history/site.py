@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
-from xml.sax.saxutils import escape, quoteattr
 
+from plumbline.report.badge import BAD, GOOD, UNCLEAR, badge
 from plumbline.report.history.histories import (
     CellHistory,
     FigureHistory,
@@ -27,7 +27,7 @@ from plumbline.report.history.histories import (
 )
 from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
-from plumbline.report.text import counted, printable
+from plumbline.report.text import counted
 from plumbline.results.files import write_text
 from plumbline.results.records import KNOWN, grouped
 
@@ -82,13 +82,6 @@ def _places(count: int) -> Iterator[float]:
     yield from (round(MARGIN + place * step, 1) if count > 1 else WIDTH / 2 for place in range(count))
 
 
-GOOD, BAD, UNCLEAR = "#00664b", "#a83f00", "#5b6370"
-"""Each has a contrast of at least 4.5 with white."""
-
-_LABEL: Final = "#30363d"
-_WIDTH: Final = 6.6  # pixels of a character at 11 pixels; ``textLength`` fits the text to what was reckoned
-
-
 def badge_of(cells: Sequence[CellHistory]) -> str:
     examined = [cell for cell in cells if is_examined(cell)]
     wrong = sum(cell.now.end.wrong for cell in examined)
@@ -99,24 +92,6 @@ def badge_of(cells: Sequence[CellHistory]) -> str:
         return badge("plumbline", "nothing examined", UNCLEAR)
     right = f"{counted(len(examined) - known, 'cell')} right"
     return badge("plumbline", f"{right}, {counted(known, 'known failure')}" if known else right, GOOD)
-
-
-def badge(label: str, value: str, colour: str) -> str:
-    widths = [round(len(text) * _WIDTH) + 12 for text in (label, value)]
-    title = f"{printable(label)}: {printable(value)}"
-    texts = "".join(
-        f'<text x="{sum(widths[:place]) + width / 2}" y="14" textLength="{width - 12}">{escape(printable(text))}</text>'
-        for place, (text, width) in enumerate(zip((label, value), widths, strict=True))
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="20" role="img" '
-        f"aria-label={quoteattr(title)}><title>{escape(title)}</title>"
-        f'<clipPath id="round"><rect width="{sum(widths)}" height="20" rx="3"/></clipPath><g clip-path="url(#round)">'
-        f'<rect width="{widths[0]}" height="20" fill="{_LABEL}"/>'
-        f'<rect x="{widths[0]}" width="{widths[1]}" height="20" fill="{colour}"/></g>'
-        '<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
-        f"{texts}</g></svg>\n"
-    )
 
 
 INDEX: Final = "index.html"
