@@ -50,8 +50,8 @@ def _training(one: CheckedTraining, truth: str) -> Iterator[str]:
     if others:
         yield f"<details><summary>What else was looked at</summary>\n\n{_table(others)}\n\n</details>"
     facts = [training_line(one), *coverage_lines(one.coverage, truth)]
-    if place := describe(one.training).steps_at:
-        facts.append(f"the first step was taken in {place[0]}, line {place[1]}")
+    if steps_at := describe(one.training).steps_at:
+        facts.append(f"the first step was taken in {steps_at[0]}, line {steps_at[1]}")
     yield "\n".join(f"- {markdown(text)}" for text in facts)
 
 
