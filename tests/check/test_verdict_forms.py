@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.check.judge.noted import headline_note, information
-from plumbline.check.report.annotations import check_sarif
+from plumbline.check.report.annotations import annotations_on, check_sarif
+from plumbline.check.report.files import REPORT, write_report
 from plumbline.check.report.json_file import as_json
+from plumbline.check.report.markdown import verdict_markdown
 from plumbline.check.report.page import verdict_page
 from plumbline.check.report.terminal import verdict_screen
 from plumbline.check.verdict.verdict import verdict_of
 from plumbline.core.finding import Finding
+from plumbline.report.annotations import github_commands
 from plumbline.report.text import percent
 
 EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
@@ -167,3 +170,28 @@ def test_options_of_the_project_s_file_are_said_to_come_from_there_everywhere():
     assert said.replace('"', "&#34;") in page(command)
     assert document(command)["settings"] == {"steps": 2, "p": ["causes"]}
     assert "pyproject.toml" not in screen(checked(training(RIGHT)))
+
+
+def test_a_report_has_the_verdict_in_every_form_at_the_line_in_the_repository(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "trainings").mkdir()
+    monkeypatch.chdir(tmp_path / "trainings")
+    command = checked(training(WRONG, FOLLOWS, facts={"script": {"file": "train.py", "line": 7}}))
+    write_report(tmp_path, command, verdict_of(command))
+    assert {*REPORT} <= {file.name for file in tmp_path.iterdir()}
+    (problem,) = json.loads((tmp_path / "code-quality.json").read_text())
+    assert problem["location"] == {"path": "trainings/train.py", "lines": {"begin": 7}}
+    assert "::error file=trainings/train.py,line=7," in github_commands(annotations_on(command))
+    assert ">wrong</text>" in (tmp_path / "badge.svg").read_text()
+
+
+def test_markdown_begins_with_the_verdict_and_text_from_a_script_is_only_text():
+    evil = replace(WRONG, message="<img src=x> | `a` [b](c)", parameter="<b>|")
+    command = checked(training(evil, FOLLOWS, headline_note("objective", "a sum")), training(RIGHT))
+    text = verdict_markdown(command, verdict_of(command))
+    assert text.startswith("### ❌ WRONG: 1 of 2 trainings: gradients: not synchronised")
+    assert "#### Training 2: ✅ RIGHT" in text
+    assert "> Note: a sum" in text
+    assert re.search(r"^\| wrong \| ranks-agree \| consequence of gradients", text, re.MULTILINE)
+    assert "<img" not in text
+    assert "<b>" not in text
