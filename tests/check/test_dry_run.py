@@ -80,10 +80,14 @@ def test_the_document_has_the_figures_of_the_screen():
     assert (cost["seconds"], cost["seconds_without_check"], cost["evidence_bytes"]) == (6.4, 2.0, 80)
 
 
-@pytest.mark.parametrize("option", [["--html", "x.html"], ["--sarif", "x.sarif"], ["--github"]], ids=lambda one: one[0])
+@pytest.mark.parametrize(
+    "option",
+    [["--html", "x.html"], ["--sarif", "x.sarif"], ["--report-dir", "x"], ["--github"]],
+    ids=lambda one: one[0],
+)
 def test_a_form_of_the_verdict_is_refused_before_anything_starts(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-c", "open('started', 'x')"]
     assert main(["check", "--dry-run", *option, "--", *command]) == 4
-    assert "--dry-run gives no verdict: remove --html, --sarif and --github" in capsys.readouterr().err
+    assert "--dry-run gives no verdict: remove --html, --sarif, --report-dir and --github" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -175,6 +175,7 @@ def test_options_of_the_project_s_file_are_said_to_come_from_there_everywhere():
 def test_a_report_has_the_verdict_in_every_form_at_the_line_in_the_repository(tmp_path, monkeypatch):
     (tmp_path / ".git").mkdir()
     (tmp_path / "trainings").mkdir()
+    (tmp_path / "trainings" / "train.py").touch()
     monkeypatch.chdir(tmp_path / "trainings")
     command = checked(training(WRONG, FOLLOWS, facts={"script": {"file": "train.py", "line": 7}}))
     write_report(tmp_path, command, verdict_of(command))

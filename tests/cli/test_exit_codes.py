@@ -21,6 +21,7 @@ CODES = [
     ("check python train.py", 4),
     ("check -- no-such-program", 4),
     ("check --json no/folder/x.json -- python", 4),
+    ("check --report-dir taken.py -- python", 4),
     ("compare", 4),
     ("completion tcsh", 4),
     ("compare run", 4),

@@ -43,7 +43,15 @@ def annotate(
 ) -> Annotation:
     known = {name: getattr(finding, name) for name in ("family", "check", "step", "rank", "parameter")}
     text = "\n".join(filter(None, [message, place_and_size(finding), *lines]))
-    return Annotation(rule, title, text, key, source, known | details)
+    return Annotation(rule, title, text, key, source and _in_repository(*source), known | details)
+
+
+def _in_repository(file: str, line: int) -> tuple[str, int]:
+    """Return a place relative to the repository, as CI systems want it; ``file`` is relative to the current folder."""
+    here = Path.cwd()
+    root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    place = here / file
+    return (place.relative_to(root).as_posix() if place.is_file() and place.is_relative_to(root) else file), line
 
 
 _IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
@@ -35,14 +33,5 @@ def _annotation(one: CheckedTraining, finding: Finding) -> Annotation:
         rule=rule,
         title=f"{finding.check}: {rule.replace('-', ' ')}",
         key=f"{finding.check}/{rule}",
-        source=_in_repository(describe(one.training).steps_at),
+        source=describe(one.training).steps_at,
     )
-
-
-def _in_repository(source: tuple[str, int] | None) -> tuple[str, int] | None:
-    """Return a place with its path relative to the repository, where the current folder is below one."""
-    here = Path.cwd()
-    root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
-    if source is None or not (here / source[0]).is_relative_to(root):
-        return source
-    return (here / source[0]).relative_to(root).as_posix(), source[1]
