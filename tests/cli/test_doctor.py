@@ -88,10 +88,8 @@ def test_answers_are_printed_for_programs(asked: Callable[..., None], capsys: py
     assert main(["doctor", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["ready"]
-    assert [(one["probe"], one["state"], one["advice"]) for one in printed["answers"]] == [
-        ("a", "ok", None),
-        ("b", "note", "wait"),
-    ]
+    answers = [(one["probe"], one["state"], one["advice"]) for one in printed["answers"]]
+    assert answers == [("a", "ok", None), ("b", "note", "wait")]
     asked(disk=[ProbeResult("full", "make room")])
     assert main(["doctor", "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["ready"]

@@ -118,14 +118,18 @@ def test_nobody_s_options_collide_and_a_reproduction_runs_just_its_cell(project)
     right = (project.folder / "wrong.py").read_text()
     (project.folder / "wrong.py").write_text(right.replace("loss.backward()", "(loss * 2).backward()"))
     subjects = "--subject other.py --subject wrong.py"
-    asked = f"{subjects} {SMALL} --backends ddp --seed 3 --time-limit 600 --report-dir elsewhere/reports"
+    (project.folder / "pyproject.toml").write_text('[tool.plumbline.run]\nseed = 3\nbackends = "dp"\n')
+    asked = f"{subjects} {SMALL} --backends ddp --time-limit 600 --report-dir elsewhere/reports"
     project(f"plumbline run {asked}", code=1)
     before = results_of(project.folder / "elsewhere")
     assert {result["subject"] for result in before} == {"other", "wrong"}
+    page = (project.folder / "elsewhere" / "reports" / "latest" / "report.html").read_text()
+    assert "pyproject.toml: seed = 3<" in page, "the command line gives the backends"
+    (project.folder / "pyproject.toml").unlink()
 
     cell = "wrong-mlp-ddp-1x2-32"
     command = next(result["reproduce"] for result in before if result["cell"] == cell)
-    assert command.endswith(f"plumbline run --cell {cell} --subject wrong.py --seed 3 --time-limit 600")
+    assert command.endswith(f"plumbline run --cell {cell} --subject wrong.py --gpus 2 --seed 3 --time-limit 600")
     project(command, code=1)
     again = [(found["cell"], found["check"], found["outcome"]) for found in results_of(project.folder)]
     assert again == [(f["cell"], f["check"], f["outcome"]) for f in before if f["cell"] == cell]

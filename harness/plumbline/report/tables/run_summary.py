@@ -113,7 +113,7 @@ def facts(run: Run) -> dict[str, str]:
         "machine": machine_in_words(header.fingerprint),
         "software": software_in_words(run),
         "command": " ".join(header.command),
-        "settings": settings_in_words(settings) if isinstance(settings, dict) else "",
+        "settings": settings_in_words(settings).removeprefix("settings of ") if isinstance(settings, dict) else "",
     }
     return {name: value for name, value in found.items() if value}
 
