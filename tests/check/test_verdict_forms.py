@@ -137,6 +137,16 @@ def test_every_answer_has_a_page_and_annotations():
         assert verdict.answer.value in check_sarif(command, verdict)
 
 
+def test_each_mistake_that_stands_by_itself_is_named_first_and_has_a_box():
+    also = replace(WRONG, check="buffers", cause="buffers-not-broadcast", hint="broadcast them", error_x_noise=None)
+    command = checked(training(WRONG, FOLLOWS, also))
+    assert "gradients: not synchronised (3.9e6 × rounding noise); buffers: buffers not broadcast" in " ".join(
+        screen(command).split()
+    )
+    assert re.findall(r"<h3>(.*?)</h3>", page(command))[:2] == ["Not synchronised", "Buffers not broadcast"]
+    assert '<dd class="advice">broadcast them</dd>' in page(command)
+
+
 def test_a_page_works_offline():
     text = page(EVERYTHING)
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)

@@ -26,7 +26,7 @@ GRID = ErrorGrid(("layers.0.weight", "layers.0.bias"), (0, 1), ((4e6, math.inf),
 SUMMED = Finding(
     "gradients",
     Outcome.FAILED,
-    f"gradients at step 0 on rank 1 are the sum (0.9 × noise from that; 4e+06 × noise from right): {HINT}; it happens "
+    f"gradients at step 0 on rank 1 are the sum (0.9 × noise from that; 4e6 × noise from right): {HINT}; it happens "
     "in every second step",
     "summed-over-ranks",
     "averaging",

@@ -8,10 +8,10 @@ from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
-from plumbline.report.for_programs import as_json
+from plumbline.report.for_programs import annotations_of, as_json
 from plumbline.report.html.page import report_page
-from plumbline.report.markdown import support_page
-from plumbline.report.tables.failures import subject_causes
+from plumbline.report.markdown import one_screen, support_page
+from plumbline.report.tables.failures import mistakes, subject_causes
 from plumbline.report.terminal import support_for_terminal
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Result
@@ -88,6 +88,26 @@ def test_one_wrong_cell_needs_no_summary(run_of):
     assert not subject_causes(run_of({cell(): [wrong()]}))
 
 
+def test_a_cell_with_two_mistakes_counts_for_both(run_of):
+    averaged = wrong(("buffers-not-broadcast", "buffers", "buffers differ"), "buffers")
+    unknown = wrong(("unexplained", None, "weights differ"), "update")
+    run = run_of({cell(gpus=2): [wrong(), averaged, unknown], cell(gpus=3): [wrong()], cell(gpus=4): [unknown]})
+    found = {group.title: [one.gpus for one in group.findings] for group in mistakes(run)["my-ddp"]}
+    assert found == {"not-synchronised": [2, 3], "buffers-not-broadcast": [2], "failed: update": [4]}
+    headline = "3 mistakes in my-ddp: not synchronised, buffers not broadcast, failed: update."
+    assert headline in report_page(run)
+    assert headline in one_screen(run)
+    assert "3 mistakes in my-ddp:\n- not-synchronised (sync), in 2 cells:" in support_for_terminal(run, 160)
+    assert [one.rule for one in annotations_of(run)] == list(found)
+
+
+def test_cells_without_a_verdict_are_no_mistakes(run_of):
+    raised = Finding("launch", Outcome.ERRORED, "it raised")
+    assert "<h1>2 of 2 cells ended without a verdict.</h1>" in report_page(
+        run_of({cell(gpus=n): [raised] for n in (2, 3)})
+    )
+
+
 def test_every_page_has_it_and_shows_consequences_after_their_root(run_of):
     later = wrong(("unexplained", None, "rank 1 holds other weights"), "ranks-agree", consequence_of="gradients")
     run = run_of({cell(gpus=gpus): [later, wrong()] for gpus in (2, 3)})
@@ -95,7 +115,7 @@ def test_every_page_has_it_and_shows_consequences_after_their_root(run_of):
         support_for_terminal(run, 160), support_page(run), report_page(run), as_json(run),
     ]  # fmt: skip
     for page in pages:
-        assert "both failing cells have the same cause" in page
+        assert "never all-reduced" in page
     for page in pages[1:3]:
         assert "consequence of gradients: ranks-agree: rank 1 holds other weights" in page.replace("\\", "")
         assert page.index("never all-reduced") < page.index("consequence of gradients")

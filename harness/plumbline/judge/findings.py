@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from plumbline.core.finding import ErrorGrid, Finding
+from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.oracle.noise import TOGETHER, Deviation, in_noise, larger
 
@@ -51,7 +52,7 @@ def failed(
 def failed_with_hint(check: str, observed: str, hint: str, **place_and_cause: Any) -> Finding:
     """Return what ``failed`` does, with ``hint`` at the end of the message: what to look at."""
     finding = failed(check, observed, **place_and_cause)
-    return replace(finding, message=f"{finding.message}: {hint}")
+    return replace(finding, message=f"{finding.message}: {hint}", hint=hint)
 
 
 def with_hint(finding: Finding, hint: str) -> Finding:
@@ -104,7 +105,7 @@ def compare_with_two(
         return compare_with_one(check, observed, "those of one device", nearer, limit)
     error = error_at(contract, limit)
     if contract.x_noise <= limit:
-        message = f"{observed} are {times(one_device.x_noise)} from those of one device, but match {promise}: {error}"
+        message = f"{observed} are {x_noise(one_device.x_noise)} from those of one device, but match {promise}: {error}"
         return from_deviation(check, Outcome.DEVIATES, message, contract, limit)
     message = f"{observed} match neither those of one device ({error_at(one_device, limit)}) nor {promise} ({error})"
     return from_deviation(check, Outcome.FAILED, message, contract, limit)
@@ -149,15 +150,10 @@ class TwoWayComparison:
         )
 
 
-def times(x_noise: float) -> str:
-    """Format a multiple of noise: ``0.8 × noise``, ``2e+06 × noise``."""
-    return f"{x_noise:.2g} × noise"
-
-
 def error_at(deviation: Deviation, limit: float) -> str:
     """Format an error, its limit and its place: ``error 40 × noise (limit 9.4) at step 3 on rank 1 in weight``."""
     place = _place(deviation.step, deviation.rank, deviation.parameter)
-    return " ".join([f"error {times(deviation.x_noise)} (limit {limit:.2g})", *place])
+    return " ".join([f"error {x_noise(deviation.x_noise)} (limit {compact(limit)})", *place])
 
 
 def with_parameters(finding: Finding, deviations: Iterable[Deviation]) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from plumbline.core.numbers import compact, x_noise
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables import measured
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
@@ -44,7 +45,6 @@ from plumbline.report.tables.support import (
 )
 from plumbline.report.text import (
     between,
-    compact,
     counted,
     in_words,
     location,
@@ -53,7 +53,6 @@ from plumbline.report.text import (
     markdown_table,
     markdown_table_code,
     shortened,
-    x_noise,
 )
 from plumbline.results.records import Expected, Result
 from plumbline.results.run import PROFILES, Run
@@ -88,7 +87,7 @@ def support_page(run: Run) -> str:
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
-        *(markdown(" ".join(summary.sentences)) for summary in subject_causes(run)),
+        *(markdown(summary.doubt) for summary in subject_causes(run) if summary.doubt),
         findings_section(run),
         *known_section(run),
     ]
@@ -192,8 +191,7 @@ def one_screen(run: Run) -> str:
     found = facts(run)
     lines = [f"# {markdown(verdict.sentence)}", ""]
     groups = failures(run)
-    # Of a run that went wrong, the detail is its first cause, which is told below.
-    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail and not groups else []
+    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
     lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
     by = computed_by(run)
@@ -236,10 +234,10 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
     yield ""
     yield "## What went wrong"
     yield ""
-    divided = [summary for summary in subjects if summary.others][:_MOST_SUBJECTS]
-    for summary in divided:
-        yield f"- {markdown(' '.join(summary.sentences))}"
-    shown = room - 3 - len(divided) - 2  # the heading, the command, and how many more there are
+    doubts = [summary.doubt for summary in subjects if summary.doubt][:_MOST_SUBJECTS]
+    for doubt in doubts:
+        yield f"- {markdown(doubt)}"
+    shown = room - 3 - len(doubts) - 2  # the heading, the command, and how many more there are
     several = len({group.subject for group in groups}) > 1
     for place, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)

@@ -13,13 +13,14 @@ from rich.text import Text
 
 from plumbline.core.errors import PlumblineError
 from plumbline.core.finding import in_reading_order
+from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import DECLINED, MISSING, cell_table
 from plumbline.report.tables.failures import expectation_details, is_wrong, outcome_in_words, parameter_table
 from plumbline.report.tables.measured import HOW_TO_OPEN, conformance_of, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
 from plumbline.report.terminal import plain_table, rendered
-from plumbline.report.text import between, compact, in_words, location, printable, printable_lines, x_noise
+from plumbline.report.text import between, in_words, location, printable, printable_lines
 from plumbline.results.files import log_tails, trace_folder
 from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Measurement, Result, ending, grouped
 from plumbline.results.run import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from io import StringIO
 from typing import Final
 
@@ -12,13 +13,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from plumbline.core.numbers import compact
 from plumbline.report.tables import run_summary
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
-from plumbline.report.tables.failures import subject_causes
+from plumbline.report.tables.failures import LONGEST_EXAMPLE, in_one_line, mistakes, subject_causes
 from plumbline.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.text import compact, in_words, printable
-from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Measurement
+from plumbline.report.text import counted, in_words, printable
+from plumbline.results.records import Measurement
 from plumbline.results.run import Run
 
 
@@ -43,14 +45,14 @@ def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
 
 
 MOST_ROWS: Final = 40
+MOST_MISTAKES: Final = 6  # of a subject
 _RATE = "samples/s"
 _SPEED_COLUMNS: Final = {_RATE: ("throughput",), "Scaling": EFFICIENCY, "Step": ("step_p50",), "Memory": MEMORY}
 _SPEED_LEGEND = "~~struck through~~: the same run found the configuration to be wrong: its speed does not count"
 # Headings on two lines, so that a column is little wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
 _COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}
-_LEGEND = "  ".join(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-")
-_LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
+_LEGEND = {**IN_A_WORD, "K": "known: failed as expected", "X": "unexpected pass: should have failed and did not"}
 
 
 def support_for_terminal(
@@ -62,9 +64,13 @@ def support_for_terminal(
     ``counted``, a line says how many cells are not declared.
     """
     together = side_by_side(run, every=every)
-    table = _support(run, every=every) if together is None else _columns(together)
-    closing = _closing_lines(run, several=together is not None, counted=counted)
-    return rendered(table, *closing, width=width, colour=colour)
+    if together is None:
+        rows = _rows(run, every=every)
+        table, marks = _support(rows), rows[_marked(rows)]
+    else:
+        table, marks = _columns(together), together[list(together.columns[len(ROW_COLUMNS) :])]
+    used = {str(entry)[:1] for entry in marks.to_numpy().flatten()}
+    return rendered(table, *_closing_lines(run, used, undeclared=counted), width=width, colour=colour)
 
 
 def _columns(together: pd.DataFrame) -> Table:
@@ -78,9 +84,18 @@ def _columns(together: pd.DataFrame) -> Table:
     return table
 
 
-def _support(run: Run, *, every: bool) -> Table:
+def _rows(run: Run, *, every: bool) -> pd.DataFrame:
     support = support_table(run, every=True)
-    marks = [name for name in mark_columns() if name in support]
+    return support if every else support[~(support[_marked(support)] == "-").any(axis=1)]
+
+
+def _marked(support: pd.DataFrame) -> list[str]:
+    """Return the columns in which some row has a mark."""
+    return [name for name in mark_columns() if name in support and (support[name] != "").any()]
+
+
+def _support(support: pd.DataFrame) -> Table:
+    marks = _marked(support)
     table = plain_table(expand=True, gap=0)
     for name in marks:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
@@ -89,8 +104,6 @@ def _support(run: Run, *, every: bool) -> Table:
     table.add_column("Devi-\nates", justify="right", no_wrap=True)
     table.add_column("Worst\n× noise", justify="right", no_wrap=True)
     for row in support.to_dict("records"):
-        if not every and any(row[name] == "-" for name in marks):
-            continue
         table.add_row(
             *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in marks),
             Text(re.sub(r"^Trainer\((.*)\)$", r"\1", printable(row["Command"])).replace("distributed_backend=", "…=")),
@@ -101,23 +114,35 @@ def _support(run: Run, *, every: bool) -> Table:
     return table
 
 
-def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:
+def _closing_lines(run: Run, used: set[str], *, undeclared: bool) -> list[Text]:
     cells = cell_table(run)
     lines = [
-        Text(_LEGEND if several else f"{_LEGEND}  … distributed_backend"),
+        Text("  ".join(f"{mark} {words}" for mark, words in _LEGEND.items() if mark in used)),
         Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(run_summary.computed_by(run)) or 'none'}."),
     ]
-    if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
-        lines.insert(1, Text(_LEGEND_OF_EXPECTED))
     lines += [Text(f"{sentence}.") for sentence in run_summary.micro_batches_in_words(run)]
     lines += [Text(note, style="yellow") for note in run_summary.notes(run)]
-    for summary in subject_causes(run):
-        lines += [Text(printable(sentence)) for sentence in summary.sentences]
-    if counted and (undeclared := unsupported(run, cells)):
-        lines.append(Text(printable(f"{undeclared_in_words(undeclared)}.")))
+    lines += _mistakes(run)
+    if undeclared and (some := unsupported(run, cells)):
+        lines.append(Text(printable(f"{undeclared_in_words(some)}.")))
     if missing := run_summary.what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines
+
+
+def _mistakes(run: Run) -> Iterator[Text]:
+    for subject, groups in mistakes(run).items():
+        yield Text(f"{counted(len(groups), 'mistake')} in {printable(subject)}:", style="bold red")
+        for group in groups[:MOST_MISTAKES]:
+            named = f"{group.title} ({group.family})" if group.family else group.title
+            told = in_one_line(group.findings[0], LONGEST_EXAMPLE)
+            told += "" if told.endswith((".", "?", "!")) else "."
+            yield Text(printable(f"- {named}, in {counted(len(group.findings), 'cell')}: {told}"))
+        if len(groups) > MOST_MISTAKES:
+            yield Text(f"- and {len(groups) - MOST_MISTAKES} more, in report.html")
+    for summary in subject_causes(run):
+        if summary.doubt:
+            yield Text(printable(summary.doubt))
 
 
 def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from plumbline.core.finding import AnyFinding
+from plumbline.core.numbers import compact, x_noise
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Controls, invisible formatting (which can turn the direction of text) and what UTF-8 cannot write.
@@ -88,21 +89,13 @@ def percent(share: float) -> str:
     return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
 
 
-def compact(number: float) -> str:
-    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; nothing for a missing one (NaN)."""
-    if math.isnan(number):
-        return ""
-    if math.isinf(number):
-        return str(number)
-    size = abs(number)
-    if size == 0 or 1e-3 <= size < 9999.5:
-        return f"{number:.0f}" if size >= 9.95 else f"{number:.2g}"
-    mantissa, exponent = f"{number:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
-def x_noise(error: float) -> str:
-    return f"{compact(error)} × noise"
+def without_hint(message: str, hint: str | None) -> str:
+    """Return what a finding's message observes, without what to change."""
+    for sign in (": ", "; "):
+        head, found, tail = message.rpartition(f"{sign}{hint}") if hint else ("", "", "")
+        if found:
+            return head + tail
+    return message
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import EndedBy
@@ -15,9 +16,16 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information
-from plumbline.report.text import counted, in_words, listed, percent, shortened, x_noise
+from plumbline.report.text import (
+    counted,
+    in_words,
+    listed,
+    percent,
+    shortened,
+)
 
 MOST_NAMES = 3
 
@@ -41,10 +49,14 @@ class Line:
     finding: Finding
 
 
-def lines_of(one: CheckedTraining) -> list[Line]:
-    """Return a line for each finding but those that stand above them: the first accusation and the notes."""
-    first = next(accusations(one), None)
-    return [_line(each) for each in one.findings if each is not first and not isinstance(each, HeadlineNote)]
+def lines_of(one: CheckedTraining, above: Collection[Finding] = ()) -> list[Line]:
+    """Return a line for each finding but the notes and those that stand ``above``, at least the first accusation."""
+    told = [*above, *islice(accusations(one), 1)]
+    return [
+        _line(each)
+        for each in one.findings
+        if not any(each is other for other in told) and not isinstance(each, HeadlineNote)
+    ]
 
 
 def _line(finding: Finding) -> Line:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 from jinja2 import Environment
 
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.judge.coverage import Coverage
+from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.report.lines import coverage_lines, durations, lines_of, script_end, training_line
-from plumbline.check.verdict.verdict import Verdict, accusations, answer_of, notes_on, sentence_on
+from plumbline.check.verdict.description import describe
+from plumbline.check.verdict.verdict import Verdict, answer_of, mistakes, notes_on, sentence_on
+from plumbline.core.finding import Finding, is_unexplained
 from plumbline.machine.software import plumbline_version
 from plumbline.report.html.environment import page_environment
-from plumbline.report.text import place_and_size, settings_in_words
+from plumbline.report.text import place_and_size, settings_in_words, without_hint
+
+LINES_AROUND: Final = 4
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
 _SIGN: Final = {
@@ -46,6 +53,35 @@ def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
     )
 
 
+@dataclass(frozen=True)
+class SourceLines:
+    """Where a script takes its first step: the file, the line, and the lines around it with their numbers."""
+
+    file: str
+    number: int
+    text: tuple[tuple[int, str], ...]
+
+
+def _source_of(one: CheckedTraining) -> SourceLines | None:
+    """Return the lines of the script around its first step; None if a library took it."""
+    place = describe(one.training).steps_at
+    if place is None:
+        return None
+    file, number = place
+    try:
+        lines = Path(file).read_text("utf-8", "replace").splitlines()
+    except OSError:  # it ran elsewhere, or is gone
+        lines = []
+    shown = range(max(number - LINES_AROUND, 1), min(number + LINES_AROUND, len(lines)) + 1)
+    return SourceLines(Path(file).name, number, tuple((each, lines[each - 1]) for each in shown))
+
+
+def _name_of(finding: Finding) -> str:
+    if is_unexplained(finding):
+        return f"{finding.check.capitalize()}: no known mistake explains the difference"
+    return str(finding.cause).replace("-", " ").capitalize()
+
+
 def _uncovered(coverage: Coverage) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     shares = {
         "gradient not judged": coverage.gradients,
@@ -60,17 +96,18 @@ def _uncovered(coverage: Coverage) -> Iterator[tuple[str, str, tuple[str, ...]]]
 def _environment() -> Environment:
     environment = page_environment("plumbline.check.report")
     environment.globals |= {
-        "accusations": accusations,
         "answer_of": answer_of,
         "coverage_lines": coverage_lines,
         "kind": _KIND,
         "lines_of": lines_of,
         "mark": _MARK,
+        "mistakes": mistakes,
         "notes_on": notes_on,
-        "place_and_size": place_and_size,
         "sentence_on": sentence_on,
         "sign": _SIGN,
+        "source_of": _source_of,
         "training_line": training_line,
         "uncovered": _uncovered,
     }
+    environment.filters |= {"name_of": _name_of, "place_and_size": place_and_size, "without_hint": without_hint}
     return environment

@@ -17,13 +17,17 @@ from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.numbers import compact
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import compact, counted, percent
+from plumbline.report.text import counted, percent
 
 RIGHT, WRONG = 0, 1
 
 ENOUGH = 0.99
 """The share of a training's trainable entries whose gradients and updates are judged where it is called right."""
+
+MOST_MISTAKES = 3
+"""How many mistakes the first line names."""
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell does
 
@@ -109,6 +113,12 @@ def accusations(one: CheckedTraining) -> Iterator[Finding]:
     return (finding for finding in one.findings if is_accusation(finding))
 
 
+def mistakes(one: CheckedTraining) -> list[Finding]:
+    """Return what is wrong by itself: the first accusation, and others that name a cause and follow from nothing."""
+    wrong = list(accusations(one))
+    return wrong[:1] + [each for each in wrong[1:] if each.consequence_of is None and not is_unexplained(each)]
+
+
 def notes_on(one: CheckedTraining) -> list[str]:
     """Return what stands right under the verdict although it decides nothing, each in whole sentences."""
     return [finding.message for finding in one.findings if isinstance(finding, HeadlineNote)]
@@ -116,9 +126,9 @@ def notes_on(one: CheckedTraining) -> list[str]:
 
 def sentence_on(one: CheckedTraining) -> str:
     """Return the reason for a training's answer, without the answer itself."""
-    wrong = next(accusations(one), None)
-    if wrong is not None:
-        return f"{_cause(wrong)}{_noise(wrong)}"
+    if wrong := mistakes(one):
+        more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
+        return "; ".join(f"{_cause(each)}{_noise(each)}" for each in wrong[:MOST_MISTAKES]) + more
     if why := _unanswered(one):
         return why
     gradients = [finding for finding in one.findings if finding.check == GRADIENTS]

@@ -14,7 +14,8 @@ from plumbline.check.evidence.read import world_size_of
 from plumbline.check.judge.script_checks import judged_trainings
 from plumbline.check.verdict.verdict import Answer, accusations, answer_of, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.report.text import compact, percent
+from plumbline.core.numbers import compact
+from plumbline.report.text import percent
 
 _WORST = list(Answer).index
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
@@ -19,7 +20,7 @@ from plumbline.judge.causes.occasions import occasion
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase, Pattern
 from plumbline.judge.causes.rank_shares import rank_shares
 from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
-from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, times, with_error_grid
+from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, with_error_grid
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, length, norm
 from plumbline.judge.trace_analysis import ExpectedGradients, TraceAnalysis
@@ -125,9 +126,9 @@ class _OracleEvidence(GradientEvidence[OracleGradientCase]):
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
-        errors = f"{times(finding.error_x_noise or 0.0)} from right"
+        errors = f"{x_noise(finding.error_x_noise or 0.0)} from right"
         if match.error is not None:
-            errors = f"{times(match.error)} from that; {errors}"
+            errors = f"{x_noise(match.error)} from that; {errors}"
         when = f"; it happens {match.when}" if match.when else ""
         return f"gradients at {self.wrong[0].location} are {description} ({errors}): {hint}{when}"
 
@@ -224,7 +225,7 @@ def _slightly_scaled(finding: Finding, cases: Sequence[OracleGradientCase]) -> F
         cause="slightly-scaled" if before is None else "scaled-before-clipping",
         family="loss-normalisation",
         message=f"gradients are {factor:.9g} × the right ones: rounding could explain the difference in each tensor "
-        f"alone, but not in all of them together ({times(finding.error_x_noise or 0.0)}): "
+        f"alone, but not in all of them together ({x_noise(finding.error_x_noise or 0.0)}): "
         + ("" if before is None else f"their norm was about {before:.2g} × as large before clipping added 1e-6 to it: ")
         + "check what the loss is multiplied by or weighted with",
     )

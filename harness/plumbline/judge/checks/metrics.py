@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.metric_case import explain_metrics
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
-from plumbline.judge.findings import Vacuous, error_at, from_deviation, times
+from plumbline.judge.findings import Vacuous, error_at, from_deviation
 from plumbline.judge.oracle.noise import Deviation, larger
 from plumbline.judge.trace_analysis import TraceAnalysis
 
@@ -42,13 +43,13 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
     return from_deviation("metrics", Outcome.PASSED, message, worst, table.limit)
 
 
-def _failed(report: ReportedValue, count: int, table: LossTable, x_noise: float) -> Finding:
+def _failed(report: ReportedValue, count: int, table: LossTable, worst: float) -> Finding:
     values = table.expected_values(report)
     nearest = min(values, key=lambda value: abs(value - report.value), default=math.nan)
     message = (
         f"{report.name} was reported as {report.value:.6g} where {nearest:.6g} is correct, an error of "
-        f"{times(table.error(report, nearest))} at step {report.step} on rank {report.rank}; "
+        f"{x_noise(table.error(report, nearest))} at step {report.step} on rank {report.rank}; "
         f"{count} of {len(table.reports)} reported values are wrong"
     )
-    place = Deviation(x_noise, report.step, None, report.rank)
+    place = Deviation(worst, report.step, None, report.rank)
     return from_deviation("metrics", Outcome.FAILED, message, place, table.limit)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks.master_weights import begun_with_masters, not_copied_back, summed_in_16_bits
-from plumbline.judge.findings import times
 from plumbline.judge.oracle.noise import distance, in_noise
 from plumbline.judge.trace_analysis import TraceAnalysis
 
@@ -51,7 +51,7 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
     good = nearest > border
     message = (
         f"gradients have {'the' if good else 'smaller'} errors {'of' if good else 'than'} {analysis.cell.precision}: "
-        f"the largest is {times(nearest)} (expected at least {border:.2g}) {place}"
+        f"the largest is {x_noise(nearest)} (expected at least {compact(border)}) {place}"
     )
     return Finding(
         "precision",

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Final
 
+from plumbline.core.numbers import compact
 from plumbline.core.outcome import Outcome
 from plumbline.report.comparison import alignment
 from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT, FigureChange, FigureVerdict, figure_changes
 from plumbline.report.tables.cells import MISSING
 from plumbline.report.tables.run_summary import NOT_ABOUT_GPUS
-from plumbline.report.text import compact
 from plumbline.results.records import KNOWN, ending
 from plumbline.results.run import Run
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from plumbline.report.text import compact, counted, digits, in_words, printable_lines, shortened, x_noise
+from plumbline.core.numbers import compact, x_noise
+from plumbline.report.text import counted, digits, in_words, printable_lines, shortened
 
 
 def page_environment(*packages: str) -> Environment:

@@ -62,7 +62,7 @@ def report_page(run: Run) -> str:
     workloads = list(_workloads(timed))
     wrong = diagnoses(run)
     contents = {
-        ("wrong", "What went wrong"): subjects or wrong,
+        ("wrong", "What went wrong"): wrong,
         ("support", "Support"): subjects,
         ("figures", "Speed and memory"): workloads,
         ("claims", "Claims"): workloads,
@@ -84,6 +84,7 @@ def report_page(run: Run) -> str:
         "sign": SIGNS,
         "words": support.IN_A_WORD,
         "marks": support.MARKS.items(),
+        "used_marks": set(cells["mark"]) - {"-"},
         "micro_batches": run_summary.micro_batches_in_words(run),
         "seed": run_summary.seed_in_words(run),
         "logs_of": _logs_of(run),
@@ -94,9 +95,8 @@ def report_page(run: Run) -> str:
         "facets": _facets(wrong),
         "undeclared_rows": support.undeclared_rows(run),
         "script_hash": _script_hash(),
-        "summaries": failures.subject_causes(run),
+        "doubts": [one.doubt for one in failures.subject_causes(run) if one.doubt],
         "known": failures.known_failures(run),
-        "nothing_went_wrong": failures.nothing_went_wrong(run),
         "anchor_of": lambda finding: anchors(run).get(finding.coordinates),
         "workloads": workloads,
         "several_subjects": measured.has_several_subjects(timed),

@@ -119,10 +119,16 @@ def passed_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
     return int((outcomes == Outcome.PASSED.value).sum()), int((~outcomes.isin(NOT_TRIED)).sum())
 
 
-def mark_and_share(cells: pd.DataFrame) -> str:
-    """Return for example ``N 3/5``: the mark, passed cells, trained cells."""
+def right_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
+    """Return how many cells are right, those that match their backend's contract too, and how many were tried."""
     passed, tried = passed_of_tried(cells)
-    return f"{mark_of(cells)} {passed}/{tried}" if tried else mark_of(cells)
+    return passed + int((cells["outcome"] == Outcome.DEVIATES.value).sum()), tried
+
+
+def mark_and_share(cells: pd.DataFrame) -> str:
+    """Return for example ``N 3/5``: the mark, right cells, trained cells."""
+    right, tried = right_of_tried(cells)
+    return f"{mark_of(cells)} {right}/{tried}" if tried else mark_of(cells)
 
 
 def measured_only(run: Run) -> set[Coordinates]:

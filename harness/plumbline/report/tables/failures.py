@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
+from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
-from plumbline.report.text import compact, counted, listed, location, printable, shortened, x_noise
-from plumbline.results.records import UNEXPECTED_PASS, Expected, Result, by_cell, grouped
+from plumbline.report.text import counted, listed, location, printable, shortened, without_hint
+from plumbline.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result, by_cell, grouped
 from plumbline.results.run import Run
 
 LONGEST_CONSEQUENCE: Final = 160
@@ -28,10 +29,11 @@ Cause = tuple[str, str | None]  # a cause and its family
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """Cells of one subject that went wrong for the same reason, and of each the finding that explains it best.
+    """Cells of one subject that went wrong for the same reason, and of each the finding that shows it.
 
     ``title`` is the cause's name, or the outcome and the check where no cause was found. ``family`` is the cause's,
     None without one. ``mechanism`` is what a cause without a name showed: the first line of an exception, for example.
+    A cell with several mistakes is in several groups.
     """
 
     subject: str
@@ -39,6 +41,15 @@ class FailureGroup:
     family: str | None
     mechanism: str
     findings: tuple[Result, ...]
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether the trainer computed something wrong, rather than ending without a verdict."""
+        return self.findings[0].outcome is Outcome.FAILED and not self.findings[0].is_unexpectedly_good
+
+    @property
+    def in_words(self) -> str:
+        return self.title if ":" in self.title else self.title.replace("-", " ")
 
 
 def is_wrong(result: Result) -> bool:
@@ -54,17 +65,34 @@ def wrong_cells(run: Run) -> list[list[Result]]:
 
 @cached_per_run
 def failures(run: Run) -> list[FailureGroup]:
-    """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
+    """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first.
+
+    Every cell has its first finding in a group, and its further ones where they name a cause and stand by themselves.
+    """
 
     def mechanism(finding: Result) -> str:
         # Where nothing was compared, the message without its numbers tells failures of one title apart.
         is_told = not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good
         return "" if is_told else re.sub(r"\d+", "#", in_one_line(finding))
 
-    firsts = (findings[0] for findings in wrong_cells(run))
-    groups = grouped(firsts, lambda first: (first.subject, _title(first), first.family, mechanism(first)))
+    groups: dict[tuple[str, str, str | None, str], dict[Coordinates, Result]] = {}
+    for finding in (one for findings in wrong_cells(run) for one in _by_themselves(findings)):
+        key = finding.subject, _title(finding), finding.family, mechanism(finding)
+        groups.setdefault(key, {}).setdefault(finding.coordinates, finding)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return [FailureGroup(*key, tuple(findings)) for key, findings in ordered]
+    return [FailureGroup(*key, tuple(found.values())) for key, found in ordered]
+
+
+def _by_themselves(findings: Sequence[Result]) -> Iterator[Result]:
+    yield findings[0]
+    for one in findings[1:]:
+        if one.consequence_of is None and one.outcome is Outcome.FAILED and not is_unexplained(one):
+            yield one
+
+
+def mistakes(run: Run) -> dict[str, list[FailureGroup]]:
+    """Return the mistakes of each subject that makes any, the one in most cells first."""
+    return grouped((group for group in failures(run) if group.is_mistake), lambda group: group.subject)
 
 
 def known_failures(run: Run) -> dict[Expected, dict[str, list[str]]]:
@@ -159,13 +187,18 @@ class SubjectCauses:
             cause = f", {self.other_causes[0]}" if len(self.other_causes) == 1 else ""
             cells = listed(self.others, MOST_CELLS)
             sentences.append(f"{counted(len(self.others), 'cell')} {have} another cause{cause}: {cells}.")
-        if self.contradicting:
-            cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
-            sentences.append(
-                f"The same mistake would also show in {cells}, but another cause was found there: "
-                "one of the two may be wrong, or the trainer makes several mistakes."
-            )
-        return tuple(sentences)
+        return (*sentences, *([self.doubt] if self.doubt else []))
+
+    @property
+    def doubt(self) -> str:
+        """What speaks against the commonest cause, in a sentence; "" if nothing does."""
+        if self.cause is None or not self.contradicting:
+            return ""
+        cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
+        return (
+            f"{self.subject}: {self.cause[0]} would also show in {cells}, but another cause was found there: "
+            "one of the two may be wrong, or the trainer makes several mistakes."
+        )
 
 
 def subject_causes(run: Run) -> list[SubjectCauses]:
@@ -245,7 +278,7 @@ def _problem(result: Result) -> tuple[str, ...]:
 MOST_NAMES: Final = 4
 
 _ADVICE: Final = {
-    Outcome.FAILED: "No known mistake explains this. The errors of single parameters and steps show where it begins.",
+    Outcome.FAILED: "Find where it begins: look at the errors of single parameters and steps. No known mistake fits.",
     Outcome.ERRORED: "Read the message, then the rank's log below the cell.",
     Outcome.CRASHED: "Read the last lines of the ranks' logs below the cell, beginning with the first rank that ended.",
     Outcome.TIMED_OUT: "Look for a collective that not all ranks call: the ranks' logs show where each one waits.",
@@ -281,7 +314,6 @@ def diagnoses(run: Run) -> list[Diagnosis]:
 
 def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
     finding, found = group.findings[0], group.findings
-    title = group.title if ":" in group.title else group.title.replace("-", " ")
     layer = (finding.parameter or "").rpartition(".")[0]
     is_named = finding.cause not in (None, UNEXPLAINED) and finding.outcome is Outcome.FAILED
     advice = "" if is_named else _ADVICE.get(finding.outcome, "")
@@ -302,8 +334,8 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
 
     return Diagnosis(
         group,
-        title[:1].upper() + title[1:],
-        observed(finding),
+        group.in_words[:1].upper() + group.in_words[1:],
+        without_hint(message_of(finding), finding.hint),
         (*location(finding), *([f"layer {layer}"] if layer else [])),
         size(finding),
         certainty(finding),
@@ -311,15 +343,6 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
         f"{counted(len(found), 'cell')}: {extent}",
         max(right, key=likeness, default=None) if finding.error_grid is not None else None,
     )
-
-
-def observed(finding: Result) -> str:
-    message = message_of(finding)
-    for sign in (": ", "; "):
-        head, found, tail = message.rpartition(f"{sign}{finding.hint}") if finding.hint else ("", "", "")
-        if found:
-            return head + tail
-    return message
 
 
 def size(finding: Result) -> str:

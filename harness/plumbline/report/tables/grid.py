@@ -18,7 +18,7 @@ from plumbline.report.tables.cells import (
     counts_in_words,
     mark_and_share,
     mark_of,
-    passed_of_tried,
+    right_of_tried,
     undeclared_in_words,
     unsupported,
 )
@@ -57,12 +57,12 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridSquare:
-    """The cells of one backend and precision on one topology; ``passed`` and ``tried`` are numbers of cells."""
+    """The cells of one backend and precision on one topology; ``right`` and ``tried`` are numbers of cells."""
 
     nodes: int
     gpus: int
     mark: str
-    passed: int
+    right: int
     tried: int
     counts: str
     command: str
@@ -150,7 +150,7 @@ def _square(configuration: Configuration, topology: Any, cells: pd.DataFrame) ->
         nodes,
         gpus,
         mark_of(cells),
-        *passed_of_tried(cells),
+        *right_of_tried(cells),
         counts_in_words(cells["outcome"]),
         whole.command({gpus}, {nodes}),
         tuple(sorted(cells["shown"], key=lambda cell: not cell.bad)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -12,13 +12,15 @@ from plumbline.core.backend import BACKENDS
 from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
-from plumbline.report.tables.failures import FailureGroup, failures, in_one_line, is_wrong
-from plumbline.report.text import counted, digits, in_words, printable, settings_in_words
+from plumbline.report.tables.failures import is_wrong, mistakes
+from plumbline.report.text import counted, digits, in_words, listed, printable, settings_in_words
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, grouped
 from plumbline.results.run import Run
 
 SIMULATED: Final = "simulated"
 NOT_ABOUT_GPUS: Final = "Devices are simulated: the figures are those of this CPU and say nothing about GPUs."
+MOST_SUBJECTS: Final = 2
+MOST_MISTAKES: Final = 3
 
 _BAD = {
     Outcome.FAILED.value: "failed",
@@ -54,7 +56,8 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
         if len(bad) == 1:
             sentences = [f"{count} of {counted(tried, 'cell')} {words}." for words, count in bad.items()]
         sentences += [f"{unmeasured} of {counted(measured, 'measurement')} failed."] if unmeasured else []
-        return RunVerdict("bad", " ".join(sentences), _commonest(failures(run), sum(bad.values()) + unmeasured))
+        found = mistakes_in_words(run)
+        return RunVerdict("bad", found or " ".join(sentences), " ".join(sentences) if found else "")
     if not tried:
         sentence = f"{counted(measured, 'cell')} measured, none examined." if measured else "Nothing was examined."
         return RunVerdict("unclear", sentence)
@@ -65,6 +68,18 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
         return RunVerdict("unclear", "The run did not finish.", _how_cells_ended(counts))
     sentence = "Nothing unexpected happened in" if KNOWN in counts else "Nothing went wrong in"
     return RunVerdict("good", f"{sentence} {counted(tried, 'cell')}.", _how_cells_ended(counts))
+
+
+def mistakes_in_words(run: Run) -> str:
+    """Return how many mistakes which subjects make, and the names of the commonest; "" if none makes any."""
+    found = mistakes(run)
+    if len(found) > MOST_SUBJECTS:
+        return f"{counted(sum(map(len, found.values())), 'mistake')} in {len(found)} trainers."
+    return " ".join(
+        f"{counted(len(groups), 'mistake')} in {printable(subject)}: "
+        f"{listed([group.in_words for group in groups], MOST_MISTAKES)}."
+        for subject, groups in found.items()
+    )
 
 
 def notes(run: Run) -> list[str]:
@@ -148,9 +163,8 @@ def backend_in_words(name: str) -> str:
 
 
 def comparability(machine: Fingerprint) -> dict[str, str]:
-    return {
-        name.replace("_", " "): "–" if value is None else str(value) for name, value in machine.key.model_dump().items()
-    }
+    """Return what must be equal for two runs' figures to be comparable, as far as the machine has it."""
+    return {name.replace("_", " "): str(value) for name, value in machine.key.model_dump().items() if value is not None}
 
 
 def other_facts(run: Run) -> dict[str, str]:
@@ -169,15 +183,6 @@ def other_facts(run: Run) -> dict[str, str]:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else "yes" if value is True else str(value)
             found[f"--{name.replace('_', '-')}"] = shown
     return {name: value for name, value in found.items() if value}
-
-
-def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
-    if not groups or groups[0].family is None or len(groups[0].findings) < 2:
-        return ""
-    count = len(groups[0].findings)
-    which = f"{count} cells" if count < bad else f"All {count} cells" if count > 2 else "Both cells"
-    message = in_one_line(groups[0].findings[0]).rstrip(".")
-    return f"{which} have the same cause, {groups[0].title}{f': {message}' if message else ''}."
 
 
 def _how_cells_ended(counts: Mapping[str, int]) -> str:

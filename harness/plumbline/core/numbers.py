@@ -1,0 +1,23 @@
+"""Numbers as people read them, the same in every message, table and page."""
+
+from __future__ import annotations
+
+import math
+
+
+def compact(number: float) -> str:
+    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; nothing for a missing one (NaN)."""
+    if math.isnan(number):
+        return ""
+    if math.isinf(number):
+        return str(number)
+    size = abs(number)
+    if size == 0 or 1e-3 <= size < 9999.5:
+        return f"{number:.0f}" if size >= 9.95 else f"{number:.2g}"
+    mantissa, exponent = f"{number:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def x_noise(error: float) -> str:
+    """Return a multiple of rounding noise: ``0.8 × noise``, ``2e6 × noise``."""
+    return f"{compact(error) or error} × noise"
