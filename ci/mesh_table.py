@@ -137,7 +137,7 @@ def page(runs: Sequence[Run], margins: str) -> str:
         *map(run_facts, runs),
         "Workloads: " + "; ".join(f"`{name}`: {why}" for name, why in WORKLOADS.items()) + ".",
         support(cells, runs),
-        "Each entry is a mark and the share of trained cells that passed; it is empty if none was requested. "
+        "Each entry is a mark and the share of trained cells that are right; it is empty if none was requested. "
         + counts_in_words(cells["outcome"])
         + ".",
         f"Not in these runs: {', '.join(absent)}." if absent else "",

@@ -138,7 +138,9 @@ def test_every_address_is_relative_and_leads_somewhere(reports: Path) -> None:
     page = (reports / "history" / "index.html").read_text()
     addresses = set(re.findall(r'(?:href|src)="([^"]*)"', page))
     assert any(address.endswith("/report.html") for address in addresses)
-    for address in addresses - {"data:,"}:
+    for address in addresses:
+        if address.startswith("data:"):
+            continue
         file, _, anchor = address.partition("#")
         assert not re.match(r"[a-z]+:|/", file), address
         assert not file or (reports / "history" / file).is_file(), address

@@ -44,7 +44,7 @@ def test_each_square_counts_its_cells_and_the_rest_is_explained(
     lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     squares = {line[0].strip("| "): [one.strip("| ") for one in line[1:]] for line in lines[:5]}
     assert squares["subject"] == ["fsdp", "hsdp"]
-    assert squares["torch"] == ["C 1/2", "Y 1/1"]
+    assert squares["torch"] == ["C 2/2", "Y 1/1"]
     assert squares["trl"] == ["-", ""]
     assert squares["deepspeed"] == ["N 0/1", ""]
     assert "`deepspeed-mlp-fsdp-1x4-32` **failed**" in page

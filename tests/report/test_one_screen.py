@@ -25,17 +25,17 @@ def test_what_is_not_declared_is_one_line(realistic_run: Run) -> None:
     page = one_screen(realistic_run)
     assert page.count("does not claim to support") == 1
     assert "5 cells skipped: my-ddp does not claim to support them (precision 16: 5)." in page
-    assert "| my-ddp | ddp | C 4/5 |  |" in page
+    assert "| my-ddp | ddp | C 5/5 |  |" in page
 
 
 def test_the_verdict_stands_first_and_a_table_follows(realistic_run: Run) -> None:
     lines = one_screen(realistic_run).splitlines()
-    assert lines[0] == "# 5 of 225 cells went wrong: 3 failed, 2 crashed."
+    assert lines[0] == "# 1 mistake in reference: sum instead of mean."
     table = [line for line in lines if line.startswith("| reference")]
     assert [line.split("|")[2].strip() for line in table] == ["dp", "ddp2", "one device", "ddp"], (
         "what is wrong is first"
     )
-    assert "| N 9/15 |" in table[1]
+    assert "| N 12/15 |" in table[1]
     assert any("simulated" in line for line in lines)
 
 

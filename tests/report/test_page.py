@@ -101,7 +101,7 @@ def harmless(source: str) -> Page:
 def test_the_verdict_stands_first(realistic_run: Run) -> None:
     page = Page(report_page(realistic_run))
     (verdict,) = page.inside("h1")
-    assert verdict == "5 of 225 cells went wrong: 3 failed, 2 crashed."
+    assert verdict == "1 mistake in reference: sum instead of mean."
     assert page.text.index(verdict) < page.text.index("Each square is")
     assert page.inside("h2") == ["What went wrong", "Support", "Environment", "Method and limits"]
 

@@ -64,13 +64,9 @@ def support_for_terminal(
     ``counted``, a line says how many cells are not declared.
     """
     together = side_by_side(run, every=every)
-    if together is None:
-        rows = _rows(run, every=every)
-        table, marks = _support(rows), rows[_marked(rows)]
-    else:
-        table, marks = _columns(together), together[list(together.columns[len(ROW_COLUMNS) :])]
-    used = {str(entry)[:1] for entry in marks.to_numpy().flatten()}
-    return rendered(table, *_closing_lines(run, used, undeclared=counted), width=width, colour=colour)
+    table = _support(_rows(run, every=every)) if together is None else _columns(together)
+    closing = _closing_lines(run, every=every, undeclared=counted)
+    return rendered(table, *closing, width=width, colour=colour)
 
 
 def _columns(together: pd.DataFrame) -> Table:
@@ -114,8 +110,9 @@ def _support(support: pd.DataFrame) -> Table:
     return table
 
 
-def _closing_lines(run: Run, used: set[str], *, undeclared: bool) -> list[Text]:
+def _closing_lines(run: Run, *, every: bool, undeclared: bool) -> list[Text]:
     cells = cell_table(run)
+    used = set(cells["mark"]) - (set() if every else {"-"})
     lines = [
         Text("  ".join(f"{mark} {words}" for mark, words in _LEGEND.items() if mark in used)),
         Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(run_summary.computed_by(run)) or 'none'}."),

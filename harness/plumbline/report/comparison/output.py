@@ -16,7 +16,7 @@ from rich.text import Text
 from plumbline.report.comparison.compare import Comparison, OutcomeChange, OutcomeKind
 from plumbline.report.comparison.figure_changes import FigureChange, FigureVerdict
 from plumbline.report.terminal import plain_table, rendered
-from plumbline.report.text import counted, in_words, markdown, markdown_table, printable, shortened
+from plumbline.report.text import counted, in_words, listed, markdown, markdown_table, printable, shortened
 from plumbline.results.records import grouped
 from plumbline.statistics.intervals import CONFIDENCE
 
@@ -40,11 +40,12 @@ class FigureLine:
 def figure_lines(figures: Iterable[FigureChange]) -> list[FigureLine]:
     every = list(figures)
     moved = grouped(
-        (change for change in every if change.verdict is not FigureVerdict.SAME),
+        (change for change in every if change.verdict not in (FigureVerdict.SAME, FigureVerdict.INCONCLUSIVE)),
         lambda one: (one.cell, one.versus, one.metric, one.rank is None, one.verdict, one.reason),
     )
     same = grouped((change for change in every if change.verdict is FigureVerdict.SAME), lambda change: change.metric)
-    return [*map(_moved, moved.values()), *map(_same, same.values())]
+    unclear = [change for change in every if change.verdict is FigureVerdict.INCONCLUSIVE]
+    return [*map(_moved, moved.values()), *_unclear(unclear), *map(_same, same.values())]
 
 
 def _moved(changes: Sequence[FigureChange]) -> FigureLine:
@@ -65,6 +66,17 @@ def _moved(changes: Sequence[FigureChange]) -> FigureLine:
         interval=_interval([worst]),
         verdict=worst.verdict,
     )
+
+
+def _unclear(changes: Sequence[FigureChange]) -> Iterator[FigureLine]:
+    """Yield one line for all figures without a verdict: their reasons are listed below the table."""
+    if len(changes) == 1:
+        yield _moved(changes)
+    elif changes:
+        cells = counted(len({(change.cell, change.versus) for change in changes}), "cell")
+        figures = listed(dict.fromkeys(map(_metric, changes)))
+        name = f"inconclusive in {cells}"
+        yield FigureLine(name, figures, "", "", "", FigureVerdict.INCONCLUSIVE)
 
 
 def _same(changes: Sequence[FigureChange]) -> FigureLine:

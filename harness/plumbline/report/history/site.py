@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -118,8 +119,9 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     cells, figures = cell_histories(found.runs), figure_histories(found.runs)
     steps = all_steps(cells, figures)
     (site / BADGES).mkdir(parents=True, exist_ok=True)
-    for subject, own in grouped(cells, lambda cell: cell.subject).items():
-        write_text(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
+    badges = {subject: badge_of(own) for subject, own in grouped(cells, lambda cell: cell.subject).items()}
+    for subject, drawn in badges.items():
+        write_text(site / BADGES / f"{anchor(subject)}.svg", drawn)
     wrong = [cell for cell in cells if cell.now.end.wrong]
     worse = sum(figure.changes[-1].worse is True for figure in figures if figure.changes)
     outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in found.runs}
@@ -142,6 +144,7 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
             links={run.header.run_id: link_to(run, site, folder) for run in found.runs},
             anchor=anchor,
             badges=BADGES,
+            drawn_badges={name: b64encode(drawn.encode()).decode() for name, drawn in badges.items()},
             curve=curve,
             change_in_words=in_words,
             label=label,
