@@ -64,6 +64,7 @@ def fit(
     optimizer: torch.optim.Optimizer,
     *,
     before: Callable[[int], None] = lambda step: None,
+    after_backward: Callable[[], None] = lambda: None,
     after: Callable[[int], None] = lambda step: None,
     set_to_none: bool = True,
 ) -> None:
@@ -72,6 +73,7 @@ def fit(
         optimizer.zero_grad(set_to_none)
         before(step)
         cross_entropy(model(torch.randn(4, 6)), torch.randint(4, (4,))).backward()
+        after_backward()
         optimizer.step()
         after(step)
 
@@ -79,15 +81,16 @@ def fit(
 def averaged(model: nn.Module) -> nn.Module:
     """Average gradients over the ranks as they arrive."""
 
-    def average(parameter: Tensor) -> None:
-        gradient: Any = parameter.grad
-        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-
     for one in trainable(model):
         one.register_post_accumulate_grad_hook(average)
     return model
+
+
+def average(parameter: Tensor) -> None:
+    gradient: Any = parameter.grad
+    gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    dist.all_reduce(gradient)
+    gradient /= dist.get_world_size()
 
 
 def added_after_the_optimizer() -> None:
@@ -299,6 +302,44 @@ def merged_and_begun_anew() -> None:
     fit(DistributedDataParallel(model), adamw(model), after=restart)
 
 
+def unloaded_in_part() -> None:
+    """As PLoRA does (arXiv 2402.16141): half of the product moves to the frozen weight, and half of it stays."""
+    model = adapt(pretrained())
+
+    def unload(step: int) -> None:
+        if step == 1:
+            model[0].base.weight.data += 0.5 * model[0].up.detach() @ model[0].down.detach()
+            model[0].up.data *= 0.5
+
+    fit(DistributedDataParallel(model), adamw(model), after=unload)
+
+
+def averaged_after_the_backward_pass() -> None:
+    """Adapters beside a sharded model have whole gradients: averaging changes them by another factor on each rank."""
+    model = pretrained().requires_grad_(False)
+    for one in (model[0], model[2], model):
+        fully_shard(one)
+    adapt(model)
+
+    def average_all() -> None:
+        for one in trainable(model):
+            average(one)
+
+    fit(model, adamw(model), after_backward=average_all)
+
+
+def frozen_with_gradients_of_the_script() -> None:
+    """As biases of a router that balance its experts: the gradient is a sign, and zero where they are balanced."""
+    model = pretrained()
+    model[2].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def balance(step: int) -> None:
+        model[2].bias.grad = torch.full((4,), float(step == 0))
+
+    fit(DistributedDataParallel(model), optimizer, before=balance)
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -306,6 +347,9 @@ def merged_and_begun_anew() -> None:
         pytest.param(unfrozen_on_schedule, marks=pytest.mark.nightly),
         merged_and_begun_anew,
         moved_with_its_adapter,
+        pytest.param(unloaded_in_part, marks=pytest.mark.nightly),
+        averaged_after_the_backward_pass,
+        pytest.param(frozen_with_gradients_of_the_script, marks=pytest.mark.nightly),
         partial(added_after_sharding, seed=7, replicated=True, synchronised=True),
     ],
 )

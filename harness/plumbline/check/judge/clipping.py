@@ -15,6 +15,7 @@ from plumbline.check.judge.judged_gradients import received_gradients
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, not_judged, noted, side_by_side
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import trains_shards
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import step_copies
 from plumbline.judge.findings import failed_with_hint, passed
@@ -192,6 +193,8 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
     if not rank_layout(training).is_sharded:
         return None
     for ranks in side_by_side(training, OBSERVER):
+        if not all(trains_shards(one.step) for one in ranks.values()):
+            continue  # whole gradients beside a sharded model, such as those of adapters, may be averaged
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
+from plumbline.check.judge.update import OBSERVER as UPDATE
 from plumbline.core.finding import Finding
 from plumbline.report.text import counted, listed
 
@@ -19,7 +20,8 @@ def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
     every = list(noted(training, OBSERVER))
     changed = [one for one in every if one.facts["between"]]
     merged = (_merged(one, _changed_once(one, training)) for one in changed)
-    found = next(filter(None, map(_stepped, every)), None) or next(filter(None, merged), None)
+    stepped = (_stepped(one, _given_gradients(one.rank, every)) for one in every)
+    found = next(filter(None, stepped), None) or next(filter(None, merged), None)
     if found is not None:
         yield found
         return
@@ -27,11 +29,20 @@ def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
         yield _changed(changed[0])
 
 
-def _stepped(one: ObserverFacts) -> Finding | None:
-    """Return what is wrong if a step that trains other parameters moves frozen ones, without a gradient of its own."""
+def _given_gradients(rank: int, every: Sequence[ObserverFacts]) -> set[str]:
+    """Return frozen parameters to which the script gives gradients of its own, as to the biases of a router."""
+    within = [one.facts["within"] for one in every if one.rank == rank]
+    return {name for own in within for name in own if own[name]["gradient"] == "own"}
+
+
+def _stepped(one: ObserverFacts, given: Collection[str]) -> Finding | None:
+    """Return what is wrong if a step that trains other parameters moves frozen ones, without a gradient of its own.
+
+    Not of those that are ``given`` gradients at other steps: they are trained, and may have a gradient of zero.
+    """
     within = one.facts["within"]
-    kinds = {name: within[name]["gradient"] for name in within}
-    names = [name for name, kind in kinds.items() if kind != "own"]
+    kinds = {name: within[name]["gradient"] for name in within if name not in given}
+    names = list(kinds)
     if one.step.skipped or not names or not _trains(one):
         return None
     zero = kinds[names[0]] == "zero"
@@ -64,12 +75,16 @@ def _changed_once(one: ObserverFacts, training: RecordedTraining) -> set[str]:
 
 
 def _merged(one: ObserverFacts, once: Collection[str]) -> Finding | None:
-    """Return what is wrong if an adapter was added to the weights beside it, and still has gradients afterwards."""
+    """Return what is wrong if an adapter was added to the weights beside it, stays, and has gradients afterwards.
+
+    One that changed as well may have lost what was added.
+    """
+    changed = {one.parameter(number) for number in (one.step.facts.get(UPDATE) or {}).get("outside", ())}
     gradients = dict(zip([p.name for p in one.step.parameters], one.step.parts(one.step.received), strict=True))
     for name, change in one.facts["between"].items():
         left, right, factor = change["product"] or (None, None, 0.0)
         used = [each for each in (left, right) if each in gradients and bool(gradients[each].nan_to_num().any())]
-        if factor > 0 and len(used) == 2 and name in once:
+        if factor > 0 and len(used) == 2 and name in once and changed.isdisjoint(used):
             return one.failed(
                 CHECK,
                 f"{factor:.4g} × the product of {left} and {right} was added to the frozen {name} between two "

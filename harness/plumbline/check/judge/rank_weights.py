@@ -163,6 +163,12 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
     return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
 
 
+def trains_shards(step: RecordedStep) -> bool:
+    """Return whether an optimizer trains parameters of which no rank has all values."""
+    before = step.facts.get(OBSERVER, {}).get("before", ())
+    return any(digest is None and one.trained for one, digest in zip(step.parameters, before, strict=False))
+
+
 def of_all(compared: int, every: int) -> str:
     """Return how many parameters were compared, and where some were not, of how many: ``1 of 4 parameters``."""
     return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"

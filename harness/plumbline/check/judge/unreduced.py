@@ -9,7 +9,14 @@ import torch
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_weights import OBSERVER, RankWeights, common_steps, weights_are_made_equal, weights_at
+from plumbline.check.judge.rank_weights import (
+    OBSERVER,
+    RankWeights,
+    common_steps,
+    trains_shards,
+    weights_are_made_equal,
+    weights_at,
+)
 from plumbline.check.rank.joint.copies_and_parts import ROUNDINGS
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, with_hint
@@ -98,7 +105,7 @@ def separate_adapters(training: RecordedTraining) -> list[str]:
 
     There are none where shards are trained as well: then the ranks train one model.
     """
-    if any(_trains_shards(step) for rank in training.ranks for step in rank.steps):
+    if any(trains_shards(step) for rank in training.ranks for step in rank.steps):
         return []
     return [*dict.fromkeys(one.parameter.name for one in _unsharded(training))]
 
@@ -110,12 +117,6 @@ def ranks_hold_one_model(training: RecordedTraining) -> bool:
 
 def _unsharded(training: RecordedTraining) -> Iterator[RankWeights]:
     return (one for one in _common_weights(training) if one.why_unreduced == "unsharded")
-
-
-def _trains_shards(step: RecordedStep) -> bool:
-    """Return whether an optimizer trains parameters of which no rank has all values."""
-    before = step.facts.get(OBSERVER, {}).get("before", ())
-    return any(digest is None and one.trained for one, digest in zip(step.parameters, before, strict=False))
 
 
 def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
