@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.objective import judge_objective
-from plumbline.check.rank.observers.loss_terms import LossTerms, rows_in
+from plumbline.check.rank.observers.loss_terms import NOT_ROWS, LossTerms, rows_among, samples_in
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 
 WORDS, LONGEST, PASSES = 11, 9, 2
@@ -364,6 +364,13 @@ def test_entries_that_may_be_no_tokens_are_known(loss, is_sure):
 
 def test_tokens_of_several_documents_in_a_row_are_no_sample():
     row, places = torch.zeros(1, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    assert rows_in((row,), {}) == 1
-    assert rows_in((row,), {"position_ids": places}) is None
-    assert rows_in((row,), {"cu_seqlens": places}) is None
+    assert samples_in(nn.Identity(), (row,), {}) == 1
+    assert samples_in(nn.Identity(), (row,), {"position_ids": places}) == NOT_ROWS
+    assert samples_in(nn.Identity(), (row,), {"cu_seqlens": places}) == NOT_ROWS
+
+
+@pytest.mark.parametrize(("batch_first", "samples"), [(True, 5), (False, None)])
+def test_steps_of_time_are_no_samples(batch_first, samples):
+    inputs = torch.zeros(5, 3, 2)
+    known = samples_in(nn.Sequential(nn.GRU(2, 2, batch_first=batch_first)), (inputs,), {})
+    assert rows_among(torch.zeros(5, 3), known) == samples

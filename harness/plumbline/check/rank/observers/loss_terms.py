@@ -10,7 +10,7 @@ from operator import mul
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_weight import (
@@ -21,7 +21,7 @@ from plumbline.check.rank.observers.loss_weight import (
     constant_of,
     mask_of,
 )
-from plumbline.check.rank.observers.row_hashes import tensors_in
+from plumbline.check.rank.observers.row_hashes import in_rows, tensors_in
 from plumbline.check.rank.observers.unused_losses import is_auxiliary
 from plumbline.recording.patching import attempt
 from plumbline.recording.pause import is_paused
@@ -29,6 +29,9 @@ from plumbline.replay.alias import CallOutputs
 
 MOST_ROWS = 512
 """Rows of a batch whose weights are kept; of a larger one only the sums are."""
+
+NOT_ROWS = 0
+"""In place of a number of samples: several are packed in a row, or the first dimension may be time."""
 
 _SAME_ENTRIES = (
     "AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
@@ -77,7 +80,7 @@ class LossTerms:
         root: the node of the loss in the graph.
         calls: the names of the loss functions that were called, by the identity of the nodes that they made.
         names: the names of other numbers, by the same.
-        rows: the number of samples of the forward, None where it is not known.
+        rows: what ``samples_in`` says of the forward.
     """
 
     def __init__(self, root: Any, calls: Mapping[int, str], names: Mapping[int, str], rows: int | None) -> None:
@@ -180,26 +183,24 @@ def _note(summary: Facts, cotangent: Tensor | None, rows: int | None) -> None:
     summary.update(weights_of((weights != 0).double(), weights, own), dtype=str(cotangent.dtype).partition(".")[2])
 
 
-def rows_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return how many samples a forward is given, None where that is not known or several are packed in a row."""
-    if any(name.startswith(("cu_seq", "seq_idx")) for name in kwargs):
-        return None
+def samples_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return how many samples a forward is given, ``NOT_ROWS`` where samples are not rows, None if that is unknown."""
     places = kwargs.get("position_ids")
-    if isinstance(places, Tensor) and bool((places.diff(dim=-1) < 0).any()):
-        return None
-    sizes: dict[int, int] = {}
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.dim():
-            sizes[len(tensor)] = sizes.get(len(tensor), 0) + tensor.numel()
-    return max(sizes, key=lambda size: sizes[size], default=None)
+    packs = isinstance(places, Tensor) and bool((places.diff(dim=-1) < 0).any())
+    if packs or any(name.startswith(("cu_seq", "seq_idx")) for name in kwargs):
+        return NOT_ROWS
+    if any(getattr(one, "batch_first", None) is False for one in module.modules()):
+        return NOT_ROWS
+    tensors = in_rows(tensors_in((args, kwargs)))
+    return len(tensors[0]) if tensors else None
 
 
-def rows_among(terms: Tensor, rows: int | None) -> int | None:
+def rows_among(terms: Tensor, samples: int | None) -> int | None:
     """Return how many samples the terms of a loss belong to, which may have one dimension with those of all samples."""
-    if not terms.dim() or not terms.numel():
+    if not terms.dim() or not terms.numel() or samples == NOT_ROWS:
         return None
-    if rows and len(terms) % rows == 0:
-        return rows
+    if samples and len(terms) % samples == 0:
+        return samples
     return len(terms) if terms.dim() > 1 else None
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
-from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, rows_among, rows_in, weights_of
+from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, rows_among, samples_in, weights_of
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
@@ -90,10 +90,10 @@ class ObjectiveObserver(Observer):
         self._root, self._means, self._terms = None, None, None
         self._calls, self._tokens, self._roots = [], [], []
 
-    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modules and the rows of a batch, and count the labels where that is asked for."""
         add_root(self._roots, module)
-        self._rows = attempt(rows_in, args, kwargs)
+        self._rows = attempt(samples_in, module, args, kwargs)
         labels = kwargs.get("labels") if self._count_tokens else None
         if isinstance(labels, Tensor):
             self._tokens.append(int((labels != self._ignored).sum()))

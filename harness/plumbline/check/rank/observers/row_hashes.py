@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +24,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
     """Return what is noted of the rows (dim 0) of a call's input tensors, None where it has none.
 
-    Tensors of equal length in dim 0 make up the rows together; of several lengths the one with the most entries
-    counts. ``hashes`` stand in the order of the rows where all of them are kept.
+    ``in_rows`` says which tensors make up the rows. ``hashes`` stand in their order where all of them are kept.
     """
-    by_length: dict[int, list[Tensor]] = {}
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.dim() and tensor.numel() and _is_readable(tensor):
-            by_length.setdefault(len(tensor), []).append(tensor)
-    if not by_length:
+    tensors = in_rows(tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() and _is_readable(tensor))
+    if not tensors:
         return None
-    tensors = max(by_length.values(), key=lambda some: sum(tensor.numel() for tensor in some))
     hashes = row_hashes(tensors)
     kept = hashes if len(hashes) <= ROWS_KEPT else sorted(hashes)[:ROWS_KEPT]
     return {
@@ -43,6 +38,15 @@ def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
         "order": digest(hashes),
         "hashes": kept,
     }
+
+
+def in_rows(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those whose length in dim 0 is the number of rows: of several lengths the one with the most entries."""
+    by_length: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.dim():
+            by_length.setdefault(len(tensor), []).append(tensor)
+    return max(by_length.values(), key=lambda some: sum(tensor.numel() for tensor in some), default=[])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
