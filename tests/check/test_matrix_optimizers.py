@@ -8,13 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matrix_optimizers import Divided, Gathered, OnShards, Shampoo, Soap, Stacked, ddp, in_parts, sharded, training
+from matrix_optimizers import (
+    Divided,
+    Gathered,
+    OnShards,
+    Shampoo,
+    Soap,
+    Stacked,
+    ddp,
+    in_parts,
+    perceptron,
+    sharded,
+    training,
+)
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.near_replay import ALIKE, NearReplay
+from plumbline.check.judge.replayed_updates import ADDED_UP, BY_TURNS
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 
@@ -128,6 +142,63 @@ def test_an_update_that_depends_on_other_parameters_is_not_judged():
     assert checked.coverage.updates.part == 0
     assert answer_of(checked) is Answer.RIGHT_IN_PART
     assert "0 % of updates" in sentence_on(checked)
+
+
+class Summing(Optimizer):
+    """Adds up the gradients of the ranks in its step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = p.grad.clone()
+                dist.all_reduce(total)
+                p.sub_(total, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("divisor", "says"),
+    [
+        (1, "summed-over-ranks"),
+        pytest.param(2, "passed", marks=pytest.mark.nightly),
+        pytest.param(3, ADDED_UP, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_that_adds_up_gradients_is_right_if_the_loss_is_divided(divisor, says):
+    def train() -> None:
+        model = perceptron(6, 4)
+        optimizer = Summing(model.parameters())
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            (torch.nn.functional.mse_loss(model(torch.randn(8, 6)), torch.randn(8, 4)) / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (checked,) = check_function(train, 2, steps=2).trainings
+    (update,) = [one for one in checked.findings if one.check == "update"]
+    assert says in (update.cause, update.outcome.value) or says in update.message
+
+
+class InBlocksAtTimes(OnShards):
+    """As MuonBP does (arXiv 2510.16981): blocks on purpose, and whole matrices at every second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] = 1 + group.get("taken", 0)
+            self.mistake = "by-shard" if group["taken"] % 2 else ""
+        super().step()
+
+
+@pytest.mark.nightly
+def test_blocks_that_are_meant_are_not_called_a_mistake():
+    (checked,) = check_function(training(InBlocksAtTimes, sharded, sizes=(8, 24)), 2, steps=2).trainings
+    (update,) = [one for one in checked.findings if one.check == "update"]
+    assert (update.outcome, update.message) == (Outcome.SKIPPED, f"not judged: {BY_TURNS}: 0.weight")
+    assert checked.coverage.updates.part == 0
 
 
 def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():

@@ -18,7 +18,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.recomputation import recomputed_unjudged
-from plumbline.check.judge.update import NOT_MOVED, Key, replayed_updates
+from plumbline.check.judge.replayed_updates import NOT_MOVED, Key, replayed_updates
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 

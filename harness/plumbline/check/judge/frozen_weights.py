@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
-from plumbline.check.judge.update import OBSERVER as UPDATE
+from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
 from plumbline.core.finding import Finding
 from plumbline.report.text import counted, listed
 

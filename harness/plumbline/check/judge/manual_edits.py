@@ -91,7 +91,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
-    if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):
+    if objectives and all(abs(one.of_losses - 1) <= NEAR for one in objectives):
         return finding  # the losses had the weight 1 in total before
     return not_judged(
         check,

@@ -8,7 +8,7 @@ precision as one more rounding of the gradient explains, and wrong if it is what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plumbline.check.judge.noted import ObserverFacts
 from plumbline.judge.oracle.noise import in_noise, limit
@@ -27,6 +27,9 @@ Chosen: it withholds an accusation where a state is quantised in blocks, which b
 """
 
 _SCALED = "scaled "
+
+BY_SHARD, ADDED = "by-shard", "added"
+"""The step of each shard alone, and that with the sum of the ranks' gradients in the place of their mean."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,27 @@ class NearReplay:
         return self.nearest == 0 or (self.x_tight <= limit() and not self.could_hide)
 
     @property
+    def is_added(self) -> bool:
+        """Whether the step adds up gradients of the ranks, where their mean makes another update.
+
+        That is right if the loss is divided by the number of ranks.
+        """
+        return ADDED in self.others and in_noise(self.others[ADDED][0], self.tight) <= limit() < self.x_tight
+
+    @property
+    def as_added(self) -> NearReplay:
+        """The same for a training in which the sum is right."""
+        return replace(self, nearest=self.others[ADDED][0], others={})
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether it is right, and shards alone would make another update."""
+        return self.is_right and BY_SHARD in self._material
+
+    @property
     def could_hide(self) -> bool:
         """Whether rounding could hide a step that nobody takes, that all ranks add up, or that each shard has alone."""
-        apart = [self._material.get(name, (0.0, 0.0))[1] for name in ("still", "summed", "by-shard")]
+        apart = [self._material.get(name, (0.0, 0.0))[1] for name in ("still", "summed", BY_SHARD)]
         return any(0 < one <= 2 * limit() * self.tight for one in apart)
 
     @property
@@ -61,6 +82,8 @@ class NearReplay:
         """The known mistake that the update is like, "" if it is right or like none."""
         if self.is_right:
             return ""
+        if self.is_added:
+            return ADDED
         repeated = [name for name, (far, apart) in self._material.items() if far == 0]
         if repeated:
             return repeated[0]
@@ -71,7 +94,7 @@ class NearReplay:
     @property
     def _material(self) -> Mapping[str, tuple[float, float]]:
         """The mistakes that change the update, and of steps by shards only those that change much of it."""
-        least = {"by-shard": LARGE * self.others.get("still", (0.0, 0.0))[1]}
+        least = {BY_SHARD: LARGE * self.others.get("still", (0.0, 0.0))[1]}
         return {name: (far, apart) for name, (far, apart) in self.others.items() if apart > least.get(name, 0.0)}
 
     @property
@@ -105,10 +128,8 @@ class NearReplay:
 
 def near_replays(one: ObserverFacts) -> dict[int, NearReplay]:
     """Return what is known of the updates of a step, by the numbers of their parameters."""
-    return {
-        int(number): NearReplay(
-            known["nearest"], known["tight"],
-            {name: (far, apart) for name, (far, apart) in known["others"].items()},
-        )
-        for number, known in one.facts.get("close", {}).items()
-    }  # fmt: skip
+    found = {}
+    for number, known in one.facts.get("close", {}).items():
+        others = {name: (far, apart) for name, (far, apart) in known["others"].items()}
+        found[int(number)] = NearReplay(known["nearest"], known["tight"], others)
+    return found

@@ -59,7 +59,12 @@ class StepObjective:
     @property
     def total(self) -> float:
         """The sum of all weights in the gradient with which the optimizer steps."""
-        return self.factor * sum(share.weight for share in self.shares) / len(self.ranks)
+        return self.factor * self.of_losses
+
+    @property
+    def of_losses(self) -> float:
+        """The sum of all weights in the mean over ranks of the losses."""
+        return sum(share.weight for share in self.shares) / len(self.ranks)
 
     @property
     def rates(self) -> list[float]:

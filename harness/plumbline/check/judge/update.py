@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,19 +14,14 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.near_replay import NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, information, not_judged, noted, side_by_side
 from plumbline.check.judge.optimizer_state import judge_optimizer_state
+from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
 from plumbline.judge.hypothesis import Hypothesis, Match, explain, holds, register
-from plumbline.judge.oracle.noise import Deviation, in_noise, largest, limit
+from plumbline.judge.oracle.noise import largest, limit
 from plumbline.report.text import counted, listed
-
-OBSERVER = "update"
-NOT_MOVED = "the right updates of the recorded steps do not move it"
-
-Key = tuple[int, str]
-"""The number of an optimizer and the name of one of its parameters."""
 
 
 def judge_update(training: RecordedTraining) -> Iterator[Finding]:
@@ -45,96 +40,6 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged("update", f"{why}: {listed(parameters)}" if parameters else why)
     yield from judge_optimizer_state(training)
     yield from _changed_outside(training)
-
-
-def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
-    """Return how far the weights after each step are from its replay."""
-    updates = ReplayedUpdates()
-    for one in noted(training, OBSERVER):
-        updates.add(one)
-    return updates
-
-
-@dataclass(eq=False)
-class ReplayedUpdates:
-    """Errors of all parameters that were judged, with the step of each, and why others were not."""
-
-    errors: list[tuple[Deviation, ObserverFacts]] = field(default_factory=list)
-    why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    _moved: set[tuple[int, Key]] = field(default_factory=set)
-    _reasons: dict[tuple[int, Key], str] = field(default_factory=dict)
-
-    @property
-    def judged(self) -> set[Key]:
-        """The parameters that a judged step moved, or should have, on every rank whose step moves them."""
-        return {key for _, key in self._moved} - self.left_out.keys()
-
-    @property
-    def left_out(self) -> dict[Key, str]:
-        """Why the update of a parameter was not judged on some rank, or was not due to move it on any."""
-        moved = {key for _, key in self._moved}
-        return {
-            key: why
-            for (rank, key), why in self._reasons.items()
-            if (rank, key) not in self._moved and (key not in moved or why != NOT_MOVED)
-        }
-
-    def add(self, one: ObserverFacts) -> None:
-        """Take a step that an optimizer took on one rank."""
-        if one.step.skipped:
-            return
-        doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
-        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: one.numbers}
-        reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
-        self._note(one, reasons)
-        if why := one.facts["why"]:
-            self.why[why].update()
-            return
-        for why, numbers in one.facts["unjudged"].items():
-            self.why[why].update(dict.fromkeys(map(one.parameter, numbers)))
-        if doubt:
-            self.why[doubt].update()
-            return
-        for number, error, noise, due, made, *_ in one.facts["parameters"]:
-            name = one.parameter(int(number))
-            known = near_replays(one).get(int(number))
-            if known is not None and (why := known.why_unknown(one, error, noise)):
-                self.why[why].update({name: None})
-                self._note(one, {why: [int(number)]})
-                continue
-            if known is not None and (known.is_right or known.mistake):
-                error, noise = known.nearest, known.noise
-            self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
-            if due or made:
-                held = one.held_in(int(number))
-                self._moved.update((one.rank, (one.step.optimizer, each)) for each in held)
-
-    def _note(self, one: ObserverFacts, reasons: Mapping[str, Sequence[int]]) -> None:
-        for why, numbers in reasons.items():
-            for name in (name for number in numbers for name in one.held_in(number)):
-                key = one.rank, (one.step.optimizer, name)
-                if why or key not in self._reasons:
-                    self._reasons[key] = why or NOT_MOVED
-
-
-def _why_inconclusive(one: ObserverFacts) -> str:
-    name = one.facts["class"]
-    if not one.facts["of_torch"]:
-        return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
-    if one.facts["hooks"]:
-        return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
-    if one.facts["shared"]:
-        return "the parameters are in memory that other processes share, so they may change during the step"
-    return ""
-
-
-def _repeats(one: ObserverFacts) -> bool:
-    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
-    return all(
-        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit()
-        for row in one.facts["parameters"]
-        if str(int(row[0])) not in one.facts.get("close", {})
-    )
 
 
 def _compared(steps: ReplayedUpdates) -> Finding:
@@ -261,7 +166,12 @@ register(
         "keep weights and state in float32: eps, or the square of a gradient, may round to 0 in a 16-bit state", 190),
     Hypothesis("stepped-shard-by-shard", "optimizer", _like("by-shard"),
         "each rank steps its shard of {matrices} as if it were the whole parameter",
-        "gather the whole matrix before the optimizer combines its entries, for example with full_tensor()", 150),
+        "gather the whole matrix before the optimizer combines its entries, for example with full_tensor(). One device "
+        "computes something else, also where blocks are meant, as in MuonBP", 150),
+    Hypothesis("summed-over-ranks", "averaging", _like("added"),
+        "the step adds up the ranks' gradients of {matrices} and does not average them, and no loss is divided by the "
+        "number of ranks",
+        "divide the result of the all-reduce, or the loss, by the number of ranks", 151),
     Hypothesis("updates-summed", "averaging", _like("summed", "summed-but-decay"),
         "the updates of {matrices} from all ranks are added up",
         "gather the updates, or add up those of which each rank computes a different part", 149),
