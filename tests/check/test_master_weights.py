@@ -256,6 +256,13 @@ def test_a_mistake_on_the_way_to_the_copies_is_named(judged, cause, kind, option
     assert cause.replace("-", " ") in sentence_on(training)
 
 
+def test_a_script_with_copies_is_told_no_wrapper(judged):
+    (found,) = [
+        one for one in judged(NotReduced).findings if one.cause == "not-synchronised" and one.check == "gradients"
+    ]
+    assert "before they are copied to those that the optimizer holds" in found.message
+
+
 def test_copies_that_are_stale_are_named_if_they_are_whole(judged):
     training = judged(StaleLoad, kind=Whole)
     assert "stale master weights" in sentence_on(training)

@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.function import check_function
 from plumbline.check.judge.near_replay import ALIKE, NearReplay
 from plumbline.check.judge.replayed_updates import ADDED_UP, BY_TURNS
+from plumbline.check.rank import memory_needed, store_exchange
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -191,6 +192,17 @@ class InBlocksAtTimes(OnShards):
             group["taken"] = 1 + group.get("taken", 0)
             self.mistake = "by-shard" if group["taken"] % 2 else ""
         super().step()
+
+
+def test_a_rank_without_memory_for_whole_matrices_keeps_no_other_waiting(monkeypatch):
+    def free_bytes(device: torch.device) -> int:
+        return 10**9 if dist.get_rank() else 10
+
+    monkeypatch.setattr(memory_needed, "free_bytes", free_bytes)
+    monkeypatch.setattr(store_exchange, "TIMEOUT_S", 5.0)
+    (checked,) = check_function(training(torch.optim.Muon, sharded, sizes=(8, 24)), 2, steps=2).trainings
+    (update,) = [one for one in checked.findings if one.check == "update"]
+    assert "too little memory is free on a rank" in update.message
 
 
 @pytest.mark.nightly

@@ -58,6 +58,14 @@ _SHARDED: Mapping[str, str] = {
 }
 """The same where FSDP shards the model."""
 
+_WITH_MASTERS: Mapping[str, str] = {
+    "not-synchronised": (
+        "they were never all-reduced: average the gradients of the model over ranks before they are copied to those "
+        "that the optimizer holds; under DeepSpeed, run the last backward pass of each step outside no_sync()"
+    ),
+}
+"""The same where the optimizer holds copies of the model's parameters."""
+
 
 def _is_held_back(case: ReceivedGradient) -> bool:
     return any((step.facts.get(LAYOUT) or {}).get("held_back") for step in case.ranks.values())
@@ -246,7 +254,8 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     if any(one.get("wrapped") for one in layouts):
         return finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
-    advice = {**_WITHOUT_WRAPPER, **_SHARDED} if is_sharded else _WITHOUT_WRAPPER
+    has_masters = any(step.is_in_pieces for rank in training.ranks for step in rank.steps)
+    advice = {**_WITHOUT_WRAPPER, **(_SHARDED if is_sharded else {}), **(_WITH_MASTERS if has_masters else {})}
     other = advice.get(str(finding.cause))
     return finding if other is None else with_hint(finding, other)
 

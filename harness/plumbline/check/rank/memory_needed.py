@@ -57,6 +57,17 @@ def needed_bytes(
     return max(gradients, update + _STATES * 8 * max((one.numel() for one in judged), default=0))
 
 
+def is_free(size: int, device: torch.device) -> bool:
+    """Return whether so many bytes are free, as far as that is known."""
+    free = free_bytes(device)
+    return free is None or size <= free
+
+
+def bytes_of_step(parameter: Tensor, others: int) -> int:
+    """Return what a whole parameter takes with so many other tensors of its shape, and the replay of its step."""
+    return parameter.numel() * ((1 + others) * parameter.element_size() + _STATES * 8)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return what one of the processes on this machine may still take on a device, None where that is not known."""
     if device.type == "cuda":

@@ -174,6 +174,10 @@ class _Replay:
         """Return what the step should come to, or why that is not known: the same kind of answer on all ranks."""
         given: StepInput | None = None
         with self._agreed() as agreed:
+            of.require_memory()
+        if agreed.why:
+            return agreed.why
+        with self._agreed() as agreed:
             given = of.gathered()
         if agreed.why or given is None:
             return agreed.why

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plumbline.check.rank.memory_needed import bytes_of_step, is_free
 from plumbline.check.rank.optimizer.optimizer_replay import NotReplayable
 from plumbline.check.rank.optimizer.twin import StepInput, state_of
 from plumbline.evidence.projection import fingerprint
@@ -52,6 +53,16 @@ class WholeInput:
     def has_own_gradients(self) -> bool:
         """Whether ranks have gradients of their own, so that the step has to reduce them."""
         return not self._is_sharded and len({one["gradient"] for one in self._said}) > 1
+
+    def require_memory(self) -> None:
+        """Make sure that this rank can gather all of it, while no other rank waits for it in a collective.
+
+        Raises:
+            NotReplayable: less memory is free.
+        """
+        states = max(len(one["state"]) for one in self._said)
+        if not is_free(bytes_of_step(self._parameter, 1 + states), self._parameter.device):
+            raise NotReplayable("too little memory is free on a rank to gather whole parameters and replay their steps")
 
     def gathered(self) -> StepInput:
         """Return the whole weights, gradient and state.
