@@ -91,8 +91,10 @@ def _left_in_group() -> int | None:
     """Return what is left below the limit of the control group (version 2), as a container sees it."""
     try:
         group = Path("/sys/fs/cgroup")
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no group, or no limit ("max")
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(used["active_file"]) + int(used["inactive_file"])  # files that were read, which can be dropped
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cached
+    except (OSError, KeyError, ValueError):  # no group, or no limit ("max")
         return None
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import as_real, segment
+from plumbline.check.rank.memory_needed import is_free
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import arrival_leaves, local, whole
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.unsharding import is_distributed
+
+_KEPT = 5
+"""Copies of a rank's parameters in float64: weights, where they are moved from, a direction, and two gradients."""
 
 
 class JointParameter:
@@ -164,6 +168,15 @@ class JointWeights(ParameterCopies):
                     own = as_real(local(leaf))
                     base = self._base.setdefault(number, own.detach().clone())
                     own.copy_(base if number not in directions else base + length * directions[number])
+
+
+def has_memory_for(held: Sequence[JointParameter]) -> bool:
+    """Return whether this rank has room for what the joint forward keeps of its parameters, and to gather each."""
+    if not held:
+        return True
+    parameters = [one.parameter for one in held]
+    kept = sum(local(one).numel() for one in parameters)
+    return is_free(8 * (_KEPT * kept + 2 * max(one.numel() for one in parameters)), parameters[0].device)
 
 
 def leaves_of(roots: Iterable[nn.Module]) -> dict[int, Tensor]:

@@ -1,0 +1,235 @@
+"""The derivative of the joint forward along directions through some parameters, and what was received for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, grouped
+from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
+from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
+from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
+from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
+from plumbline.replay.derivatives import InPlace
+from plumbline.replay.function_derivatives import can_be_a_derivative
+from plumbline.replay.precision import ReplayPrecision
+
+STEP = 1e-7
+"""How far weights are moved, in multiples of their size: float64 keeps nine digits of the difference, and few units of
+a piecewise linear layer change sides."""
+
+LIMIT = 2.0**7
+"""How many times as large as the noise a right error may be: the square root of 16,384 terms of a sum. Its roundings
+grow with the square root of their number (Higham, Accuracy and Stability of Numerical Algorithms, 2.8), and
+``Rounding`` has only one for the whole of an operator."""
+
+LIMIT_16_BIT = 2.0**4
+"""The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
+numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
+
+COARSE = 2.0**-12
+"""The unit roundoff from which on a format counts as one of 16 bits: that of float16 is 2⁻¹¹."""
+
+SPREAD = 4.0
+"""By how many roundings the outputs of an ordinary forward differ from exact ones."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add."""
+
+    is_sum: bool = False
+    in_place: InPlace = InPlace.DERIVED
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The derivative of S along a direction, and what was received for each parameter.
+
+    ``shares`` are its terms by rank and pass, ``right`` is their sum; ``limit`` is the largest right error. ``left`` is
+    what the step before left in the gradients.
+    """
+
+    shares: list[list[float]]
+    right: float
+    noise: float
+    limit: float
+    received: Mapping[int, float]
+    left: Mapping[int, float]
+
+    def error(self, groups: Iterable[int]) -> float:
+        """Return how far what was received for these groups together is from what is right."""
+        return abs(sum(self.received[one] for one in groups) - self.right)
+
+
+class JointDerivative:
+    """Differentiates the forward of one step, together with all other ranks, and knows the gradients received.
+
+    ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
+    counts the ranks that compute a loss; ``has_one_loss``: all of them compute the same one. ``communicate`` says of
+    each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
+    readings of collectives in place that have to be tried. ``is_first``: no step was compared before.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        beginnings: Beginnings,
+        calls: Sequence[RecordedCall],
+        held: Sequence[JointParameter],
+        left: Mapping[int, Tensor | None],
+        losses: Sequence[float],
+        divisors: Collection[float],
+    ) -> None:
+        self._exchange = exchange
+        self._rank = torch.distributed.get_rank()
+        self._held = held
+        self._left = left
+        self.is_first = not left
+        collectives: dict[str, list[int]] = {}
+        for one in calls:
+            for group, count in one.call.collectives.items():
+                collectives.setdefault(group, []).append(count)
+        self._agree(collectives)
+        if not all(exchange.values(has_memory_for(held))):
+            raise NoAgreementError("too little memory is free on a rank to recompute the forward on all ranks")
+        self._gradients = [one.gradient() for one in held]
+        ours = {
+            "held": [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)],
+            "losses": list(losses),
+            "unit": unit_of(calls),
+            "divisors": list(divisors),
+            "communicates": any(map(any, collectives.values())),
+            "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
+        }
+        theirs = exchange.values(ours)
+        if not all(one["finite"] for one in theirs):
+            raise NoAgreementError("gradients were not finite")
+        self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
+        losses_alike = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
+        requested = {divisor for one in theirs for divisor in one["divisors"]}
+        self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
+        self._of = self._mean_of
+        self.unit = max(one["unit"] for one in theirs)
+        self.every = [one["held"] for one in theirs]
+        self.communicate = [one["communicates"] for one in theirs]
+        self.groups = grouped(self.every, self.unit, beginnings)
+        self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self.unit)
+        gathered = leaves_of(one.call.module for one in calls)
+        self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
+        self._forward = JointForward(calls, self._weights)
+        self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered)))
+        # A loss that is summed over ranks only to be printed has one value as well.
+        self.has_one_loss = losses_alike and all(
+            len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
+        )
+        measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])
+        self._magnitude = sum(magnitude for magnitude, *_ in measured)
+        # A forward may compute in a coarser format than its parameters and outputs show.
+        self.unit = max([self.unit, *(spread / SPREAD for _, spread, _ in measured)])
+        self.in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
+        self.limit = LIMIT if self.unit < COARSE else LIMIT_16_BIT
+        self._all(lambda: self._forward.rehearse_roughly(self.unit))
+
+    def _agree(self, collectives: Mapping[str, list[int]]) -> None:
+        """Make sure that the members of each process group used it as often in each of their calls."""
+        groups: Any = torch.distributed.distributed_c10d._world
+        members = {
+            str(groups.pg_names[one]): sorted(ranks)
+            for one, ranks in groups.pg_group_ranks.items()
+            if one in groups.pg_names
+        }
+        counts = {name: [members[name], [one for one in given if one]] for name, given in collectives.items()}
+        everywhere = self._exchange.values(counts)
+        for own in everywhere:
+            for name, (ranks, given) in own.items():
+                if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
+                    raise NoAgreementError("ranks called different numbers of collectives in the forward")
+
+    def _all(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
+        """Compute together, and return what each rank has; all ranks give up where one of them failed."""
+        try:
+            own: tuple[list[Any], str] = compute(), ""
+        except Exception as error:
+            own = [], str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
+        found = self._exchange.values(own)
+        if failed := next((why for _, why in found if why), None):
+            raise NoAgreementError(failed)
+        return [terms for terms, _ in found]
+
+    def difference(self, places: Sequence[int], seed: str, instead: Mapping[int, Group] | None = None) -> Difference:
+        """Return the derivative of S along a direction through some of the parameters."""
+        groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
+        directions: dict[int, Tensor] = {}
+        products: dict[int, tuple[float, float, float]] = {}
+        for place, group in groups.items():
+            for rank, number in group.keys:
+                if rank == self._rank:
+                    one = self._held[number]
+                    along = one.direction(f"{seed} {place}", group.size)
+                    directions[id(one.parameter)] = along
+                    if (rank, number) in group.instances[0]:
+                        left, _ = product(self._left.get(id(one.parameter)), along, one.copies)
+                        products[place] = *product(self._gradients[number], along, one.copies), left
+        forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
+        rough_forth, rough_back = (self._at(directions, sign, self.unit) for sign in (STEP, -STEP))
+        shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
+        rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._of))
+        bends = [
+            (a + b - 2 * c) / (2 * STEP * self._of)
+            for one, other, still in zip(forth, back, self._still, strict=True)
+            for a, b, c in zip(one, other, still, strict=True)
+        ]
+        every = self._exchange.values({str(place): value for place, value in products.items()})
+        received, left_over = (
+            {place: sum(own[str(place)][kind] for own in every if str(place) in own) for place in places}
+            for kind in (0, 2)
+        )
+        squares = sum(value[1] for own in every for value in own.values())
+        rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
+        cancelled = 2.0**-52 * self._magnitude / (STEP * self._of)
+        differences = 4 * math.hypot(*bends) / self.limit
+        noise = math.hypot(self.unit * math.sqrt(squares), *rounded, differences, cancelled)
+        if not math.isfinite(noise):
+            raise NoAgreementError("the recomputed forward is not finite")
+        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self.limit * noise, received, left_over)
+
+    def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:
+        def compute() -> list[float]:
+            self._weights.move(directions, length)
+            return self._forward.terms(unit)
+
+        return self._all(compute)
+
+    def read_as(self, reading: Reading) -> None:
+        """Take the gradients as those of what a reading says."""
+        self._of = 1.0 if reading.is_sum else self._mean_of
+        self._forward.take(reading.in_place)
+
+    def not_derivatives(self) -> list[str]:
+        """Return the names of functions that communicate, and whose backward is the derivative of no forward."""
+        self._weights.move({}, 0.0)
+        every = self._all(self._forward.exchanges)
+        names = [[name for name, _ in own] for own in every]
+        if any(own != names[0] for own in names):
+            return []
+        wrong = [
+            name for place, name in enumerate(names[0]) if not can_be_a_derivative([own[place][1] for own in every])
+        ]
+        return list(dict.fromkeys(wrong))
+
+
+def _are_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9)
+
+
+def _combined(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], combine: Callable[[float, float], float]
+) -> list[list[float]]:
+    return [[combine(a, b) for a, b in zip(one, other, strict=True)] for one, other in zip(ours, theirs, strict=True)]
