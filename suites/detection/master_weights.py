@@ -40,6 +40,17 @@ class CopiedBackInTheForward(MasterWeights):
         """It is done later."""
 
 
+@known_good(on=["adamw/ddp/1x2/bf16-master"])
+class MastersInReverse(MasterWeights):
+    """The optimizer has the last layer's master weights first."""
+
+    def make_optimizer(self):
+        self.weights = [*self.model.parameters()][::-1]
+        self.masters = self.make_masters()
+        (optimizer,) = self.job.optimizers(self.masters)
+        return optimizer
+
+
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys([*PLAIN, *ALONE], "precision"))
 class MasterWeightsTruncated(MasterWeights):
     """The model's weights are the upper halves of the master weights."""

@@ -104,20 +104,31 @@ def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool
     return found
 
 
-def of_equal_shapes(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces that are whole parameters, whatever their values: those of one shape in their order.
+def likely_pieces(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return pieces that are whole parameters: of equal values if there are such, of equal shapes otherwise.
 
-    Optimizers order parameters by group, and the model's order remains in each. Nothing is returned if shapes differ.
+    Several that may be meant, such as biases of zeros, are taken in the model's order. Optimizers order parameters by
+    group, and the model's order remains in each; it is reversed where most of the others are. Nothing is returned if
+    shapes differ.
     """
-    left = list(model)
-    pieces = []
-    for master in masters:
-        found = next((place for place, one in enumerate(left) if one.shape == master.shape), None)
-        if found is None:
-            return []
-        weights = left.pop(found)
-        pieces.append(Piece(weights, 0, weights.numel(), master, 0))
-    return pieces
+    left = list(range(len(model)))
+    found: dict[int, int] = {}
+    for place, master in enumerate(masters):
+        equal = [number for number in left if _is_whole_copy(model[number], master)]
+        if len(equal) == 1:
+            found[place] = equal[0]
+            left.remove(equal[0])
+    steps = [later - before for before, later in pairwise(found[place] for place in sorted(found))]
+    pick = max if 2 * sum(step < 0 for step in steps) > len(steps) else min
+    for place, master in enumerate(masters):
+        if place not in found:
+            same = [number for number in left if model[number].shape == master.shape]
+            equal = [number for number in same if _is_whole_copy(model[number], master)]
+            if not same:
+                return []
+            found[place] = pick(equal or same)
+            left.remove(found[place])
+    return [Piece(model[found[place]], 0, master.numel(), master, 0) for place, master in enumerate(masters)]
 
 
 def _is_certain(model: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:

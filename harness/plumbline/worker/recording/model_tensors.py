@@ -14,7 +14,7 @@ from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Shard, Tensors
 from plumbline.recording.grad_scaler import scale_left
-from plumbline.recording.master_weights import Piece, of_equal_shapes, pieces_of
+from plumbline.recording.master_weights import Piece, likely_pieces, pieces_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_still, kept
@@ -153,7 +153,7 @@ class ModelTensors:
         local = {id(_local(own[name])): name for name in left.values()}
         copies = {id(_local(one)): one for one in others}
         weights, masters = [_local(own[name]) for name in left.values()], list(map(_local, others))
-        for piece in pieces_of(weights, masters) or of_equal_shapes(weights, masters):
+        for piece in pieces_of(weights, masters) or likely_pieces(weights, masters):
             name = local[id(piece.parameter)]
             if piece.length == piece.master.numel() and _is_finer(piece.master, own[name]):
                 self._masters[name] = copies[id(piece.master)]
