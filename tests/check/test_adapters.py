@@ -68,7 +68,7 @@ def fit(
     after: Callable[[int], None] = lambda step: None,
     set_to_none: bool = True,
 ) -> None:
-    torch.manual_seed(1 + dist.get_rank())
+    torch.manual_seed(1 + dist.get_rank() if dist.is_initialized() else 0)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none)
         before(step)
@@ -370,3 +370,19 @@ def test_frozen_weights_that_the_script_moves_are_a_note() -> None:
     found.assert_right()
     (note,) = [one for one in found.findings if "frozen parameter" in one.message]
     assert "1 frozen parameter was multiplied by 0.99 between two optimizer steps" in note.message
+
+
+def test_a_change_of_a_few_frozen_entries_is_noted_when_recording_ends() -> None:
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 4))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+
+        def write(step: int) -> None:
+            model[0].weight.data[0, 1] += 1
+
+        fit(model, optimizer, after=write)
+
+    (found,) = check_function(train, 1, steps=2).trainings
+    (note,) = [one for one in found.findings if "frozen parameter" in one.message]
+    assert note.message == "some entries of 1 frozen parameter changed while steps were recorded: 0.weight"

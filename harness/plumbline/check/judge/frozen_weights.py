@@ -27,6 +27,14 @@ def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
         return
     if changed:
         yield _changed(changed[0])
+    elif names := _unnoticed(training):
+        what = counted(len(names), "frozen parameter")
+        yield information(CHECK, f"some entries of {what} changed while steps were recorded: {listed(names)}")
+
+
+def _unnoticed(training: RecordedTraining) -> list[str]:
+    facts = [rank.facts.get(OBSERVER) or {} for rank in training.ranks]
+    return sorted({name for one in facts for name in one.get("unnoticed", ())})
 
 
 def _given_gradients(rank: int, every: Sequence[ObserverFacts]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,25 @@ MARGIN = 8
 million times (8 numbers, 1/8 of the length each)."""
 
 
+SAMPLED = 1024
+"""Entries that are compared at each step; the others are when recording ends. What changes a weight changes most."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A frozen weight as it was seen: digests of some entries and of all, and a projection of these."""
+
+    ref: weakref.ref[Tensor]
+    name: str
+    sampled: str | None
+    digest: str | None
+    projection: list[float] | None
+
+    @staticmethod
+    def of(name: str, one: Tensor) -> _Seen:
+        return _Seen(weakref.ref(one), name, _sampled(one), *digest_and_projection(one))
+
+
 class FrozenWeightObserver(Observer):
     """Notes of each step which frozen parameters of the called modules changed; of those on this rank as a whole.
 
@@ -31,13 +51,16 @@ class FrozenWeightObserver(Observer):
     change multiplied its values, and ``product``: the names of two trainable matrices and the factor of their product,
     which explains the change; None where there is none. ``within``: those that the step itself changed, each with
     ``gradient``: ``zero``, ``old`` if it is that of an earlier step, or ``own``.
+
+    The process has ``unnoticed``: the names of those that changed without any step at which it was seen.
     """
 
     name = "frozen-weights"
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
-        self._known: dict[int, tuple[weakref.ref[Tensor], str | None, list[float] | None]] = {}
+        self._known: dict[int, _Seen] = {}
+        self._unnoticed: list[str] = []
         self._gradients: dict[int, str | None] = {}
         self._between: Facts = {}
         self._stepped: list[tuple[str, Tensor, str]] = []
@@ -60,27 +83,31 @@ class FrozenWeightObserver(Observer):
                     continue
                 if readable_values(one) is None:
                     continue
-                if (change := self._change(name, one, named)) is not None:
+                is_stepped = id(one) in own and one.grad is not None
+                if (change := self._change(name, one, named, is_stepped=is_stepped)) is not None:
                     self._between[name] = change
-                if id(one) in own and one.grad is not None:
+                if is_stepped:
                     self._stepped.append((name, one, self._kind(one)))
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         within = {}
         for name, one, kind in self._stepped:
-            before = self._known[id(one)][1]
-            self._note(one)
-            if self._known[id(one)][1] != before:
+            before = self._known[id(one)].digest
+            self._known[id(one)] = _Seen.of(name, one)
+            if self._known[id(one)].digest != before:
                 within[name] = {"gradient": kind}
         between, self._between, self._stepped = self._between, {}, []
         return {"between": between, "within": within} if between or within else None
 
     def stop(self) -> None:
+        seen = [(known, one) for known in self._known.values() if (one := known.ref()) is not None]
+        changed = [known.name for known, one in seen if not one.requires_grad and tensor_digest(one) != known.digest]
+        self._unnoticed += [name for name in changed if name not in self._unnoticed]
         self._modules = []
         self._known.clear()
 
-    def _note(self, one: Tensor) -> None:
-        self._known[id(one)] = weakref.ref(one), *digest_and_projection(one)
+    def final_facts(self) -> Facts | None:
+        return {"unnoticed": self._unnoticed} if self._unnoticed else None
 
     def _kind(self, one: Tensor) -> str:
         if not bool(one.grad.any()):  # type: ignore[union-attr]
@@ -88,19 +115,18 @@ class FrozenWeightObserver(Observer):
         digest = tensor_digest(one.grad)  # type: ignore[arg-type]
         return "old" if digest is not None and self._gradients.get(id(one)) == digest else "own"
 
-    def _change(self, name: str, one: Tensor, named: Mapping[str, Tensor]) -> Facts | None:
+    def _change(self, name: str, one: Tensor, named: Mapping[str, Tensor], *, is_stepped: bool) -> Facts | None:
         """Return how a frozen parameter has changed since it was last seen, None if it has not."""
-        ref, digest, projection = self._known.get(id(one), (None, None, None))
-        if ref is None or ref() is not one:
-            self._note(one)
+        seen = self._known.get(id(one))
+        if seen is None or seen.ref() is not one:
+            self._known[id(one)] = _Seen.of(name, one)
             return None
-        if tensor_digest(one) == digest:
+        if _sampled(one) == seen.sampled and not (is_stepped and tensor_digest(one) != seen.digest):
             return None
-        self._note(one)
-        now = self._known[id(one)][2]
-        if projection is None or now is None:
+        now = self._known[id(one)] = _Seen.of(name, one)
+        if seen.projection is None or now.projection is None:
             return {"factor": None, "product": None}
-        before, after = (torch.tensor(each, dtype=torch.float64) for each in (projection, now))
+        before, after = (torch.tensor(each, dtype=torch.float64) for each in (seen.projection, now.projection))
         change = after - before
         eps = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
         # What is added may be rounded twice, and the sum once, by half an eps each. Projections know lengths to 2.
@@ -110,6 +136,15 @@ class FrozenWeightObserver(Observer):
         if factor is not None and abs(factor - 1) * float(before.norm()) <= noise:
             factor = None
         return {"factor": factor, "product": product}
+
+
+def _sampled(one: Tensor) -> str | None:
+    """Return a digest of some entries, of all where that costs no more."""
+    values = readable_values(one)
+    if values is None or values.numel() <= SAMPLED or not values.is_contiguous():
+        return tensor_digest(one)
+    stride = values.numel() // SAMPLED | 1  # an odd one walks through all columns
+    return tensor_digest(values.view(-1)[::stride][:SAMPLED])
 
 
 def _multiple(vector: Tensor, of: Tensor, noise: float) -> float | None:
