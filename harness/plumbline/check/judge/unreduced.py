@@ -17,7 +17,7 @@ from plumbline.check.judge.rank_weights import (
     weights_are_made_equal,
     weights_at,
 )
-from plumbline.check.rank.joint.copies_and_parts import ROUNDINGS
+from plumbline.check.rank.joint.copies_and_parts import largest_rounding
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.report.text import listed
@@ -131,7 +131,7 @@ def _have_other_gradients(one: RankWeights, coarsest: float) -> bool:
         return False
     first, *others = [each.nan_to_num() for each in one.received]
     size = max(float(each.norm()) for each in (first, *others))
-    most = ROUNDINGS * max(torch.finfo(dtype).eps, coarsest) * size
+    most = largest_rounding(max(torch.finfo(dtype).eps, coarsest) / 2) * size
     return any(float((each - first).norm()) > most for each in others)
 
 

@@ -10,6 +10,13 @@ from plumbline.recording.observer import Facts
 ROUNDINGS = 128
 """Copies of one parameter differ by no more than so many: ranks may add up gradients in different orders."""
 
+ROUNDINGS_16_BIT = 16
+"""The same in 16-bit formats: operators sum in float32 there, and round only their results. 128 would be half of a
+gradient in bfloat16, and more than that by which gradients of different samples may differ."""
+
+COARSE = 2.0**-12
+"""The unit roundoff from which on a format counts as one of 16 bits: that of float16 is 2⁻¹¹."""
+
 Kind = tuple[str, tuple[int, ...], int]
 """A parameter's name, its shape, and the number of ranks that hold it together."""
 
@@ -74,12 +81,17 @@ class Beginnings:
         return self._alike[kind] and not (apart and kind in self._constant)
 
 
+def largest_rounding(unit: float) -> float:
+    """Return how far copies may be apart where the unit roundoff is this, as a part of their length."""
+    return unit * (ROUNDINGS if unit < COARSE else ROUNDINGS_16_BIT)
+
+
 def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings) -> list[Group]:
     """Return the parameters of a model from what each rank says, which is the same on all ranks.
 
     ``unit`` is the unit roundoff of the training.
     """
-    most = ROUNDINGS * unit
+    most = largest_rounding(unit)
     instances: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Key]] = {}
     for rank, own in enumerate(held):
         for number, one in enumerate(own):
@@ -149,7 +161,7 @@ def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: f
             stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
             if one.kind[1:] != other.kind[1:] or len(stages) == 1:
                 continue
-            equal = [_same(held, ours, theirs, (what,), ROUNDINGS * unit) for what in ("weights", "gradient")]
+            equal = [_same(held, ours, theirs, (what,), largest_rounding(unit)) for what in ("weights", "gradient")]
             if equal == [True, False]:
                 found.append([ours[0], theirs[0]])
     return found
@@ -177,7 +189,7 @@ def replicas_of_stages(
         stage = stages.pop()
         if stages or len(places) < 2 or not (stage.isdigit() or stage in _ENDS):
             continue
-        are_equal &= all(_same(held, keys[0], one, ("weights",), ROUNDINGS * unit) for one in keys[1:])
+        are_equal &= all(_same(held, keys[0], one, ("weights",), largest_rounding(unit)) for one in keys[1:])
         found += places
     return [] if are_equal else found
 
@@ -186,7 +198,7 @@ def have_one_gradient(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
 ) -> bool:
     """Return whether different parts of a parameter have the same gradient: DTensor's, or those that began apart."""
-    group, most = groups[place], ROUNDINGS * unit
+    group, most = groups[place], largest_rounding(unit)
     are_parts = any(held[rank][number]["in_parts"] for rank, number in group.keys)
     if not are_parts and beginnings.began_alike(group.kind):
         return False

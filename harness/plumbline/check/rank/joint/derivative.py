@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, grouped
+from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
@@ -32,9 +32,6 @@ grow with the square root of their number (Higham, Accuracy and Stability of Num
 LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
 numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
-
-COARSE = 2.0**-12
-"""The unit roundoff from which on a format counts as one of 16 bits: that of float16 is 2⁻¹¹."""
 
 SPREAD = 4.0
 """By how many roundings the outputs of an ordinary forward differ from exact ones."""
