@@ -222,10 +222,31 @@ class Slow(PlainSign):
             p.mul_(0.5)
 
 
+class Buffer:
+    def __init__(self, like: Tensor) -> None:
+        self.values = torch.zeros_like(like)
+
+
+class Remembers(PlainSign):
+    """One whose state is an object, and whose steps become shorter by a list in a dict, which a copy might share."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: dict[str, list[float]] = {"norms": []}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("buffer", Buffer(p)).values.lerp_(p.grad, 0.1)
+                self.seen["norms"].append(float(p.grad.norm()))
+                p.add_(buffer, alpha=-1 / len(self.seen["norms"]))
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), PlainSign, lambda p: PlainSign(p, noisy=True),
-     KeepsFirst, Slow, lambda p: torch.optim.Adam(p, fused=True)],
+     KeepsFirst, Slow, Remembers, lambda p: torch.optim.Adam(p, fused=True)],
 )  # fmt: skip
 def test_losses_are_the_same_bit_for_bit_whether_steps_are_replayed_or_not(make):
     torch.manual_seed(3)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plumbline.check.rank.optimizer.twin import StepInput, Widened, is_of_ranks, stepped, uncompiled
+from plumbline.check.rank.optimizer.twin import StepInput, Widened, is_of_ranks, is_plain, stepped, uncompiled
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
 
@@ -96,7 +96,7 @@ def require_replayable(optimizer: Optimizer) -> None:
         raise NotReplayable(f"{name} evaluates the loss several times in a step")
     if not is_of_torch(optimizer):
         for key, value in vars(optimizer).items():
-            if key not in _OF_THE_BASE_CLASS and not (_is_plain(value) or is_of_ranks(value)):
+            if key not in _OF_THE_BASE_CLASS and not (is_plain(value) or is_of_ranks(value)):
                 raise NotReplayable(f"{name}.{key} cannot be copied for a replay")
 
 
@@ -210,17 +210,6 @@ def _is_anything_compiled() -> bool:
     """Return whether torch.compile has seen a frame; whether this step was among them, is not told."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of numbers, words and types alone."""
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:

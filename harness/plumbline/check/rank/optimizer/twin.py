@@ -159,13 +159,18 @@ def _number(value: Any) -> Any:
         return value.item()
     if type(value) in (tuple, list):
         return type(value)(map(_number, value))
-    return copy.copy(value)
+    return {key: _number(one) for key, one in value.items()} if type(value) is dict else _own(value)
+
+
+def _own(value: Any) -> Any:
+    """Return a copy that shares nothing that a step may change; modules are shared, and what belongs to the ranks."""
+    return value if is_of_ranks(value) or isinstance(value, torch.nn.Module) else copy.deepcopy(value)
 
 
 def _copied_attribute(value: Any, exact: bool) -> Any:
     if isinstance(value, Tensor):
         return _copied(value, exact)
-    return value if is_of_ranks(value) else copy.copy(value)
+    return _own(value) if is_plain(value) or is_of_ranks(value) else copy.copy(value)
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int = 1) -> Mapping[str, Any] | None:
@@ -202,6 +207,17 @@ def is_of_ranks(value: Any) -> bool:
     return bool(c10d.is_available()) and isinstance(value, (c10d.ProcessGroup, c10d.device_mesh.DeviceMesh))
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a value consists of numbers, words and types alone."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    if isinstance(value, dict):
+        return all(is_plain(key) and is_plain(one) for key, one in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+
+
 def map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a state with each tensor changed, and everything else as it is."""
     if isinstance(value, Tensor):
@@ -226,4 +242,4 @@ def _copied(value: Any, exact: bool) -> Any:
         return type(value)(_copied(one, exact) for one in value)
     if isinstance(value, dict):
         return {key: _copied(one, exact) for key, one in value.items()}
-    return copy.copy(value)
+    return _own(value)
