@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -243,15 +244,27 @@ class Remembers(PlainSign):
                 p.add_(buffer, alpha=-1 / len(self.seen["norms"]))
 
 
+class Draws(PlainSign):
+    """One that leaves out parameters at random, by Python's generator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-float(random.random() < 0.5))
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), PlainSign, lambda p: PlainSign(p, noisy=True),
-     KeepsFirst, Slow, Remembers, lambda p: torch.optim.Adam(p, fused=True)],
+     KeepsFirst, Slow, Remembers, Draws, lambda p: torch.optim.Adam(p, fused=True)],
 )  # fmt: skip
 def test_losses_are_the_same_bit_for_bit_whether_steps_are_replayed_or_not(make):
     torch.manual_seed(3)
+    random.seed(3)
     plain = _train(make)
     torch.manual_seed(3)
+    random.seed(3)
     with watching():
         assert _train(make) == plain
 

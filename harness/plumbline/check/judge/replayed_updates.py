@@ -58,13 +58,9 @@ class ReplayedUpdates:
 
     @property
     def left_out(self) -> dict[Key, str]:
-        """Why the update of a parameter was not judged on some rank, or was not due to move it on any."""
+        """Why some update of a parameter was not judged on some rank, or none was due to move it on any."""
         moved = {key for _, key in self._moved}
-        return {
-            key: why
-            for (rank, key), why in self._reasons.items()
-            if (rank, key) not in self._moved and (key not in moved or why != NOT_MOVED)
-        }
+        return {key: why for (_, key), why in self._reasons.items() if why != NOT_MOVED or key not in moved}
 
     def add(self, one: ObserverFacts) -> None:
         """Take a step that an optimizer took on one rank."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from plumbline.check.rank.optimizer.twin import StepInput, Widened, is_of_ranks, is_plain, stepped, uncompiled
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
+from plumbline.replay.random_state import RandomState, drawn_from
 
 ENTRY_BY_ENTRY = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD",
@@ -179,7 +180,8 @@ class Guard:
             return
         kind = self._devices[0].type if self._devices else "cuda"
         no_touch = _NoTouch(self._protected, communicates=communicates)
-        with torch.random.fork_rng(self._devices, device_type=kind), uncompiled(), no_touch:
+        forked = torch.random.fork_rng(self._devices, device_type=kind)
+        with drawn_from(RandomState.now(())), forked, uncompiled(), no_touch:
             yield
 
 
