@@ -7,10 +7,14 @@ from typing import Any
 
 import losses_that_communicate
 import pytest
+import torch
+from torch import Tensor
 
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
+from plumbline.check.rank.joint.exchanges import Exchanged
 from plumbline.check.verdict.verdict import Answer, answer_of
+from plumbline.replay.random_state import RandomState
 
 RIGHT = (
     "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed", "straight",
@@ -63,3 +67,18 @@ def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> N
 def test_what_is_added_in_place_is_said_to_be_constant(plumbline: Any) -> None:
     messages = [one.message for one in checked(plumbline, "printed inside").findings if one.check == "gradients"]
     assert any("autograd does not see" in one for one in messages)
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values + torch.randn(values.shape, dtype=values.dtype)
+
+
+def test_a_function_that_is_run_again_draws_its_random_numbers_and_leaves_those_of_the_script() -> None:
+    values = torch.ones(3)
+    call = Exchanged(Noisy, (values,), [values], RandomState.now(()))
+    before = torch.get_rng_state()
+    (first,), (second,) = (call.outputs(lambda number, one: one) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)

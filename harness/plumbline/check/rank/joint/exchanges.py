@@ -19,6 +19,7 @@ from plumbline.recording.pause import is_paused
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.random_state import RandomState, drawn_from
 
 STEP = 1e-7
 """How far inputs are moved, in multiples of their size."""
@@ -38,11 +39,15 @@ IsInside = Callable[[], bool]
 
 @dataclass
 class Exchanged:
-    """A call of such a function: its inputs, what arrived at its outputs, and what its backward made of that."""
+    """A call of such a function: its inputs, what arrived at its outputs, and what its backward made of that.
+
+    ``drawn`` are the states from which it drew random numbers.
+    """
 
     kind: Any
     args: tuple[Any, ...]
     inputs: list[Tensor]
+    drawn: RandomState
     arrived: list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]] = field(default_factory=list)
 
     @property
@@ -57,7 +62,7 @@ class Exchanged:
             wide = one.to(torch.float64) if one.is_floating_point() else one
             return moved(next(numbers), wide).clone()
 
-        with torch.no_grad():
+        with torch.no_grad(), drawn_from(self.drawn):
             return list(tensors_in(self.kind.apply(*map_tensors(self.args, replaced))))
 
 
@@ -88,10 +93,12 @@ class ExchangeFunctions:
             return run(*args, **kwargs)
         before = _with_all_ranks()
         copies = map_tensors(args, lambda one: one.detach().clone().requires_grad_(one.requires_grad))
+        inputs = list(tensors_in(copies))
+        drawn = RandomState.now(one.device for one in inputs)
         result = run(*args)
         outputs = [one for one in tensors_in(result) if one.grad_fn is not None]
         if outputs and _with_all_ranks() != before:
-            self._follow(Exchanged(kind, copies, list(tensors_in(copies))), outputs[0].grad_fn)
+            self._follow(Exchanged(kind, copies, inputs, drawn), outputs[0].grad_fn)
         return result
 
     def _attends(self, kind: Any) -> bool:
