@@ -19,7 +19,15 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plumbline.check.rank.optimizer.twin import StepInput, Widened, is_of_ranks, is_plain, stepped, uncompiled
+from plumbline.check.rank.optimizer.twin import (
+    StepInput,
+    Widened,
+    has_share,
+    is_of_ranks,
+    is_plain,
+    stepped,
+    uncompiled,
+)
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.random_state import RandomState, drawn_from
@@ -116,6 +124,8 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
     is_part = local(parameter) is not parameter or is_shard(parameter)
     if is_part and not is_entry_by_entry(optimizer):
         raise NeedsOtherRanks(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
+    if has_share(optimizer, parameter):
+        raise NeedsOtherRanks(f"the rank holds the state of {name} for some parameters only")
     given = StepInput.of(optimizer, parameter)
     with replaying(optimizer, guard):
         native = stepped(optimizer, group, given)

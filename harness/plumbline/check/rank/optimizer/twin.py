@@ -178,7 +178,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int 
 
     The first parameter of a group may hold the state of all as one stack, of which each of ``ranks`` has a run of rows.
     """
-    group = next((each["params"] for each in optimizer.param_groups if _holds(each["params"], parameter)), [parameter])
+    group = _group_of(optimizer, parameter)
     stack = optimizer.state.get(group[0], {})
     rows = -(-len(group) // ranks)
     if not _is_stack(stack, group, rows) or any(one in optimizer.state for one in group[1:]):
@@ -188,6 +188,20 @@ def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int 
         return None
     row = slice(number % rows, number % rows + 1)
     return {key: one[row] if isinstance(one, Tensor) and one.dim() else one for key, one in stack.items()}
+
+
+def has_share(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether this rank has the state of a part of a group, as a stack that its first parameter holds."""
+    group = _group_of(optimizer, parameter)
+    if any(one in optimizer.state for one in group[1:]):
+        return False
+    lengths = {len(one) for one in optimizer.state.get(group[0], {}).values() if isinstance(one, Tensor) and one.dim()}
+    return any(size < len(group) and _is_stack(optimizer.state[group[0]], group, size) for size in lengths)
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> Sequence[Tensor]:
+    groups = (each["params"] for each in optimizer.param_groups)
+    return next((one for one in groups if _holds(one, parameter)), [parameter])
 
 
 def _holds(parameters: Sequence[Tensor], parameter: Tensor) -> bool:
