@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from plumbline.check.evidence.training import Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
@@ -49,3 +53,20 @@ def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
     (own,) = evidence(measured(1.0, 0.0, 1.0)).wrong
     assert min(own.misfits(Combination(only({0}, 3.0)))) == float("inf")
     assert min(own.misfits(SomeParameters(Combination(only({0}, 3.0))))) == 0
+
+
+def test_a_step_that_was_not_compared_is_told_beside_those_that_were() -> None:
+    compared = {
+        "noise": [1.0], "wrong": [], "unsearched": [], "limit": LIMIT, "losses": 2, "right": [], "one_loss": False,
+        "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]], "doubtful": [],
+        "norms": [1.0, 1.0], "own": [], "tied_apart": [],
+    }  # fmt: skip
+    gradient = torch.ones(2, dtype=torch.float64)
+    steps = tuple(
+        RecordedStep(0, number, (Parameter("w", (2,), "float32"),), gradient, (), facts={"joint": facts})
+        for number, facts in enumerate([compared, {"why": "a rank did not come"}])
+    )
+    training = RecordedTraining(tuple(RecordedRank(rank, 2, steps) for rank in range(2)))
+    first, second = judge_gradients(training)
+    assert (first.outcome, second.outcome) == (Outcome.PASSED, Outcome.SKIPPED)
+    assert second.message == "not judged: step 1: a rank did not come"

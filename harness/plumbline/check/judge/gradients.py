@@ -108,6 +108,8 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
         finding = with_stages(training, joint.judge())
         by_replay = _replays_decide(joint, truth, finding)
         yield _of_different_batches(training, by_replay or finding)
+        if joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
+            yield not_judged(CHECK, f"step {joint.first_unjudged}: {joint.obstacle}", joint.first_unjudged)
         if joint.alike and finding.outcome is Outcome.PASSED and not by_replay:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(

@@ -39,7 +39,8 @@ class JointTruth(Truth[JointGradient]):
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
-        self.obstacle = next((one["why"] for _, one in found if one and one.get("why")), "")
+        unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
+        self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
 
     @property
     def cases(self) -> Sequence[JointGradient]:
