@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from plumbline.check.evidence.training import Parameter, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import Combination, SomeParameters
@@ -55,18 +56,35 @@ def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
     assert min(own.misfits(SomeParameters(Combination(only({0}, 3.0))))) == 0
 
 
-def test_a_step_that_was_not_compared_is_told_beside_those_that_were() -> None:
-    compared = {
-        "noise": [1.0], "wrong": [], "unsearched": [], "limit": LIMIT, "losses": 2, "right": [], "one_loss": False,
-        "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]], "doubtful": [],
-        "norms": [1.0, 1.0], "own": [], "tied_apart": [],
-    }  # fmt: skip
+COMPARED = {
+    "noise": [1.0], "wrong": [], "unsearched": [], "limit": LIMIT, "losses": 2, "right": [], "one_loss": False,
+    "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]], "doubtful": [],
+    "norms": [1.0, 1.0], "own": [], "tied_apart": [],
+}  # fmt: skip
+
+
+def recorded(*facts: dict[str, Any], passes: tuple[BackwardPass, ...] = ()) -> RecordedTraining:
     gradient = torch.ones(2, dtype=torch.float64)
     steps = tuple(
-        RecordedStep(0, number, (Parameter("w", (2,), "float32"),), gradient, (), facts={"joint": facts})
-        for number, facts in enumerate([compared, {"why": "a rank did not come"}])
+        RecordedStep(0, number, (Parameter("w", (2,), "float32"),), gradient, passes, facts={"joint": one})
+        for number, one in enumerate(facts)
     )
-    training = RecordedTraining(tuple(RecordedRank(rank, 2, steps) for rank in range(2)))
-    first, second = judge_gradients(training)
+    return RecordedTraining(tuple(RecordedRank(rank, 2, steps) for rank in range(2)))
+
+
+def test_a_step_that_was_not_compared_is_told_beside_those_that_were() -> None:
+    first, second = judge_gradients(recorded(COMPARED, {"why": "a rank did not come"}))
     assert (first.outcome, second.outcome) == (Outcome.PASSED, Outcome.SKIPPED)
     assert second.message == "not judged: step 1: a rank did not come"
+
+
+@pytest.mark.parametrize(
+    ("weight", "outcome"),
+    [(0.5, Outcome.PASSED), (1.0, Outcome.FAILED), (0.3, Outcome.SKIPPED), (None, Outcome.SKIPPED)],
+)
+def test_one_loss_of_all_ranks_may_be_summed_if_each_divides_it(weight: float | None, outcome: Outcome) -> None:
+    call = {"function": "cross_entropy", "reduction": "mean", "terms": 4.0, "weight": weight, "even": True}
+    objective = {"objective": {"calls": [call], "alone": True}}
+    one = BackwardPass(0, torch.full((2,), 0.5, dtype=torch.float64), facts=objective)
+    found = JointTruth(recorded(COMPARED | {"is_sum": True, "one_loss": True}, passes=(one,))).compare()
+    assert found.outcome is outcome

@@ -256,6 +256,7 @@ def test_a_mistake_on_the_way_to_the_copies_is_named(judged, cause, kind, option
     assert cause.replace("-", " ") in sentence_on(training)
 
 
+@pytest.mark.nightly
 def test_a_script_with_copies_is_told_no_wrapper(judged):
     (found,) = [
         one for one in judged(NotReduced).findings if one.cause == "not-synchronised" and one.check == "gradients"

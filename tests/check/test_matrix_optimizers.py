@@ -194,6 +194,7 @@ class InBlocksAtTimes(OnShards):
         super().step()
 
 
+@pytest.mark.nightly
 def test_a_rank_without_memory_for_whole_matrices_keeps_no_other_waiting(monkeypatch):
     def free_bytes(device: torch.device) -> int:
         return 10**9 if dist.get_rank() else 10

@@ -12,6 +12,7 @@ from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
+from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
@@ -88,7 +89,7 @@ class JointTruth(Truth[JointGradient]):
         limit = max(found["limit"] for _, found in self.compared)
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
-        if not wrong and self.is_sum and self.is_of_one_loss:
+        if not wrong and self.is_sum and self.is_of_one_loss and not is_loss_divided(self.training.ranks):
             return self._counted_by_every_rank()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
@@ -118,8 +119,18 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _counted_by_every_rank(self) -> Finding:
-        """Return what is wrong if each rank computes the same loss, and gradients are those of the sum."""
+        """Return what is wrong if each rank computes the same loss, and gradients are those of the sum.
+
+        Not where the loss is unknown: it may be divided by the number of ranks.
+        """
         world = self.training.world_size
+        if is_loss_divided(self.training.ranks) is None:
+            return not_judged(
+                CHECK,
+                f"all {world} ranks compute the same loss, and gradients are {world} × its derivative. That is right "
+                f"if the loss is divided by {world}; it is not known whether it is",
+                self.compared[0][0],
+            )
         return failed_with_hint(
             CHECK,
             f"all {world} ranks compute the same loss, but gradients are {world} × its derivative: it counts once per "

@@ -10,7 +10,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.near_replay import BY_SHARD, NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
-from plumbline.check.judge.step_objective import NEAR, step_objectives
+from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 
 OBSERVER = "update"
@@ -30,7 +30,9 @@ Key = tuple[int, str]
 
 def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
     """Return how far the weights after each step are from its replay."""
-    updates = ReplayedUpdates(_is_loss_divided(training), _in_blocks_at_times(training))
+    # Ranks that compute one loss together may well add up what each has of its gradient.
+    is_divided = None if forward_communicates(training) else is_loss_divided(training.ranks)
+    updates = ReplayedUpdates(is_divided, _in_blocks_at_times(training))
     for one in noted(training, OBSERVER):
         updates.add(one)
     return updates
@@ -129,16 +131,6 @@ def _repeats(one: ObserverFacts) -> bool:
         for row in one.facts["parameters"]
         if str(int(row[0])) not in one.facts.get("close", {})
     )
-
-
-def _is_loss_divided(training: RecordedTraining) -> bool | None:
-    if forward_communicates(training):
-        return None  # ranks that compute one loss together may well add up what each has of its gradient
-    weights = [one.of_losses for one in step_objectives(training.ranks)]
-    for answer, weight in ((True, 1 / training.world_size), (False, 1.0)):
-        if weights and all(abs(one - weight) <= NEAR * weight for one in weights):
-            return answer
-    return None
 
 
 def _in_blocks_at_times(training: RecordedTraining) -> set[Key]:

@@ -87,6 +87,15 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
             yield StepObjective(made, differ, factor_of(steps), _gap(steps, made))
 
 
+def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
+    """Return whether each rank divides its loss by the number of ranks, None where that is not known."""
+    weights = [one.of_losses for one in step_objectives(ranks)]
+    for answer, weight in ((True, 1 / len(ranks)), (False, 1.0)):
+        if weights and all(abs(one - weight) <= NEAR * weight for one in weights):
+            return answer
+    return None
+
+
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
     """Yield the steps that all of these ranks took, those of all of them at a time."""
     for place in range(min((len(rank.steps) for rank in ranks), default=0)):
