@@ -89,8 +89,11 @@ class JointTruth(Truth[JointGradient]):
         limit = max(found["limit"] for _, found in self.compared)
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
-        if not wrong and self.is_sum and self.is_of_one_loss and not is_loss_divided(self.training.ranks):
+        is_divided = is_loss_divided(self.training.ranks)
+        if not wrong and self.is_sum and self.is_of_one_loss and not is_divided:
             return self._counted_by_every_rank()
+        if not wrong and self.is_sum and is_divided is False:
+            return self._summed()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
         if own:  # what is wrong at a later step may follow from that
@@ -139,6 +142,18 @@ class JointTruth(Truth[JointGradient]):
             "ranks, such as torch.distributed.nn.functional.all_reduce",
             cause="multiplied-by-ranks-of-the-same-samples",
             family="loss-normalisation",
+            step=self.compared[0][0],
+        )
+
+    def _summed(self) -> Finding:
+        """Return what is wrong if gradients are those of the sum of losses, none of which is divided."""
+        world = self.training.world_size
+        return failed_with_hint(
+            CHECK,
+            f"gradients are the sum over {world} ranks, not their mean, and no rank divides its loss",
+            "divide the loss, or the gradients after their reduction, by the number of ranks",
+            cause="summed-over-ranks",
+            family="averaging",
             step=self.compared[0][0],
         )
 
