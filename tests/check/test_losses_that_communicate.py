@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from itertools import count
 from typing import Any
 
 import losses_that_communicate
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
-from plumbline.check.rank.joint.exchanges import Exchanged
+from plumbline.check.rank.joint import exchanges
+from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions
 from plumbline.check.verdict.verdict import Answer, answer_of
+from plumbline.replay.nested import map_tensors
 from plumbline.replay.random_state import RandomState
 
 RIGHT = (
@@ -77,8 +81,28 @@ class Noisy(torch.autograd.Function):
 
 def test_a_function_that_is_run_again_draws_its_random_numbers_and_leaves_those_of_the_script() -> None:
     values = torch.ones(3)
-    call = Exchanged(Noisy, (values,), [values], RandomState.now(()))
+    call = Exchanged(Noisy, (values,), [values], RandomState.now(()), lambda: None)
     before = torch.get_rng_state()
     (first,), (second,) = (call.outputs(lambda number, one: one) for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_calls_without_a_backward_pass_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+
+    def noted(args: Any, change: Any) -> Any:
+        made = map_tensors(args, change)
+        copies.append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(exchanges, "_with_all_ranks", count().__next__)  # as if each call communicated
+    monkeypatch.setattr(exchanges, "map_tensors", noted)
+    functions = ExchangeFunctions()
+    functions.start()
+    values = torch.ones(3, requires_grad=True)
+    for _ in range(4):
+        Noisy.apply(values)
+    alive = [one for one in copies if one() is not None]
+    functions.stop()
+    assert (len(copies), len(alive)) == (4, 1)

@@ -41,13 +41,14 @@ IsInside = Callable[[], bool]
 class Exchanged:
     """A call of such a function: its inputs, what arrived at its outputs, and what its backward made of that.
 
-    ``drawn`` are the states from which it drew random numbers.
+    ``drawn`` are the states from which it drew random numbers. ``node`` is that of the script's graph.
     """
 
     kind: Any
     args: tuple[Any, ...]
     inputs: list[Tensor]
     drawn: RandomState
+    node: Callable[[], Any]
     arrived: list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]] = field(default_factory=list)
 
     @property
@@ -98,7 +99,8 @@ class ExchangeFunctions:
         result = run(*args)
         outputs = [one for one in tensors_in(result) if one.grad_fn is not None]
         if outputs and _with_all_ranks() != before:
-            self._follow(Exchanged(kind, copies, inputs, drawn), outputs[0].grad_fn)
+            node = outputs[0].grad_fn
+            self._follow(Exchanged(kind, copies, inputs, drawn, ref(node)), node)
         return result
 
     def _attends(self, kind: Any) -> bool:
@@ -106,7 +108,8 @@ class ExchangeFunctions:
         return outside and torch.is_grad_enabled() and not kind.__module__.startswith(("torch.", "plumbline."))
 
     def _follow(self, call: Exchanged, node: Any) -> None:
-        self._calls.append(call)
+        # Of calls in an evaluation with gradients enabled, whose graph is gone, nothing is kept.
+        self._calls = [one for one in self._calls if one.arrived or one.node() is not None] + [call]
         weak = ref(call)  # the script's graph may outlive the record
 
         def arrived(given: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]) -> None:
