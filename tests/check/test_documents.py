@@ -86,6 +86,25 @@ class ByMask(Net):
         return self.run(input_ids, attention_mask.bool().unsqueeze(1))
 
 
+class ByEmbedding(Net):
+    """Reads several documents beside each other, and is told by vectors which is which."""
+
+    def forward(self, input_ids, doc_ids):
+        return self.run(input_ids, None, doc_ids)
+
+
+class OfZeros(nn.Module):
+    """A convolution over tokens; those of padding are zeros, as what it pads with itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8, padding_idx=0), nn.Linear(8, VOCABULARY)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head(self.convolution(self.embedding(input_ids).mT).mT)
+
+
 class Classifier(ByMask):
     """Takes the mean of a row, of its padding too if ``careless``."""
 
@@ -115,6 +134,16 @@ class Shared(nn.Module):
         return x + outputs
 
 
+class Chosen(Shared):
+    """Lets each expert choose tokens, of all documents."""
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        best = scores.topk(2, dim=1)
+        weights = torch.zeros_like(scores).scatter(1, best.indices, best.values)
+        return x + sum(weights[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -124,23 +153,76 @@ class Normed(nn.Module):
         return self.norm(x.reshape(-1, 8)).reshape(x.shape)
 
 
+class NormedByChannel(Normed):
+    def forward(self, x):
+        return x + self.norm(x.mT).mT
+
+
+class Quantised(nn.Module):
+    """Rounds to 8 bits, with one scale for all tokens."""
+
+    def forward(self, x):
+        scale = x.detach().abs().max() / 127
+        return x + ((x / scale).round() * scale - x).detach()
+
+
+class Sparse(nn.Module):
+    """Attends to the four best tokens of all that there are, whatever their documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT
+        return x + scores.masked_fill(scores < scores.topk(4).values[..., -1:], -1e9).softmax(-1) @ v
+
+
+class Behind(nn.Module):
+    """Adds up all tokens, and then sends them to experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+
+    def forward(self, x):
+        weights = self.gate(x.cumsum(1) / 4).softmax(-1)
+        return x * weights.topk(1).values
+
+
+class Faint(nn.Module):
+    """Drops out, and adds a little of all tokens."""
+
+    def forward(self, x):
+        return functional.dropout(x, 0.1) + 0.01 * x.cumsum(1)
+
+
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 6 + [1] * 6, [0] * 12])
 POSITIONS = torch.tensor([[*range(4), *range(5), *range(3)], [*range(6), *range(6)], [*range(12)]])
 RIGHT_PADDED = torch.tensor([[1] * 12, [1] * 8 + [0] * 4, [1] * 5 + [0] * 7])
 
 
-def fit(make, declared, *, seams=False, padded=False, pooled=False):
-    """Train a model that predicts the next token, with labels at seams and at padding or not."""
+def fit(make, declared, *, seams=False, padded=False, pooled=False, another=False, autocast=False):
+    """Train a model that predicts the next token, with labels at seams and at padding or not.
+
+    ``another``: its labels are those of another sequence, as a decoder's are.
+    """
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(STEPS):
-        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH))
+        tokens = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+        if "attention_mask" in declared:
+            tokens[declared["attention_mask"] == 0] = 0
         optimizer.zero_grad()
         if "cu_seqlens" in declared:
             tokens = tokens[:1]
-        outputs = model(tokens, **declared)
-        if pooled:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = model(tokens, **declared)
+        if another:
+            labels = torch.randint(1, VOCABULARY, tokens.shape)
+        elif pooled:
             labels = torch.randint(VOCABULARY, (ROWS,))
         else:
             labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
@@ -161,22 +243,36 @@ def fit(make, declared, *, seams=False, padded=False, pooled=False):
 IDS, PLACES, MASK = {"document_ids": DOCUMENTS}, {"position_ids": POSITIONS}, {"attention_mask": RIGHT_PADDED}
 LEFT, BOUNDARIES = {"attention_mask": RIGHT_PADDED.flip(1)}, {"cu_seqlens": torch.tensor([0, 4, 9, 12])}
 
+
+def behind(module, **options):
+    """Return a training whose attention keeps documents apart, before a module that may not."""
+
+    def train():
+        fit(lambda: ByBoundaries(after=module()), BOUNDARIES, **options)
+
+    return train
+
+
 WRONG = {
     # NVIDIA-NeMo/Megatron-Bridge#2952: the stages in the middle do not receive the boundaries
-    "boundaries that a layer lacks": (partial(fit, partial(ByBoundaries, (True, False)), BOUNDARIES), "cu_seqlens"),
-    "documents that all layers ignore": (partial(fit, partial(ByIds, (False, False)), IDS), "document_ids"),
+    "boundaries that a layer lacks": (
+        partial(fit, partial(ByBoundaries, (True, False)), BOUNDARIES),
+        "blocks.1.attention (Attention)",
+    ),
+    "boundaries that attention to few tokens lacks": (behind(Sparse), "after (Sparse)"),
+    "boundaries that sums before a router lack": (behind(Behind), "after (Behind)"),
+    "boundaries that little crosses": (behind(Faint, autocast=True), "after (Faint)"),
 }
 
 
-@pytest.mark.parametrize(("train", "by"), WRONG.values(), ids=WRONG.keys())
-def test_documents_that_see_each_other_are_wrong_and_the_first_layer_is_named(plumbline, train, by):
+@pytest.mark.parametrize(("train", "where"), WRONG.values(), ids=WRONG.keys())
+def test_sequences_that_see_each_other_are_wrong_and_the_first_layer_is_named(plumbline, train, where):
     checked = plumbline.check(train, ranks=1, steps=STEPS)
     assert answer_of(checked.trainings[0]) is Answer.WRONG
     (found,) = [one for one in checked.findings if one.outcome.is_bad]
     assert (found.check, found.cause) == ("documents", "documents-see-each-other")
-    layer = 0 if by == "document_ids" else 1
-    assert f"the batch declares documents ({by}), but they see each other" in found.message
-    assert f"moves the output of blocks.{layer}.attention (Attention) at" in found.message
+    assert "the batch declares documents (cu_seqlens), but they see each other" in found.message
+    assert f"moves the output of {where} at" in found.message
 
 
 @pytest.fixture
@@ -198,6 +294,10 @@ NOTED = {
     "positions that begin again": (
         partial(fit, partial(ByPositions, (False, False)), PLACES),
         "The batch declares documents (position_ids), but they see each other",
+    ),
+    "numbers of documents that all layers ignore": (
+        partial(fit, partial(ByIds, (False, False)), IDS, seams=True),
+        "blocks.0.attention (Attention) at 14 of 14 positions of the others",
     ),
     "padding on the left that a layer sees": (
         partial(fit, partial(ByMask, (True, False)), LEFT),
@@ -249,6 +349,39 @@ RIGHT = {
         "moves no other one (document_ids)",
     ),
     "a stream of tokens": (partial(fit, lambda: Plain(), {}), None),
+    "documents that are read beside each other": (
+        partial(fit, ByEmbedding, {"doc_ids": DOCUMENTS}),
+        "It also looks vectors up by their numbers",
+    ),
+    "numbers of the tokens themselves": (
+        partial(fit, lambda: Named(), {"seq_idx": torch.arange(LENGTH).expand(ROWS, -1)}),
+        None,
+    ),
+    "the two parts of one input": (
+        partial(fit, lambda: Named(), {"sequence_ids": DOCUMENTS.clamp(max=1)}),
+        None,
+    ),
+    "columns of an image": (
+        partial(fit, lambda: Named(), {"positions_x": torch.arange(4).repeat(3).expand(ROWS, -1)}),
+        None,
+    ),
+    "boundaries of another sequence": (
+        partial(fit, lambda: Named(), {"cu_seqlens": torch.tensor([0, 4, 9])}),
+        None,
+    ),
+    "boundaries of whole rows": (
+        partial(fit, lambda: Named(), {"cu_seqlens_rows": torch.arange(ROWS + 1) * LENGTH}),
+        None,
+    ),
+    "a mask of what is not learned": (
+        partial(fit, lambda: Named(), {"mask": RIGHT_PADDED.flip(1)}),
+        None,
+    ),
+    "labels of a decoder": (partial(fit, ByMask, MASK, another=True), "moves nothing else"),
+    "padding of zeros": (partial(fit, OfZeros, MASK), "whose vectors are zeros"),
+    "experts that choose": (behind(Chosen), "moves others first in after (Chosen), which"),
+    "statistics of channels": (behind(NormedByChannel), "moves others first in after (NormedByChannel), which"),
+    "a scale of all tokens": (behind(Quantised), "moves others first in after (Quantised), which"),
 }
 
 
@@ -259,6 +392,13 @@ class Plain(Net):
         return self.run(input_ids, None)
 
 
+class Named(Plain):
+    """Has an argument that is named as one which declares documents, and is something else."""
+
+    def forward(self, input_ids, **_):
+        return self.run(input_ids, None)
+
+
 @pytest.mark.parametrize(("train", "said"), RIGHT.values(), ids=RIGHT.keys())
 def test_right_documents_have_no_note(notes, train, said):
     found, others = notes(train)
@@ -266,11 +406,14 @@ def test_right_documents_have_no_note(notes, train, said):
     assert others == [] if said is None else said in others[0]
 
 
-def in_parts(begin):
-    """Each of two ranks has a part of every sequence, whose positions begin where ``begin`` says."""
+def in_parts(begin, *, divides=False):
+    """Each of two ranks has a part of every sequence, whose positions begin where ``begin`` says.
+
+    ``divides``: the model is given whole sequences, and takes the rank's part itself.
+    """
     init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rank, half = dist.get_rank(), LENGTH // 2
-    model = Parts()
+    model = Parts(rank * half if divides else None)
     for one in model.parameters():
         dist.broadcast(one.data, 0)
     wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
@@ -279,7 +422,8 @@ def in_parts(begin):
         tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=batches)
         part = slice(rank * half, rank * half + half)
         places = torch.arange(half).expand(ROWS, -1) + begin(rank) * half
-        outputs = wrapped(tokens[:, :-1][:, part], places)
+        whole = tokens[:, :-1]
+        outputs = wrapped(whole, torch.arange(LENGTH)[None]) if divides else wrapped(whole[:, part], places)
         optimizer.zero_grad()
         functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:][:, part].flatten()).backward()
         optimizer.step()
@@ -288,13 +432,27 @@ def in_parts(begin):
 class Parts(Net):
     """Stands for a model whose attention is exchanged between the parts: its tokens do not see each other at all."""
 
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
     def forward(self, input_ids, position_ids):
+        if self.part is not None:
+            part = slice(self.part, self.part + LENGTH // 2)
+            input_ids, position_ids = input_ids[:, part], position_ids[:, part]
         return self.head(self.embedding(input_ids) + self.places(position_ids))
 
 
-@pytest.mark.parametrize(("begin", "is_told"), [(lambda rank: 0, True), (lambda rank: rank, False)], ids=["0", "own"])
-def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, begin, is_told):
+PARTS = {
+    "0": (partial(in_parts, lambda rank: 0), True),
+    "own": (partial(in_parts, lambda rank: rank), False),
+    "divided by the model": (partial(in_parts, lambda rank: 0, divides=True), False),
+}
+
+
+@pytest.mark.parametrize(("train", "is_told"), PARTS.values(), ids=PARTS.keys())
+def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, train, is_told):
     """pytorch/torchtitan#3604: positions repeat on each rank."""
-    findings = plumbline.check(partial(in_parts, begin), ranks=2, steps=STEPS).findings
+    findings = plumbline.check(train, ranks=2, steps=STEPS).findings
     told = [one.message for one in findings if isinstance(one, HeadlineNote)]
     assert ["dimension 'cp', but the position ids of all ranks begin at 0" in one for one in told] == [True] * is_told

@@ -147,8 +147,10 @@ def forward_watched(
     copies: ParameterCopies,
     called: Called,
     drawn: list[torch.dtype] | None = None,
-) -> None:
+) -> list[torch.dtype] | None:
     """Run ``call`` again, with the calls of all modules in it sent through ``called``. See ``replay``.
+
+    Returns the dtypes of its random draws if ``precision`` is the training's own.
 
     Raises:
         Exception: it cannot be run again.
@@ -160,6 +162,7 @@ def forward_watched(
     try:
         with _conditions(call, precision, mode):
             _forward(call, state, _replacement(call, precision, leaves), mode)
+        return mode.drawn if isinstance(mode, NativeMode) else None
     finally:
         calls.remove()
         state.restore()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.report.text import percent
 
 CHECK = "documents"
 
-_FOR_NOTHING_ELSE = ("cu_seq", "cu_doc", "document_id", "doc_id", "seq_idx", "sequence_id")
-"""Arguments that say which documents there are and nothing else: a model that is given one and mixes them is wrong.
-Position ids may begin again, and segments be told apart, where documents are meant to see each other."""
+_FOR_NOTHING_ELSE = ("cu_seq", "cu_doc")
+"""Arguments that say where the sequences of a batch begin and nothing else: a model of tokens that is given one and
+mixes these is wrong. Numbers of documents may be read by the model, or be there for the loss; position ids may begin
+again, and vectors, as those of images, be divided into windows, where all are meant to see each other."""
 
 _OF_SEQUENCES = ("context", "context_parallel", "cp", "seq", "sequence", "sequence_parallel", "sp", "ulysses")
 """Names of the mesh dimensions over which sequences are divided."""
+
+_NOTICED = 1e-3
+"""A limit that is not told: what documents share moves them by more."""
 
 _PARTS = {"documents": "one document", "padding": "padding"}
 
@@ -35,7 +40,9 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     facts = [(rank.rank, own) for rank in training.ranks if (own := rank.facts.get(CHECK) or {})]
     for kind in ("documents", "padding"):
         yield from _apart(kind, [(rank, own[kind]) for rank, own in facts if kind in own])
-    yield from _labels([own for _, own in facts])
+    # Documents that see each other, whatever that is meant for, are one text: the next token is what follows.
+    mixed = any((own.get("documents") or {}).get("moved") for _, own in facts)
+    yield from _labels([own for _, own in facts], ["padded"] if mixed else ["seams", "padded"])
     yield from _parts(training)
     if any(not own["places"]["restart"] for _, own in facts if "places" in own):
         by = next(own["places"]["by"] for _, own in facts if "places" in own)
@@ -58,13 +65,22 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
             )
         else:
             others = "no other one" if kind == "documents" else "nothing else"
-            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others} ({by})")
+            limit = max(one["limit"] for _, one in noted)
+            least = f" by more than {percent(limit)} of its size" if limit > _NOTICED else ""
+            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others}{least} ({by})")
         return
     where = f"{moved['module'] or 'the model'} ({moved['kind']})"
     if moved["shares"]:
         first = f"A change of {_PARTS[kind]} moves others first in {where}"
         why = "which takes statistics of all tokens or shares experts among them"
         yield information(CHECK, f"The batch declares {kind} ({by}). {first}, {why}.")
+        return
+    if kind == "padding" and moved["of_zeros"]:
+        yield information(
+            CHECK,
+            f"The batch has padding ({by}), whose vectors are zeros. If they were not, the output of {where} would "
+            "move at other positions, as that of a convolution does, which pads with zeros itself.",
+        )
         return
     if kind == "padding":
         yield headline_note(
@@ -80,10 +96,12 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
         f"{moved['share']:.2g} of its size"
     )
     hint = "mask the attention between documents, or pass the boundaries on to the kernel that computes it"
-    if by.lower().startswith(_FOR_NOTHING_ELSE):
+    if by.lower().startswith(_FOR_NOTHING_ELSE) and not facts["vectors"]:
         yield failed_with_hint(
             CHECK, observed, hint, cause="documents-see-each-other", family="batch-coupling", step=0, rank=rank
         )
+    elif moved["embeds"]:
+        yield information(CHECK, f"{observed[0].upper()}{observed[1:]}. It also looks vectors up by their numbers.")
     else:
         yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If that is not meant, {hint}.")
 
@@ -92,19 +110,22 @@ def _parts(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note where ranks that a mesh gives parts of a sequence number all of these from 0."""
     dimensions = [rank.facts.get(OBSERVER, {}).get("dimensions", {}) for rank in training.ranks]
     names = [name for name in dimensions[0] if name in _OF_SEQUENCES]
-    begins = [(rank.facts.get(CHECK) or {}).get("begins") for rank in training.ranks]
-    packed = any((rank.facts.get(CHECK) or {}).get("documents") for rank in training.ranks)
-    if names and len(begins) == training.world_size and not packed and set(begins) == {0}:
+    facts = [rank.facts.get(CHECK) or {} for rank in training.ranks]
+    packed = any(one.get("documents") for one in facts)
+    # Where ranks are given the same tokens, as a whole, the model divides these itself.
+    tokens = {one["tokens"] for one in facts if one.get("begins") == 0}
+    if names and not packed and len(tokens) == training.world_size:
         yield headline_note(
             CHECK,
             f"The mesh has {dimensions[0][names[0]]} ranks in dimension {names[0]!r}, but the position ids of all "
-            "ranks begin at 0. Number each rank's part of a sequence from where it begins in the whole one.",
+            "ranks begin at 0. Number each rank's part of a sequence from where it begins in the whole one, unless the "
+            "model does.",
         )
 
 
-def _labels(facts: list[Facts]) -> Iterator[Finding]:
-    for kind, said in _LABELS.items():
-        noted = [own[kind] for own in facts if kind in own]
+def _labels(facts: list[Facts], kinds: Sequence[str]) -> Iterator[Finding]:
+    for kind in kinds:
+        said, noted = _LABELS[kind], [own[kind] for own in facts if kind in own]
         terms, of = (sum(one[name] for one in noted) for name in ("terms", "of"))
         if terms:
             yield headline_note(CHECK, said.format(by=noted[0]["by"], terms=amount(terms), of=amount(of)))

@@ -16,8 +16,11 @@ PADDING = -1
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens", "cu_doc", "cu_q")
 _DOCUMENTS = ("document_id", "documents", "doc_id", "docs", "seq_idx", "seq_id", "sequence_id", "sample_id", "segment")
 _POSITIONS = ("position_id", "positions", "pos_id", "input_pos")
+_PARTS_OF_ONE = ("segment", "sequence_id")
 _SEGMENTS = 3
-_MASKS = ("attention_mask", "attn_mask", "padding_mask", "pad_mask", "key_padding", "mask")
+_MASKS = ("mask", "key_padding")
+_OF_LOSSES = ("loss", "label", "target", "prompt", "completion", "response", "action", "answer")
+"""Masks of these names say which tokens are learned, not which are padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +62,8 @@ def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return None
     shape = tokens.shape[:2] if tokens.dim() > 1 else torch.Size((1, len(tokens)))
     positions = next((one for name, one in given if _is(name, _POSITIONS) and _fits(one, shape)), None)
-    padding_by, real = _real(given, shape)
-    documents_by, documents = _documents(given, shape, real)
+    padding_by, real = _real(given, shape, tokens)
+    documents_by, documents = _documents(given, shape, real, tokens)
     if documents is None and real is None:
         return None
     if documents is None:
@@ -71,11 +74,15 @@ def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return DocumentLayout(documents, tokens.reshape(*shape, *tokens.shape[2:]), documents_by, padding_by, at)
 
 
-def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the position ids (rows, positions) that a call is given, None without."""
-    given = _named(_bound(module, args, kwargs))
-    found = (one for name, one in given if _is(name, _POSITIONS) and not one.is_floating_point() and 0 < one.dim() < 3)
-    return next((one.reshape(-1, one.shape[-1]) for one in found), None)
+def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the position ids (rows, positions) of the tokens that a call is given, and these, None without."""
+    given = list(_named(_bound(module, args, kwargs)))
+    tokens = _tokens(given)
+    if tokens is None:
+        return None
+    shape = tokens.shape[:2] if tokens.dim() > 1 else torch.Size((1, len(tokens)))
+    found = (one for name, one in given if _is(name, _POSITIONS) and _is_whole(one) and _fits(one, shape))
+    return next(((one.reshape(shape), tokens) for one in found), None)
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,25 +108,36 @@ def _tokens(given: list[tuple[str, Tensor]]) -> Tensor | None:
     for name, one in given:
         if _is(name, (*_BOUNDARIES, *_DOCUMENTS, *_POSITIONS, *_MASKS, "label", "target", "type")):
             continue
-        whole = not one.is_floating_point() and one.dtype != torch.bool
-        if type(one) is Tensor and whole and (one.dim() == 2 or (one.dim() == 1 and _is(name, ("id", "token")))):
+        if (
+            type(one) is Tensor
+            and _is_whole(one)
+            and (one.dim() == 2 or (one.dim() == 1 and _is(name, ("id", "token"))))
+        ):
             return one
         if type(one) is Tensor and one.dim() == 3 and one.is_floating_point():
             return one
     return None
 
 
-def _real(given: list[tuple[str, Tensor]], shape: torch.Size) -> tuple[str, Tensor | None]:
-    """Return which positions are not padding, and the name of the mask that says so."""
+def _real(given: list[tuple[str, Tensor]], shape: torch.Size, tokens: Tensor) -> tuple[str, Tensor | None]:
+    """Return which positions are not padding, and the name of the mask that says so.
+
+    A mask may have either sense, and may be one of prompts or of a prefix: padding is one token, again and again.
+    """
     for name, one in given:
-        if not _is(name, _MASKS) or not _fits(one, shape) or one.is_floating_point():
+        if not _is(name, _MASKS) or _is(name, _OF_LOSSES) or not _fits(one, shape) or one.is_floating_point():
             continue
         kept = one.reshape(shape) != 0
-        kept = ~kept if "pad" in name.lower() and one.dtype == torch.bool else kept
-        if bool(kept.all()) or not bool(kept.any(1).all()) or not _is_at_ends(kept):
-            continue
-        return name, kept
+        for each in (kept, ~kept):
+            is_some = bool(each.any(1).all()) and bool(((~each).sum(1) > 1).any())
+            if is_some and _is_at_ends(each) and _is_one_token(tokens, ~each):
+                return name, each
     return "", None
+
+
+def _is_one_token(tokens: Tensor, where: Tensor) -> bool:
+    found = tokens.reshape(where.numel(), -1)[where.reshape(-1)]
+    return bool((found == found[:1]).all())
 
 
 def _is_at_ends(kept: Tensor) -> bool:
@@ -127,33 +145,59 @@ def _is_at_ends(kept: Tensor) -> bool:
     return bool(((kept.long().diff(dim=1) == 1).sum(1) + kept[:, 0].long() == 1).all())
 
 
-def _documents(given: list[tuple[str, Tensor]], shape: torch.Size, real: Tensor | None) -> tuple[str, Tensor | None]:
+def _documents(
+    given: list[tuple[str, Tensor]], shape: torch.Size, real: Tensor | None, tokens: Tensor
+) -> tuple[str, Tensor | None]:
     for name, one in given:
-        whole = not one.is_floating_point() and one.dtype != torch.bool
-        if whole and _is(name, _BOUNDARIES) and one.dim() == 1 and len(one) > 2:
-            return name, _between(one, shape)
+        if _is_whole(one) and _is(name, _BOUNDARIES) and one.dim() == 1 and len(one) > 2:
+            documents = _between(one, shape, tokens)
+            if documents is not None:
+                return name, documents
     for name, one in given:
-        whole = not one.is_floating_point() and one.dtype != torch.bool and _fits(one, shape)
-        if whole and (_is(name, _DOCUMENTS) or (_is(name, _MASKS) and int(one.max()) > 1)):
+        if not _is_whole(one) or not _fits(one, shape):
+            continue
+        if _is(name, _DOCUMENTS) or (_is(name, _MASKS) and int(one.max()) > 1):
             numbers = one.reshape(shape).long()
-            is_pair = "segment" in name and int(numbers.max()) < _SEGMENTS  # the two parts of one input
+            is_pair = _is(name, _PARTS_OF_ONE) and int(numbers.max()) < _SEGMENTS  # the two parts of one input
             numbers = numbers.masked_fill((numbers == 0) & (numbers[:, :1] > 0), PADDING)
             one_by_one = (numbers.diff(dim=1) >= 0) | (numbers[:, 1:] == PADDING)
-            if bool((numbers != numbers[:, :1]).any() & one_by_one.all()) and not is_pair:
+            if bool((numbers != numbers[:, :1]).any() & one_by_one.all()) and not is_pair and _has_runs(numbers):
                 return name, numbers
     for name, one in given:
         if not one.is_floating_point() and _is(name, _POSITIONS) and _fits(one, shape):
             documents = _restarting(one.reshape(shape), real)
-            if documents is not None:
+            if documents is not None and _has_runs(documents) and not _is_grid(documents):
                 return name, documents
     return "", None
 
 
-def _between(boundaries: Tensor, shape: torch.Size) -> Tensor | None:
-    places = torch.arange(shape.numel(), device=boundaries.device)
-    if int(boundaries[0]) or int(boundaries[-1]) > len(places):
+def _is_whole(one: Tensor) -> bool:
+    return not one.is_floating_point() and not one.is_complex() and one.dtype != torch.bool
+
+
+def _has_runs(documents: Tensor) -> bool:
+    """Say whether most neighbours are of one document: otherwise numbers count tokens, or name members of a set."""
+    same = documents[:, 1:] == documents[:, :-1]
+    return int(same.sum()) * 2 >= same.numel()
+
+
+def _is_grid(documents: Tensor) -> bool:
+    """Say whether all runs are as long as each other, as the columns of an image that are counted in each line."""
+    lengths = torch.unique_consecutive(
+        documents + (documents.max() + 1) * torch.arange(len(documents), device=documents.device)[:, None],
+        return_counts=True,
+    )[1]
+    return bool((lengths == lengths[0]).all())
+
+
+def _between(boundaries: Tensor, shape: torch.Size, tokens: Tensor) -> Tensor | None:
+    """Return the documents between boundaries, None where these are of another sequence; padding may follow them."""
+    places, end = torch.arange(shape.numel(), device=boundaries.device), int(boundaries[-1])
+    behind = (places >= end).reshape(shape)
+    if int(boundaries[0]) or not 0 < end <= len(places) or not _is_one_token(tokens, behind.to(tokens.device)):
         return None
-    return torch.searchsorted(boundaries.long(), places, right=True).reshape(shape)
+    documents = torch.searchsorted(boundaries.long(), places, right=True).reshape(shape)
+    return documents.masked_fill(behind, PADDING).to(tokens.device)
 
 
 def _restarting(positions: Tensor, real: Tensor | None) -> Tensor | None:

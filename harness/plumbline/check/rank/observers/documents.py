@@ -11,9 +11,11 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of, positions_of
 from plumbline.check.rank.observers.document_probe import DocumentProbe, first_documents
 from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
 from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.replay import forward_watched
 
 NAME = "documents"
 
@@ -22,10 +24,12 @@ class DocumentObserver(Observer):
     """Changes a document, or padding, in a replay of the first call whose arguments declare some; notes what moves.
 
     Facts of the process, each with the name ``by`` of the argument that declares it: ``documents`` and ``padding``,
-    with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known.
+    with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known;
+    ``limit``, by how much something moves at least that is said to; ``vectors``: tokens are vectors, not numbers.
     ``seams`` and ``padded`` count the terms of losses at the last position of a document whose target is the first
     token of the next one, and at padded positions, of those that there are. ``places``: whether position ids begin
-    again with each document. ``begins``: the least position at which a row of the first forward begins.
+    again with each document. ``begins``: the least position at which a row of the first forward begins, ``tokens`` a
+    digest of its tokens.
     """
 
     name = NAME
@@ -38,8 +42,10 @@ class DocumentObserver(Observer):
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layout = attempt(layout_of, module, args, kwargs)
         self._layouts.append(layout)
-        if "begins" not in self._facts and (positions := attempt(positions_of, module, args, kwargs)) is not None:
+        if "begins" not in self._facts and (part := attempt(positions_of, module, args, kwargs)) is not None:
+            positions, tokens = part
             self._facts["begins"] = int(positions[:, 0].min())
+            self._facts["tokens"] = digest(row_hashes([tokens]))
         if layout is None or layout.positions is None or "places" in self._facts:
             return
         if layout.documents_by:
@@ -70,8 +76,11 @@ class DocumentObserver(Observer):
         # The last position of padding before a row begins may predict its first token.
         padding = layout.padding & nn.functional.pad(layout.padding[:, 1:], (0, 1), value=True)
         at_seams, padding = layout.seams[:, :columns], padding[:, :columns]
-        self._add("padded", layout.padding_by, weighs & padding, padding)
-        crossing = weighs & at_seams & (targets.reshape(rows, columns) == following)
+        targets = targets.reshape(rows, columns)
+        # Labels of another sequence, such as a decoder's, have no padding where this one has.
+        is_own = (targets == following) | (targets == layout.tokens[:, :columns])
+        self._add("padded", layout.padding_by, weighs & padding & is_own, padding)
+        crossing = weighs & at_seams & (targets == following)
         self._add("seams", layout.documents_by, crossing, at_seams)
 
     def _add(self, name: str, by: str, terms: Tensor, of: Tensor) -> None:
@@ -88,7 +97,8 @@ class DocumentObserver(Observer):
             return
         if layout.documents_by and "documents" not in self._facts:
             changed, others = first_documents(layout)
-            self._probe("documents", layout.documents_by, call, layout, changed, others, exact, native)
+            if bool(others.any()):  # otherwise each row has one
+                self._probe("documents", layout.documents_by, call, layout, changed, others, exact, native)
         if layout.padding_by and "padding" not in self._facts:
             with_padding = layout.padding.any(1, keepdim=True) & ~layout.padding
             self._probe("padding", layout.padding_by, call, layout, layout.padding, with_padding, exact, native)
@@ -104,12 +114,14 @@ class DocumentObserver(Observer):
         exact: Any,
         native: Any,
     ) -> None:
-        facts: Facts = {"by": by, "moved": None, "why": ""}
+        vectors = layout.tokens.is_floating_point()
+        facts: Facts = {"by": by, "moved": None, "why": "", "limit": 0.0, "vectors": vectors}
+        drawn = attempt(forward_watched, call, ReplayPrecision.NATIVE, native, _run_plainly)
         for precision, copies in ((exact.precision, exact), (ReplayPrecision.NATIVE, native)):
             try:
-                probe = DocumentProbe(call, layout, precision, copies, by_row=name == "padding")
+                probe = DocumentProbe(call, layout, precision, copies, drawn, by_row=name == "padding")
                 moved = probe.moved(changed, others)
-                facts.update(moved=None if moved is None else asdict(moved), why="")
+                facts.update(moved=None if moved is None else asdict(moved), why="", limit=probe.limit)
                 break
             except Exception as error:
                 facts["why"] = facts["why"] or f"{type(error).__name__}: {error}"
@@ -121,3 +133,7 @@ class DocumentObserver(Observer):
     def stop(self) -> None:
         super().stop()
         self._layouts = []
+
+
+def _run_plainly(run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run(module, *args, **kwargs)
