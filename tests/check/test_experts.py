@@ -36,24 +36,28 @@ class Attached(torch.autograd.Function):
 class Experts(nn.Module):
     """Sends each token to the best of four experts, and computes a loss that balances them."""
 
-    def __init__(self, k=2, detached=False, counted_only=False, capacity=None, attach=None, jitter=None, bias=False):
+    def __init__(
+        self, k=2, detached=False, counted_only=False, capacity=None, attach=None, jitter=None, bias=False, logged=False
+    ):
         super().__init__()
         self.gate = nn.Linear(8, 4, bias=False)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
         self.k, self.detached, self.counted_only, self.capacity = k, detached, counted_only, capacity
         self.attach, self.jitter, self.lost, self.tokens = attach, jitter, 0, 0
         self.register_buffer("bias", torch.zeros(4) if bias else None)
+        self.logged = logged
 
     def forward(self, tokens):
         scores = self.gate(tokens if self.jitter is None else tokens * self.jitter(tokens)).softmax(-1)
         if self.bias is None:
             weights, chosen = scores.topk(self.k)
         else:
-            with torch.no_grad():
+            with torch.set_grad_enabled(self.logged):
                 chosen = torch.topk(scores + self.bias, self.k).indices
             weights = scores.gather(1, chosen)
         counts = functional.one_hot(chosen, 4).float().sum(1).mean(0)
         self.balance = counts.square().sum() if self.counted_only else 4 * (counts * scores.mean(0)).sum()
+        self.balance = self.balance.detach() if self.logged else self.balance
         if self.bias is not None:
             self.bias -= 0.01 * (counts - counts.mean()).sign()
         if self.attach is not None:
@@ -80,8 +84,55 @@ class Net(nn.Module):
         return self.head(tokens + self.run(self.moe, tokens))
 
 
+class Weighed(Attached):
+    """Has the coefficient itself, which no graph shows."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.tensor(0.3 * COEFFICIENT / MICRO_BATCHES)
+
+
+class Corrected(Experts):
+    """Scores by sigmoids, and is balanced by a bias that is a parameter, as DeepSeek's."""
+
+    def __init__(self):
+        super().__init__()
+        self.correction = nn.Parameter(torch.zeros(4))
+
+    def forward(self, tokens):
+        scores, self.balance = self.gate(tokens).sigmoid(), None
+        chosen = (scores + self.correction).topk(2).indices
+        counts = functional.one_hot(chosen, 4).float().sum((0, 1))
+        self.correction.data -= 0.1 * (counts - counts.mean()).sign()
+        weights = scores.gather(1, chosen)
+        outputs = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            outputs = outputs.index_add(0, rows, weights[rows, places, None] * expert(tokens[rows]))
+        return outputs
+
+
+class Codebook(nn.Module):
+    """Replaces each token by the nearest code, whose codes are means of tokens and not trained by a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes, self.balance = nn.Parameter(torch.randn(6, 8)), None
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            chosen = functional.one_hot((-torch.cdist(tokens, self.codes)).argmax(-1), 6).float()
+            codes = chosen @ self.codes
+            self.codes.data += 0.1 * (chosen.T @ (tokens - codes)) / chosen.sum(0).clamp(min=1).unsqueeze(1)
+        return tokens + (codes - tokens).detach()
+
+
 def attached(weights, loss):
     return Attached.apply(weights, loss)
+
+
+def weighed(weights, loss):
+    return Weighed.apply(weights, loss / COEFFICIENT)
 
 
 def dropped(weights, loss):
@@ -196,6 +247,29 @@ def in_parallel():
         optimizer.step()
 
 
+class Other(Net):
+    """A net with another module in the place of its experts."""
+
+    def __init__(self, moe):
+        super().__init__()
+        self.moe = moe()
+
+
+def adversaries():
+    """The discriminator's backward pass comes after the generator's forward, and before its backward pass."""
+    torch.manual_seed(0)
+    generator, discriminator = Net(attach=attached), nn.Sequential(nn.Linear(3, 6), Net())
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (generator, discriminator)]
+    for _ in range(STEPS):
+        made = generator(torch.randn(16, 6))
+        (discriminator(made.detach()).mean() - discriminator(torch.randn(16, 3)).mean()).backward()
+        optimizers[1].step()
+        (-discriminator(made).mean()).backward()
+        optimizers[0].step()
+        for one in optimizers:
+            one.zero_grad()
+
+
 class Accuracy(Net):
     """Selects classes in its forward, and has no experts to balance: what is computed from them is the main loss."""
 
@@ -217,6 +291,13 @@ RIGHT = {
     "mixed precision": in_mixed_precision,
     "added to a number": partial(fit, balanced=lambda m, b: sum([main_only(m, b)])),
     "classes selected": partial(fit, Accuracy),
+    "balanced by a bias that is a parameter": partial(fit, lambda: Other(Corrected), main_only),
+    "codes that are means": partial(fit, lambda: Other(Codebook), main_only),
+    "attached by a function with a coefficient": partial(fit, lambda: Net(attach=weighed), main_only),
+    "attached in a generator": adversaries,
+    "balanced by a bias and logged": partial(
+        fit, lambda: Net(bias=True, logged=True), lambda m, b: sum([main_only(m, b)])
+    ),
     "a mean of all token losses by hand": partial(fit, balanced=lambda m, b: (m + COEFFICIENT * b).mean() / 4),
 }
 
@@ -224,6 +305,16 @@ RIGHT = {
 @pytest.mark.parametrize("train", RIGHT.values(), ids=RIGHT.keys())
 def test_right_experts_have_no_note(notes, train):
     assert notes(train) == []
+
+
+def test_a_bias_that_a_forward_changes_is_not_changed_by_its_replays(plumbline):
+    biases = []
+
+    def train():
+        fit(lambda: biases.append(Other(Corrected)) or biases[-1], main_only)
+        return biases[-1].moe.correction.tolist()
+
+    assert plumbline.check(train, ranks=1, steps=STEPS).values == [train()]
 
 
 def test_right_experts_on_two_ranks_have_no_note(notes):
@@ -235,7 +326,7 @@ def test_tokens_that_no_expert_receives_are_counted(notes):
     fit(lambda: made.append(Net(capacity=3)) or made[0])
     (said,) = notes(partial(fit, lambda: Net(capacity=3)))
     assert said.startswith(f"{made[0].moe.lost} of {made[0].moe.tokens} tokens (")
-    assert said.endswith("reach no expert of moe.gate: the module around it returns zeros for them.")
+    assert said.endswith("reach no expert of moe.gate, or are masked: the module around it returns zeros for them.")
 
 
 def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
@@ -258,9 +349,22 @@ def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
     assert "of 16 tokens to other experts" in found.message
 
 
-def the_same_samples(seed):
+class Part(nn.Module):
+    """Lets each rank send its own part of the tokens to experts, as in sequence parallelism."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, tokens):
+        half, first = len(tokens) // 2, dist.get_rank() * len(tokens) // 2
+        outputs = self.experts(tokens[first : first + half])
+        return torch.cat([torch.zeros(first, 8), outputs, torch.zeros(half - first, 8)])
+
+
+def the_same_samples(seed, make=lambda: Net(jitter=torch.rand_like)):
     """Both ranks hold the same tokens, as those of a tensor-parallel group, and each draws noise."""
-    model, groups = Net(jitter=torch.rand_like), [dist.new_group([rank]) for rank in range(2)]
+    model, groups = make(), [dist.new_group([rank]) for rank in range(2)]
     for one in model.parameters():
         dist.broadcast(one.data, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -278,5 +382,6 @@ def the_same_samples(seed):
 def test_ranks_that_send_the_same_tokens_to_other_experts_are_named(plumbline):
     checked = plumbline.check(partial(the_same_samples, lambda: dist.get_rank()), ranks=2, steps=STEPS)
     assert any("All ranks are given the same samples, but moe.gate sends" in one.message for one in checked.findings)
-    checked = plumbline.check(partial(the_same_samples, lambda: 0), ranks=2, steps=STEPS)
-    assert not any(one.check == "experts" for one in checked.findings)
+    for right in (partial(the_same_samples, lambda: 0), partial(the_same_samples, lambda: 0, lambda: Other(Part))):
+        checked = plumbline.check(right, ranks=2, steps=STEPS)
+        assert not any(isinstance(one, HeadlineNote) and one.check == "experts" for one in checked.findings)

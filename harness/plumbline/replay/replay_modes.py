@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
@@ -100,11 +100,23 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Changes nothing, and notes the dtypes in which random numbers are drawn."""
+    """Changes nothing, and notes the dtypes in which random numbers are drawn.
 
-    def __init__(self) -> None:
+    ``leaves`` share the memory of the parameters: what a forward writes to them, as to a bias that balances experts, is
+    taken back when the replay is over.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.drawn: list[torch.dtype] = []
+        self._leaves = {address: own for one in leaves if (address := _address(own := local(one)))}
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def put_back(self) -> None:
+        super().put_back()
+        for leaf, before in self._written.values():
+            leaf.data.copy_(before)  # which no backward pass notices
+        self._written.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
@@ -114,7 +126,15 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
             first = leading(args)
             if first is not None and is_drawn(args):
                 self.drawn.append(first.dtype)
+        if self._leaves and _writes(func):
+            self._keep(args)
         return func(*args, **kwargs)
+
+    def _keep(self, args: Any) -> None:
+        for address in map(_address, _tensors(args)):
+            if address in self._leaves and address not in self._written:
+                leaf = self._leaves[address]
+                self._written[address] = leaf, leaf.detach().clone()
 
 
 class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
@@ -174,6 +194,18 @@ class _Kind(Enum):
     DRAWS = "draws random numbers"
     COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
     LIFTS = "gives a tensor that was made from Python numbers"
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of, 0 where it has none of its own."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain and not tensor.is_meta else 0
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Return whether an operator writes to its arguments."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
 
 
 @cache

@@ -19,6 +19,9 @@ CHECK = "experts"
 _LEAST_STEPS = 3
 """Steps without a gradient: experts may begin as zeros, and the rate may begin with 0, so that two have none."""
 
+_SAME_TOKEN = 2.0**-8
+"""Relative difference of the numbers of one token on two ranks: the last digits of bfloat16."""
+
 _NOISE = 2.0**-26
 """A gradient this much smaller in float64 than in the training's precision is rounding: half of float64's digits."""
 
@@ -40,20 +43,29 @@ def _noted(one: BackwardPass) -> Facts:
 
 
 def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
-    routers: dict[str, str] = {}
+    routers: dict[str, dict[str, None]] = {}
+    moved: set[str] = set()
     for rank in training.ranks:
         for one in passes_of(rank):
             for router, facts in _noted(one).get("routers", {}).items():
-                routers |= dict.fromkeys(facts["parameters"], router)
-    for name, router in routers.items():
-        found = [(step, place) for rank in training.ranks for step, place in _steps_of(rank, name)]
-        numbers = {step.number for step, _ in found}
-        if len(numbers) >= _LEAST_STEPS and all(_has_no_gradient(step, place) for step, place in found):
+                routers.setdefault(router, {}).update(dict.fromkeys(facts["parameters"]))
+                moved.update(facts["moved"])
+    for router, names in routers.items():
+        # What is only added to the scores, as a bias that balances experts, needs no gradient; the scores need one.
+        numbers = [_steps_without_gradient(training, name) for name in names]
+        if names and not moved & names.keys() and all(one >= _LEAST_STEPS for one in numbers):
             yield headline_note(
                 CHECK,
-                f"{router} selects by scores that are computed with {name}, but in {counted(len(numbers), 'step')} no "
-                f"gradient arrives at it. Multiply what is selected by its score, and do not detach the score.",
+                f"{router} selects by scores that are computed with {listed([*names])}, but in "
+                f"{counted(numbers[0], 'step')} no gradient arrives at {'it' if len(names) == 1 else 'them'}. Multiply "
+                "what is selected by its score, and do not detach the score.",
             )
+
+
+def _steps_without_gradient(training: RecordedTraining, name: str) -> int:
+    """Return how many steps a parameter has taken without a gradient, 0 if it had one in any."""
+    found = [(step, place) for rank in training.ranks for step, place in _steps_of(rank, name)]
+    return len({step.number for step, _ in found}) if all(_has_no_gradient(*one) for one in found) else 0
 
 
 def _steps_of(rank: RecordedRank, name: str) -> Iterator[tuple[RecordedStep, int]]:
@@ -86,13 +98,18 @@ def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
             f"{listed(dropped)} is given a loss that is computed from the scores of a router, but nothing uses what it "
             "returns, so that this loss has no gradient. Use what it returns in place of the tensor that it is given.",
         )
-    elif all(facts.get("constant") and not facts["balancing"] for facts in noted):
+    elif all(facts.get("constant") and not facts["balancing"] for facts in noted) and not _is_biased(noted):
         held = listed(noted[0]["constant"])
         yield headline_note(
             CHECK,
             f"The loss adds a number without a gradient, {held} has none, and nothing balances {listed(routers)}. A "
             "balancing loss of the selected experts alone has no gradient: multiply their shares by the mean scores.",
         )
+
+
+def _is_biased(noted: Sequence[Facts]) -> bool:
+    """Return whether a router holds a number without a gradient for each expert, which may balance them."""
+    return any(router["is_biased"] for facts in noted for router in facts["routers"].values())
 
 
 def _weighed_otherwise(training: RecordedTraining) -> Iterator[Finding]:
@@ -151,12 +168,17 @@ def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
             f"{name} is divided by {count} twice in a step of {count} micro-batches, and the main loss once. Divide it "
             "once."
         )
-    if kind["function"]:
+    if kind["function"] and any(_is_power_of_two(times / number) for number in (1, *parts)):
         return (
             f"{name} counts {times:.3g} × its coefficient in a step, while the main loss is a mean of weight 1. Give "
             "the function the factor that the main loss is multiplied by, the loss scale included."
         )
     return ""
+
+
+def _is_power_of_two(number: float) -> bool:
+    """Return whether a factor may be a loss scale: others may be a coefficient that the function has itself."""
+    return number > 0 and any(equals(math.frexp(number)[0], one) for one in (0.5, 1.0))
 
 
 def _total_of_means(steps: Sequence[RecordedStep]) -> float | None:
@@ -186,7 +208,9 @@ def _left_out(training: RecordedTraining) -> Iterator[Finding]:
             shares = sorted(each[0] / each[1] for each in ranks.values())
             apart = f", between {percent(shares[0])} and {percent(shares[-1])} on a rank" if len(shares) > 1 else ""
             message = f"{amount(lost)} of {amount(tokens)} tokens ({percent(lost / tokens)}{apart}) reach no expert"
-            yield information(CHECK, f"{message} of {router}: the module around it returns zeros for them.")
+            yield information(
+                CHECK, f"{message} of {router}, or are masked: the module around it returns zeros for them."
+            )
 
 
 def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
@@ -219,7 +243,22 @@ def _apart(routers: Sequence[dict[str, Any]], unequal: set[str]) -> Iterator[tup
             continue
         if unequal & set(facts["parameters"]):
             continue
-        tokens = [own for own in zip(*(one[router]["experts"] for one in routers), strict=True) if None not in own]
+        noted = [_by_token(one[router]) for one in routers]
+        # Of one batch each rank may have its part of the tokens, as in sequence parallelism.
+        tokens = [
+            [experts for _, experts in own]
+            for own in zip(*noted, strict=False)
+            if _is_one(*(token for token, _ in own)) and all(experts is not None for _, experts in own)
+        ]
         other = sum(len(set(own)) > 1 for own in tokens)
         if other:
             yield router, other / len(tokens)
+
+
+def _by_token(router: Facts) -> list[tuple[float, int | None]]:
+    return list(zip(router["given"] or (), router["experts"], strict=False))
+
+
+def _is_one(*tokens: float) -> bool:
+    """Return whether numbers are those of one token, up to rounding."""
+    return max(tokens) - min(tokens) <= _SAME_TOKEN * max(map(abs, tokens))

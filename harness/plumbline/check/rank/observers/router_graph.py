@@ -149,6 +149,17 @@ def only_from(node: Any, scores: Collection[int]) -> bool:
     return is_reached
 
 
+def nodes_reached(roots: Collection[Any]) -> dict[int, Any]:
+    """Return the nodes at which a gradient arrives that begins at these roots, by their identities."""
+    waiting, reached = list(roots), dict[int, Any]()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in reached:
+            reached[id(one)] = one
+            waiting.extend(inner for inner, _ in one.next_functions)
+    return reached
+
+
 def _has_labels(node: Any) -> bool:
     target = getattr(node, "_saved_target", None)
     return target is not None and not target.is_floating_point()

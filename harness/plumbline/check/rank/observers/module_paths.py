@@ -1,0 +1,37 @@
+"""The names of modules and parameters in a model, looked up without going through all of it each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+
+class ModulePaths:
+    """Names by identity, of the model that was asked about last; a model that has changed is gone through again."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._modules: dict[int, tuple[nn.Module, str]] = {}
+
+    def of_module(self, model: nn.Module, module: nn.Module) -> str:
+        """Return the name of a module in a model, "" for the model itself and for what is not in it."""
+        if self._model is not model or id(module) not in self._modules:
+            self._go_through(model)
+        return self._modules.get(id(module), (module, ""))[1]
+
+    def of_parameters(self, model: nn.Module, near: nn.Module, parameters: Sequence[Any]) -> list[str]:
+        """Return the names of those parameters that are in a model, most likely in the module ``near``.
+
+        Under FSDP modules hold others from one layer to the next.
+        """
+        path = self.of_module(model, near)
+        known = {id(one): name for name, one in near.named_parameters(path)}
+        if not {*map(id, parameters)} <= known.keys():
+            known = {id(one): name for name, one in model.named_parameters()}
+        return [known[id(one)] for one in parameters if id(one) in known]
+
+    def _go_through(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = {id(one): (one, name) for name, one in model.named_modules()}
