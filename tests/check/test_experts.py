@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from plumbline.check.judge.noted import HeadlineNote
+from plumbline.replay.grouped_products import grouped_mm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -315,6 +316,46 @@ def test_a_bias_that_a_forward_changes_is_not_changed_by_its_replays(plumbline):
         return biases[-1].moe.correction.tolist()
 
     assert plumbline.check(train, ranks=1, steps=STEPS).values == [train()]
+
+
+class Grouped(nn.Module):
+    """Multiplies the tokens of all experts at once, in a kernel that knows no float64, as transformers' experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.balance = nn.Linear(8, 4), None
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16) / 4), nn.Parameter(torch.randn(4, 16, 8) / 4)
+
+    def forward(self, tokens):
+        weights, chosen = self.gate(tokens).softmax(-1).max(-1)
+        order, ends = chosen.argsort(), torch.bincount(chosen, minlength=4).cumsum(0).int()
+        inner = torch._grouped_mm(tokens[order], self.up, offs=ends).tanh()
+        outputs = torch._grouped_mm(inner, self.down, offs=ends)
+        return weights[:, None] * torch.zeros_like(tokens).index_copy(0, order, outputs)
+
+
+has_grouped_products = pytest.mark.skipif(
+    not hasattr(functional, "grouped_mm"), reason="torch 2.10 is the first to have grouped products on all devices"
+)
+
+
+@has_grouped_products
+def test_experts_of_grouped_products_are_computed_again(plumbline):
+    checked = plumbline.check(partial(fit, lambda: Other(Grouped), main_only), ranks=1, steps=STEPS)
+    checked.assert_right(require_full=True)
+
+
+GROUPS = [(2, 3), (3, 2), (2, 2), (3, 3)]
+
+
+@has_grouped_products
+@pytest.mark.parametrize("dimensions", GROUPS, ids=str)
+def test_grouped_products_are_those_of_the_kernel(dimensions):
+    shapes = {(2, 3): ((12, 16), (3, 16, 8)), (3, 2): ((3, 8, 16), (16, 12)), (2, 2): ((8, 12), (12, 16))}
+    one, other = (torch.randn(shape) for shape in shapes.get(dimensions, ((3, 4, 16), (3, 16, 8))))
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32) if dimensions != (3, 3) else None
+    expected = torch._grouped_mm(one, other, offs=ends)
+    torch.testing.assert_close(grouped_mm(one.double(), other.double(), ends).float(), expected)
 
 
 def test_right_experts_on_two_ranks_have_no_note(notes):

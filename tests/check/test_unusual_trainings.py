@@ -143,6 +143,35 @@ def test_gradients_that_are_never_synchronised_are_named(plumbline, train):
         checked.assert_right()
 
 
+class ShortOfMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fails = small(), []
+
+    def forward(self, inputs):
+        inputs.requires_grad_().register_hook(self.fail)
+        return self.inner(inputs)
+
+    def fail(self, gradient):
+        if self.fails and self.fails.pop():
+            raise RuntimeError("out of memory")
+
+
+def test_a_backward_pass_that_fails_and_is_done_again_is_right(plumbline):
+    def train():
+        model = ShortOfMemory()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(STEPS):
+            model.fails = [False, number == 1]
+            for _ in range(1 + (number == 1)):
+                optimizer.zero_grad()
+                with contextlib.suppress(RuntimeError):
+                    loss_of(model).backward()
+            optimizer.step()
+
+    plumbline.check(train, ranks=1, steps=STEPS).assert_right()
+
+
 def test_removed_gradients_are_told(plumbline):
     checked = plumbline.check(a_layer_frozen_by_removing_its_gradients, ranks=2, steps=STEPS)
     assert any("sets those of 2.bias, 2.weight to None" in one.message for one in checked.findings)

@@ -17,7 +17,8 @@ class BackwardPasses:
     """Numbers the calls of ``torch.autograd.backward``, and tells when each begins and ends.
 
     A pass inside another, as reentrant checkpointing makes them, is part of it. What ``torch.autograd.grad`` computes
-    does not reach ``.grad``, and does not count; nor does what runs while ``paused``.
+    does not reach ``.grad``, and does not count; nor does what runs while ``paused``. ``has_failed``: the pass that
+    runs, or has just ended, has raised an exception.
     """
 
     def __init__(self, begins: Callable[[int, Sequence[Tensor]], None], ends: Callable[[int], None]) -> None:
@@ -27,6 +28,7 @@ class BackwardPasses:
         self._depth = 0
         self._apart = 0
         self.count = 0
+        self.has_failed = False
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad``."""
@@ -39,6 +41,9 @@ class BackwardPasses:
             self._enter(_roots(args, kwargs))
             try:
                 return backward(*args, **kwargs)
+            except BaseException:
+                self.has_failed = self._depth == 1
+                raise
             finally:
                 self._leave()
 
@@ -73,6 +78,7 @@ class BackwardPasses:
         self._depth += 1
         if self._depth == 1:
             self.count += 1
+            self.has_failed = False
             self._begins(self.count - 1, roots)
 
     def _leave(self) -> None:

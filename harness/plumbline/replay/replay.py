@@ -209,7 +209,7 @@ def _run(
     hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
     runs_code = mode.saves_with_hooks or graph.runs_code
     if (receive is not None and chosen) or runs_code:
-        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+        with _gradients_kept(hidden), mode if runs_code or mode.computes_otherwise else contextlib.nullcontext():
             _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
     return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
 

@@ -16,6 +16,7 @@ from plumbline.recording.sharding import local
 from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, is_drawn, leading, widened
 from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.grouped_products import grouped_mm
 from plumbline.replay.precision import ReplayPrecision
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
@@ -34,7 +35,8 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
     its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
-    ``may_communicate``: all ranks replay together.
+    ``may_communicate``: all ranks replay together. ``computes_otherwise``: an operator of the forward was computed in
+    another way, so that its derivative has to be, too.
     """
 
     supports_higher_order_operators = True
@@ -42,6 +44,7 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saves_with_hooks = False
+        self.computes_otherwise = False
         self.may_communicate = False
         self.forward_draws: ForwardDraws | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
@@ -160,6 +163,9 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
             args, kwargs = self._with_wide_dtypes(args, kwargs)
         if self.constants is not None and kind is _Kind.COMMUNICATES:
             return self.constants.communicate(func, lambda: func(*args, **kwargs), (args, kwargs))
+        if kind is _Kind.IS_NARROW:
+            self.computes_otherwise = True
+            func = grouped_mm
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -193,6 +199,7 @@ class _Kind(Enum):
     CASTS = "may be given a dtype"
     DRAWS = "draws random numbers"
     COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
+    IS_NARROW = "has no kernels for float64"
     LIFTS = "gives a tensor that was made from Python numbers"
 
 
@@ -231,6 +238,8 @@ def _kind(func: Any) -> _Kind:
         return _Kind.COMMUNICATES
     if name in DRAWING:
         return _Kind.DRAWS
+    if name == "_grouped_mm":
+        return _Kind.IS_NARROW
     if name in ("lift_fresh", "lift_fresh_copy", "lift"):
         return _Kind.LIFTS
     return _Kind.CASTS if any("ScalarType" in str(one.real_type) for one in func._schema.arguments) else _Kind.PLAIN

@@ -152,6 +152,8 @@ class TrainingPasses:
         if self._gradients.error is not None:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
+        if self._gradients.passes.has_failed:
+            return  # the script catches that, and begins again, as with a smaller batch where memory was short
         one.scale = self._scales[one.number] = self._loss_scale.scale
         if one.local or one.distributed or one.in_flat_parts or one.whole:
             one.facts |= {"distributed": one.distributed, "in_flat_parts": one.in_flat_parts}
