@@ -191,6 +191,33 @@ class Behind(nn.Module):
         return x * weights.topk(1).values
 
 
+class Forgetful(torch.autograd.Function):
+    """Attention that keeps documents apart in the forward pass, and forgets that in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        weights = (x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+        ctx.save_for_backward(x)
+        return weights.detach() @ x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return (x @ x.mT).tril().softmax(-1).mT @ gradient, None
+
+
+class ForgottenInBackward(nn.Module):
+    def forward(self, x):
+        return x + Forgetful.apply(x, OF_ONE & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+
+class SeesLaterOnes(nn.Module):
+    """Keeps later documents from seeing the first ones, and not the other way round."""
+
+    def forward(self, x):
+        return x + (x @ x.mT).where(NUMBERS[:, None] <= NUMBERS, -torch.inf).softmax(-1) @ x
+
+
 class Faint(nn.Module):
     """Drops out, and adds a little of all tokens."""
 
@@ -198,6 +225,8 @@ class Faint(nn.Module):
         return functional.dropout(x, 0.1) + 0.01 * x.cumsum(1)
 
 
+NUMBERS = torch.tensor([0] * 4 + [1] * 5 + [2] * 3)
+OF_ONE = NUMBERS[:, None] == NUMBERS
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 6 + [1] * 6, [0] * 12])
 POSITIONS = torch.tensor([[*range(4), *range(5), *range(3)], [*range(6), *range(6)], [*range(12)]])
 RIGHT_PADDED = torch.tensor([[1] * 12, [1] * 8 + [0] * 4, [1] * 5 + [0] * 7])
@@ -275,6 +304,14 @@ def test_sequences_that_see_each_other_are_wrong_and_the_first_layer_is_named(pl
     assert f"moves the output of {where} at" in found.message
 
 
+@pytest.mark.parametrize("module", [ForgottenInBackward, SeesLaterOnes])
+def test_gradients_that_depend_on_another_sequence_are_wrong(plumbline, module):
+    checked = plumbline.check(behind(module), ranks=1, steps=STEPS)
+    (found,) = [one for one in checked.findings if one.outcome.is_bad]
+    assert (found.check, found.cause) == ("documents", "gradients-of-other-documents")
+    assert f"the gradients of 8 of 8 other tokens, first behind after ({module.__name__})" in found.message
+
+
 @pytest.fixture
 def notes(plumbline):
     """Return a function that trains, and returns the notes on documents, and what the check says."""
@@ -327,9 +364,18 @@ def test_what_is_seldom_meant_is_noted(notes, train, said):
 
 
 RIGHT = {
-    "documents by ids": (partial(fit, ByIds, IDS), "a change of one document moves no other one (document_ids)"),
-    "documents by positions": (partial(fit, ByPositions, PLACES), "moves no other one (position_ids)"),
-    "documents by boundaries": (partial(fit, ByBoundaries, BOUNDARIES), "moves no other one (cu_seqlens)"),
+    "documents by ids": (
+        partial(fit, ByIds, IDS),
+        "a change of one document moves no other one, nor its gradients (document_ids)",
+    ),
+    "documents by positions": (
+        partial(fit, ByPositions, PLACES),
+        "moves no other one, nor its gradients (position_ids)",
+    ),
+    "documents by boundaries": (
+        partial(fit, ByBoundaries, BOUNDARIES),
+        "moves no other one, nor its gradients (cu_seqlens)",
+    ),
     "padding": (partial(fit, partial(ByMask, causal=False), LEFT), "a change of padding moves nothing else"),
     "padding behind causal attention": (partial(fit, partial(ByMask, (False, False)), MASK), "moves nothing else"),
     "a mean over tokens": (
@@ -337,16 +383,16 @@ RIGHT = {
         "moves nothing else",
     ),
     "experts that documents share": (
-        partial(fit, partial(ByIds, after=Shared()), IDS),
+        partial(fit, lambda: ByIds(after=Shared()), IDS),
         "moves others first in after (Shared), which",
     ),
     "statistics that documents share": (
-        partial(fit, partial(ByIds, after=Normed()), IDS),
+        partial(fit, lambda: ByIds(after=Normed()), IDS),
         "in after.norm (BatchNorm1d), which",
     ),
     "positions that go on": (
         partial(fit, ByIds, IDS | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}),
-        "moves no other one (document_ids)",
+        "moves no other one, nor its gradients (document_ids)",
     ),
     "a stream of tokens": (partial(fit, lambda: Plain(), {}), None),
     "documents that are read beside each other": (

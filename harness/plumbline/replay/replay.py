@@ -147,10 +147,12 @@ def forward_watched(
     copies: ParameterCopies,
     called: Called,
     drawn: list[torch.dtype] | None = None,
+    then: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> list[torch.dtype] | None:
     """Run ``call`` again, with the calls of all modules in it sent through ``called``. See ``replay``.
 
-    Returns the dtypes of its random draws if ``precision`` is the training's own.
+    ``then`` is given the outputs, and may differentiate them. Returns the dtypes of its random draws if ``precision``
+    is the training's own.
 
     Raises:
         Exception: it cannot be run again.
@@ -161,7 +163,11 @@ def forward_watched(
     calls.install()
     try:
         with _conditions(call, precision, mode):
-            _forward(call, state, _replacement(call, precision, leaves), mode)
+            outputs = _forward(call, state, _replacement(call, precision, leaves), mode)
+            runs_code = mode.saves_with_hooks or mode.computes_otherwise
+            with mode if runs_code else contextlib.nullcontext():
+                if then is not None:
+                    then(outputs)
         return mode.drawn if isinstance(mode, NativeMode) else None
     finally:
         calls.remove()

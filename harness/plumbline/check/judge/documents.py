@@ -67,9 +67,13 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
             others = "no other one" if kind == "documents" else "nothing else"
             limit = max(one["limit"] for _, one in noted)
             least = f" by more than {percent(limit)} of its size" if limit > _NOTICED else ""
-            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others}{least} ({by})")
+            also = ", nor its gradients" if all(one["gradients"] for _, one in noted) else ""
+            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others}{also}{least} ({by})")
         return
     where = f"{moved['module'] or 'the model'} ({moved['kind']})"
+    if moved["of_gradients"]:
+        yield _gradients(kind, rank, facts, where)
+        return
     if moved["shares"]:
         first = f"A change of {_PARTS[kind]} moves others first in {where}"
         why = "which takes statistics of all tokens or shares experts among them"
@@ -96,7 +100,7 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
         f"{moved['share']:.2g} of its size"
     )
     hint = "mask the attention between documents, or pass the boundaries on to the kernel that computes it"
-    if by.lower().startswith(_FOR_NOTHING_ELSE) and not facts["vectors"]:
+    if _is_certain(by, facts):
         yield failed_with_hint(
             CHECK, observed, hint, cause="documents-see-each-other", family="batch-coupling", step=0, rank=rank
         )
@@ -104,6 +108,27 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
         yield information(CHECK, f"{observed[0].upper()}{observed[1:]}. It also looks vectors up by their numbers.")
     else:
         yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If that is not meant, {hint}.")
+
+
+def _gradients(kind: str, rank: int, facts: Facts, where: str) -> Finding:
+    """Return the finding about tokens whose gradients depend on a document, or padding, that their outputs ignore."""
+    by, moved = facts["by"], facts["moved"]
+    observed = (
+        f"the batch declares {kind} ({by}), and a change of {_PARTS[kind]} moves no output, but the gradients of "
+        f"{amount(moved['positions'])} of {amount(moved['of'])} other tokens, first behind {where}, by up to "
+        f"{moved['share']:.2g} of their size"
+    )
+    seeing = "the first document" if kind == "documents" else "padding"
+    hint = f"either {seeing} sees them, or the backward pass does not keep apart what the forward does"
+    if _is_certain(by, facts):
+        return failed_with_hint(
+            CHECK, observed, hint, cause="gradients-of-other-documents", family="batch-coupling", step=0, rank=rank
+        )
+    return headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}: {hint}.")
+
+
+def _is_certain(by: str, facts: Facts) -> bool:
+    return by.lower().startswith(_FOR_NOTHING_ELSE) and not facts["vectors"]
 
 
 def _parts(training: RecordedTraining) -> Iterator[Finding]:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plumbline.check.rank.observers.document_layout import PADDING, DocumentLayout
+from plumbline.check.rank.observers.position_samples import PositionSamples, distances, move, vectors
 from plumbline.check.rank.observers.shared_statistics import shared_statistics
+from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.patching import attempt
 from plumbline.replay.call import TrackedCall
-from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.nested import map_tensors
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
-
-_NUMBERS = 4
-"""Random projections that are kept of the values at each position."""
-
-_VECTORS = 4
-"""Tensors of an argument list or an output that are looked at, at most."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class Moved:
     """The first module whose output moves at positions of other documents although its inputs do not move there.
 
     ``positions`` of ``of`` such positions move in its output, ``share`` is by how much, relative to what they are.
+    ``of_gradients``: no output moves, but the gradients of the tokens do, first those of this module's inputs.
     ``shares``: it takes statistics of all tokens, or sends tokens to experts that all documents share. ``of_zeros``:
     what moves it were zeros before the change. ``embeds``: vectors are looked up by the numbers of the documents.
     """
@@ -39,9 +38,13 @@ class Moved:
     positions: int
     of: int
     share: float
-    shares: bool
-    of_zeros: bool
-    embeds: bool
+    shares: bool = False
+    of_zeros: bool = False
+    embeds: bool = False
+    of_gradients: bool = False
+
+
+_Gradients = dict[int, "Tensor | None"]
 
 
 @dataclass(eq=False)
@@ -49,6 +52,7 @@ class _Seen:
     """A module that has run: its path and samples of what went in and came out at each position, None without.
 
     ``shared`` has samples of what it takes statistics of, or selects by, None where that is not known at each position.
+    ``arrived`` has those of the gradients of what went in and came out, by the places of these in it.
     """
 
     path: str
@@ -58,6 +62,7 @@ class _Seen:
     made: Tensor | None
     limit: float = 0.0
     shared: list[Tensor | None] = field(default_factory=list)
+    arrived: tuple[_Gradients, _Gradients] = field(default_factory=lambda: ({}, {}))
 
     @property
     def key(self) -> tuple[str, int]:
@@ -66,7 +71,11 @@ class _Seen:
 
 
 class DocumentProbe:
-    """Forwards of a call with and without a change at ``changed`` positions (rows, positions), and what moves."""
+    """Runs of a call with and without a change at ``changed`` positions (rows, positions), and what moves.
+
+    In each run a gradient that does not change goes backward from the outputs at all positions but those of padding.
+    ``has_gradients``: it has arrived at the tokens.
+    """
 
     def __init__(
         self,
@@ -79,7 +88,7 @@ class DocumentProbe:
         by_row: bool = False,
     ) -> None:
         """``drawn``: see ``forward_watched``. ``by_row``: what is one value for a whole row may not move either."""
-        self._drawn, self._by_row = drawn, by_row
+        self._drawn, self._samples = drawn, PositionSamples(*layout.shape, by_row=by_row)
         self._call, self._layout, self._precision, self._copies = call, layout, precision, copies
         self._paths = {module: name for name, module in call.module.named_modules()}
         self._changed: Tensor | None = None
@@ -87,6 +96,10 @@ class DocumentProbe:
         self._stack: list[_Seen] = []
         self._is_embedded = self._is_of_zeros = self._embeds_documents = False
         self._times: dict[str, int] = {}
+        self._embedding: nn.Module | None = None
+        self._embedded: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self.has_gradients = False
 
     @property
     def limit(self) -> float:
@@ -100,37 +113,77 @@ class DocumentProbe:
             LookupError: no module turns the tokens into vectors.
             Exception: the call cannot be run again.
         """
-        before, after = self._run(None), self._run(changed)
+        before, gradient = self._run(None), self._gradient
+        after = self._run(changed)
         if not self._is_embedded:
             raise LookupError("no module turns the tokens into vectors")
         changes = {one.key: one for one in after}
-        for one in before:
-            other = changes.get(one.key)  # what runs may depend on the values, as experts do
-            apart = None if other is None else _apart(one.made, other.made, others)
-            if other is None or apart is None or not bool((apart > one.limit).any()):
+        pairs = [(one, changes[one.key]) for one in before if one.key in changes]  # experts may run in one of them
+        for one, other in pairs:
+            apart = distances(one.made, other.made, others)
+            if apart is None or not bool((apart > one.limit).any()) or move(one.given, other.given, others, one.limit):
                 continue
-            given = _apart(one.given, other.given, others)
-            if given is not None and bool((given > one.limit).any()):
-                continue
-            pairs = zip(one.shared, other.shared, strict=False)
+            shared = zip(one.shared, other.shared, strict=False)
             return Moved(
                 module=one.path,
                 kind=type(one.module).__name__,
                 positions=int((apart > one.limit).sum()),
                 of=int(others.sum()),
                 share=float(apart.max()),
-                shares=any(_is_intact(*pair, others, one.limit) for pair in pairs),
+                shares=any(each is None or move(each, now, others, one.limit) is False for each, now in shared),
                 of_zeros=self._is_of_zeros and (one.given is None or not bool(one.given[changed].any())),
                 embeds=self._embeds_documents,
             )
-        return None
+        apart = distances(gradient, self._gradient, others)
+        self.has_gradients = apart is not None
+        if apart is None or not bool((apart > self.limit).any()):
+            return None
+        first = next((one for one, other in pairs if _turns(one, other, others)), None)
+        return Moved(
+            module="" if first is None else first.path,
+            kind=type(self._call.module if first is None else first.module).__name__,
+            positions=int((apart > self.limit).sum()),
+            of=int(others.sum()),
+            share=float(apart.max()),
+            embeds=self._embeds_documents,
+            of_gradients=True,
+        )
 
     def _run(self, changed: Tensor | None) -> list[_Seen]:
         self._changed, self._seen, self._stack, self._is_embedded = changed, [], [], False
-        self._times = {}
+        self._times, self._embedded, self._gradient = {}, None, None
         with shared_statistics(self._shared):
-            forward_watched(self._call, self._precision, self._copies, self._called, self._drawn)
+            forward_watched(
+                self._call, self._precision, self._copies, self._called, self._drawn, partial(attempt, self._go_back)
+            )
         return self._seen
+
+    def _go_back(self, outputs: Sequence[Tensor]) -> None:
+        """Take the gradient of the tokens: it does not change at other positions, if nothing there depends on them."""
+        real = (self._layout.documents != PADDING).unsqueeze(-1)
+        given = [at for one in outputs if (at := self._samples.at_positions(one)) is not None]
+        if self._embedded is None or not given:
+            return
+        generator = torch.Generator().manual_seed(len(given))
+        cotangents = [torch.randn(one.shape, generator=generator, dtype=one.dtype).to(one.device) for one in given]
+        (gradient,) = torch.autograd.grad(
+            given, [self._embedded], [one * real for one in cotangents], allow_unused=True
+        )
+        self._gradient = self._samples.of(gradient)
+
+    def _followed(self, value: Any, gradients: _Gradients) -> Any:
+        """Return a value whose gradients are kept as they arrive, in tensors that stand for it in one call alone."""
+
+        def follow(tensor: Tensor) -> Tensor:
+            if type(tensor) is not Tensor or not tensor.requires_grad or self._samples.at_positions(tensor) is None:
+                return tensor
+            place, own = len(gradients), tensor.view_as(tensor)
+            gradients[place] = None
+            register: Any = own.register_hook
+            register(lambda gradient: gradients.__setitem__(place, self._samples.of(gradient)))
+            return own
+
+        return map_tensors(value, follow)
 
     def _shared(self, given: Tensor | None, *, by_token: bool) -> None:
         """Note what statistics are taken of; scores only where there are some for each token, in either order."""
@@ -138,30 +191,34 @@ class DocumentProbe:
             for one in self._stack[-1:]:
                 one.shared.append(None)
             return
-        sample = next((found for each in (given, given.mT) if (found := self._sample(each)) is not None), None)
+        sample = next((found for each in (given, given.mT) if (found := self._samples.of(each)) is not None), None)
         for one in self._stack if sample is not None or not by_token else ():
             one.shared.append(sample)
 
     def _called(self, run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_backward():  # a checkpoint computes again what it had computed with the change
+            output = run(module, *args, **kwargs)
+            return self._embedded.clone() if module is self._embedding and self._embedded is not None else output
         path = self._paths.get(module, "")
         time = self._times[path] = self._times.get(path, 0) + 1
-        one = _Seen(path, time, module, self._sample((args, kwargs)), None)
+        one = _Seen(path, time, module, self._samples.of((args, kwargs)), None)
         if not self._stack and self._layout.tokens.is_floating_point():
             args, kwargs = map_tensors((args, kwargs), self._changed_input)
+        args, kwargs = self._followed((args, kwargs), one.arrived[0])
         self._stack.append(one)
         try:
             output = run(module, *args, **kwargs)
         finally:
             self._stack.pop()
         if not self._is_embedded and self._embeds(args, output):
-            self._is_embedded = True
-            return output if self._changed is None else self._with_change(output)
+            self._embedding = module
+            return self._with_change(output)
         self._embeds_documents = self._embeds_documents or self._are_documents(args, output)
-        one.made = self._sample(output)
-        eps = max((torch.finfo(made.dtype).eps for made in _vectors(output)), default=0.0)
+        one.made = self._samples.of(output)
+        eps = max((torch.finfo(made.dtype).eps for made in vectors(output)), default=0.0)
         one.limit = math.sqrt(max(eps, self._call.eps if self._precision is ReplayPrecision.NATIVE else 0.0))
         self._seen.append(one)
-        return output
+        return self._followed(output, one.arrived[1])
 
     def _embeds(self, args: tuple[Any, ...], output: Any) -> bool:
         """Say whether a module has turned the tokens themselves into vectors."""
@@ -182,63 +239,30 @@ class DocumentProbe:
         return bool(((given.reshape(documents.shape) == documents) | (documents == PADDING)).all())
 
     def _with_change(self, output: Tensor) -> Tensor:
-        assert self._changed is not None
-        self._is_of_zeros = not bool(output.detach()[self._changed.reshape(output.shape[:-1])].any())
-        where = self._changed.reshape(output.shape[:-1]).unsqueeze(-1)
-        return torch.where(where, output.flip(-1) * 1.5 + output.detach().std(), output)
+        """Return the vectors of the tokens, with the change if there is one, as those to which gradients go back."""
+        self._is_embedded, output = True, output.detach()
+        if self._changed is not None:
+            where = self._changed.reshape(output.shape[:-1]).unsqueeze(-1)
+            self._is_of_zeros = not bool(output[where.squeeze(-1)].any())
+            output = torch.where(where, output.flip(-1) * 1.5 + output.std(), output)
+        self._embedded = output.requires_grad_()
+        return self._embedded.clone()  # what follows may write to it
 
     def _changed_input(self, tensor: Tensor) -> Tensor:
         """Return vectors of tokens that are given to the model itself with the change."""
         tokens = self._layout.tokens
         if tensor.shape != tokens.shape or not torch.equal(tensor.detach().to(tokens.dtype), tokens):
             return tensor
-        self._is_embedded = True
-        return tensor if self._changed is None else self._with_change(tensor)
-
-    def _sample(self, value: Any) -> Tensor | None:
-        """Return projections (rows, positions, numbers) of the vectors in a value that stand at all positions."""
-        found = [at for one in _vectors(value) if (at := self._at_positions(one.detach())) is not None]
-        samples = [torch.matmul(at.double(), _directions(at.shape[-1], at.device)) for at in found[:_VECTORS]]
-        return torch.cat(samples, -1) if samples else None
-
-    def _at_positions(self, one: Tensor) -> Tensor | None:
-        rows, length = self._layout.shape
-        if length in one.shape[2:] or not one.numel():
-            return None  # weights of attention, or another order: not what is known at each position
-        if one.dim() > 2 and tuple(one.shape[:2]) == (rows, length):
-            return one.reshape(rows, length, -1)
-        if one.dim() > 2 and tuple(one.shape[:2]) == (length, rows):
-            return one.movedim(0, 1).reshape(rows, length, -1)
-        if one.dim() == 2 and len(one) == rows * length:
-            return one.reshape(rows, length, -1)
-        if self._by_row and one.dim() == 2 and len(one) == rows:
-            return one[:, None].repeat(1, length, 1)
-        return None
+        return self._with_change(tensor)
 
 
-def _vectors(value: Any) -> Iterator[Tensor]:
-    return (one for one in tensors_in(value) if type(one) in (Tensor, nn.Parameter) and one.is_floating_point())
-
-
-def _directions(size: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return torch.randn(size, _NUMBERS, generator=generator, dtype=torch.float64).to(device)
-
-
-def _apart(one: Tensor | None, other: Tensor | None, where: Tensor) -> Tensor | None:
-    """Return by how much values differ at each position of ``where``, relative to what they are at all of these."""
-    if one is None or other is None or one.shape != other.shape:
-        return None
-    size = torch.linalg.vector_norm(one[where]) / max(1, int(where.sum())) ** 0.5
-    apart = torch.where(where, torch.linalg.vector_norm(one - other, dim=-1), 0.0)
-    found: Tensor = apart / size.clamp(min=torch.finfo(torch.float64).tiny)
-    return found
-
-
-def _is_intact(one: Tensor | None, other: Tensor | None, others: Tensor, limit: float) -> bool:
-    """Say whether what is shared was the same at other positions before it was shared: what moves is its result."""
-    apart = _apart(one, other, others)
-    return one is None or (apart is not None and not bool((apart > limit).any()))
+def _turns(one: _Seen, other: _Seen, others: Tensor) -> bool:
+    """Return whether gradients move where they leave a module, and not where they arrive at it."""
+    leave, arrive = (
+        any(move(gradients.get(place), now.get(place), others, one.limit) for place in gradients)
+        for gradients, now in zip(one.arrived, other.arrived, strict=True)
+    )
+    return leave and not arrive
 
 
 def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:

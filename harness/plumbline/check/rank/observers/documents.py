@@ -25,7 +25,8 @@ class DocumentObserver(Observer):
 
     Facts of the process, each with the name ``by`` of the argument that declares it: ``documents`` and ``padding``,
     with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known;
-    ``limit``, by how much something moves at least that is said to; ``vectors``: tokens are vectors, not numbers.
+    ``limit``, by how much something moves at least that is said to; ``vectors``: tokens are vectors, not numbers;
+    ``gradients``: those of tokens were looked at, too.
     ``seams`` and ``padded`` count the terms of losses at the last position of a document whose target is the first
     token of the next one, and at padded positions, of those that there are. ``places``: whether position ids begin
     again with each document. ``begins``: the least position at which a row of the first forward begins, ``tokens`` a
@@ -115,13 +116,18 @@ class DocumentObserver(Observer):
         native: Any,
     ) -> None:
         vectors = layout.tokens.is_floating_point()
-        facts: Facts = {"by": by, "moved": None, "why": "", "limit": 0.0, "vectors": vectors}
+        facts: Facts = {"by": by, "moved": None, "why": "", "limit": 0.0, "vectors": vectors, "gradients": False}
         drawn = attempt(forward_watched, call, ReplayPrecision.NATIVE, native, _run_plainly)
         for precision, copies in ((exact.precision, exact), (ReplayPrecision.NATIVE, native)):
             try:
                 probe = DocumentProbe(call, layout, precision, copies, drawn, by_row=name == "padding")
                 moved = probe.moved(changed, others)
-                facts.update(moved=None if moved is None else asdict(moved), why="", limit=probe.limit)
+                facts.update(
+                    moved=None if moved is None else asdict(moved),
+                    why="",
+                    limit=probe.limit,
+                    gradients=probe.has_gradients,
+                )
                 break
             except Exception as error:
                 facts["why"] = facts["why"] or f"{type(error).__name__}: {error}"
