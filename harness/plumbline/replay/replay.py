@@ -85,7 +85,7 @@ def replay(
     leaves = copies.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
     chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
-    state, mode = copies.state(call.module), _mode(call, precision, leaves, drawn)
+    state, mode = copies.state(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision, mode), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
             return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
@@ -127,7 +127,7 @@ def forward_together(
         OwnDerivativeError: it defines a derivative of its own.
     """
     leaves = copies.leaves(call)
-    state, mode = copies.state(call.module), _mode(call, precision, leaves, drawn)
+    state, mode = copies.state(call.module), _mode(call, precision, drawn)
     mode.may_communicate = True
     functions: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(mode, WideMode) and constants is not None:
@@ -159,7 +159,7 @@ def forward_watched(
     """
     _check(call)
     leaves = copies.leaves(call)
-    state, mode, calls = copies.state(call.module), _mode(call, precision, leaves, drawn), ModuleCalls(called)
+    state, mode, calls = copies.state(call.module), _mode(call, precision, drawn), ModuleCalls(called)
     calls.install()
     try:
         with _conditions(call, precision, mode):
@@ -331,14 +331,9 @@ def _repeated_draws(mode: NativeMode | WideMode) -> Iterator[None]:
         yield
 
 
-def _mode(
-    call: TrackedCall,
-    precision: ReplayPrecision,
-    leaves: dict[int, tuple[nn.Parameter, nn.Parameter]],
-    drawn: list[torch.dtype] | None,
-) -> NativeMode | WideMode:
+def _mode(call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
     if precision is ReplayPrecision.NATIVE:
-        return NativeMode(leaf for _, leaf in leaves.values())
+        return NativeMode()
     return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
 
 

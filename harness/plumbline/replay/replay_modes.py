@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -33,6 +33,8 @@ class DrawsInBackwardError(Exception):
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts generators that the script passes to operators back to their states when the replay is over.
 
+    What is written to memory that was there before is taken back, too: a parameter that shares it with the training, as
+    a bias that balances experts, or a tensor of an object that is no module.
     ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
     its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
     ``may_communicate``: all ranks replay together. ``computes_otherwise``: an operator of the forward was computed in
@@ -48,6 +50,8 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.may_communicate = False
         self.forward_draws: ForwardDraws | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._made: set[int] = set()
+        self._written: dict[int, tuple[Any, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,10 +59,14 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def put_back(self) -> None:
-        """Set the generators of the script to the states that they had before the replay."""
+        """Set generators to the states that they had before the replay, and memory to its values."""
         for generator, state in self._generators:
             generator.set_state(state)
+        for storage, before in self._written.values():
+            storage.copy_(before)  # which no backward pass notices
         self._generators.clear()
+        self._written.clear()
+        self._made.clear()
 
     def _noted(self, func: Any) -> _Kind:
         """Return the kind of an operator that is about to run."""
@@ -68,6 +76,19 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is _Kind.COMMUNICATES and not self.may_communicate:
             raise CommunicatesError
         return kind
+
+    def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        places, names = _written(func)
+        for one in _tensors([*(args[place] for place in places if place < len(args)), *map(kwargs.get, names)]):
+            address = _address(one)
+            if address and address not in self._made and address not in self._written:
+                storage: Any = one.untyped_storage()
+                self._written[address] = storage, storage.clone()
+
+    def _note_made(self, func: Any, result: Any) -> Any:
+        if _makes(func):
+            self._made.update(map(_address, _tensors(result)))
+        return result
 
     def _before_draw(self, kwargs: dict[str, Any]) -> None:
         if self.forward_draws is not None and in_backward() and not self.forward_draws.repeats:
@@ -103,41 +124,22 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Changes nothing, and notes the dtypes in which random numbers are drawn.
+    """Changes nothing, and notes the dtypes in which random numbers are drawn."""
 
-    ``leaves`` share the memory of the parameters: what a forward writes to them, as to a bias that balances experts, is
-    taken back when the replay is over.
-    """
-
-    def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.drawn: list[torch.dtype] = []
-        self._leaves = {address: own for one in leaves if (address := _address(own := local(one)))}
-        self._written: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def put_back(self) -> None:
-        super().put_back()
-        for leaf, before in self._written.values():
-            leaf.data.copy_(before)  # which no backward pass notices
-        self._written.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         kwargs, kind = kwargs or {}, self._noted(func)
+        self._before_write(func, args, kwargs)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             first = leading(args)
             if first is not None and is_drawn(args):
                 self.drawn.append(first.dtype)
-        if self._leaves and _writes(func):
-            self._keep(args)
-        return func(*args, **kwargs)
-
-    def _keep(self, args: Any) -> None:
-        for address in map(_address, _tensors(args)):
-            if address in self._leaves and address not in self._written:
-                leaf = self._leaves[address]
-                self._written[address] = leaf, leaf.detach().clone()
+        return self._note_made(func, func(*args, **kwargs))
 
 
 class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
@@ -153,6 +155,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         kwargs, kind = kwargs or {}, self._noted(func)
+        self._before_write(func, args, kwargs)
         if self.constants is not None and kind is not _Kind.COMMUNICATES:  # whose schemas do not say what they write to
             args, kwargs = self.constants.put(func, args, kwargs)
         if kind is _Kind.DRAWS:
@@ -165,15 +168,14 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
             return self.constants.communicate(func, lambda: func(*args, **kwargs), (args, kwargs))
         if kind is _Kind.IS_NARROW:
             self.computes_otherwise = True
-            func = grouped_mm
         try:
-            result = func(*args, **kwargs)
+            result = (grouped_mm if kind is _Kind.IS_NARROW else func)(*args, **kwargs)
         except RuntimeError:
             # a tensor that is no parameter, buffer or argument, such as a plain attribute of another object
             if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
             return func(*self._widened(args), **self._widened(kwargs))
-        result = widened(result, self._precision) if kind is _Kind.LIFTS else result
+        result = self._note_made(func, widened(result, self._precision) if kind is _Kind.LIFTS else result)
         return self.rounding.of(result) if self.rounding is not None and _rounds(func) else result
 
     def _with_wide_dtypes(
@@ -210,9 +212,18 @@ def _address(tensor: Tensor) -> int:
 
 
 @cache
-def _writes(func: Any) -> bool:
-    """Return whether an operator writes to its arguments."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+def _written(func: Any) -> tuple[list[int], list[str]]:
+    """Return the places and the names of the arguments that an operator writes to."""
+    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+    written = [(place, one) for place, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+    return [place for place, one in written if not one.kwarg_only], [one.name for _, one in written]
+
+
+@cache
+def _makes(func: Any) -> bool:
+    """Return whether the results of an operator have memory of their own."""
+    is_operator = isinstance(func, torch._ops.OpOverload)
+    return is_operator and all(one.alias_info is None for one in func._schema.returns)
 
 
 @cache
