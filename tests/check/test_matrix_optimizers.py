@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,11 +26,10 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.near_replay import ALIKE, NearReplay
-from plumbline.check.judge.replayed_updates import ADDED_UP, BY_TURNS
+from plumbline.check.judge.replayed_updates import ADDED_UP, AT_TIMES, BY_PLACE, BY_TURNS
 from plumbline.check.rank import memory_needed, store_exchange
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
-from plumbline.core.outcome import Outcome
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 
@@ -206,12 +206,39 @@ def test_a_rank_without_memory_for_whole_matrices_keeps_no_other_waiting(monkeyp
     assert "too little memory is free on a rank" in update.message
 
 
+class OneAtATime(Optimizer):
+    """Steps one matrix at each step, and each with a rate of its place, as block coordinate descent may do."""
+
+    def __init__(self, params: Any, lr: float = 0.02, *, in_turn: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "taken": 0})
+        self.in_turn = in_turn
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] += 1
+            for number, p in enumerate(group["params"]):
+                update = p.grad.sign() / dist.get_world_size()
+                dist.all_reduce(update)
+                is_due = not self.in_turn or group["taken"] % 2 != number
+                p.sub_(update, alpha=group["lr"] * is_due * (1 if self.in_turn else 0.5**number))
+
+
 @pytest.mark.nightly
-def test_blocks_that_are_meant_are_not_called_a_mistake():
-    (checked,) = check_function(training(InBlocksAtTimes, sharded, sizes=(8, 24)), 2, steps=2).trainings
-    (update,) = [one for one in checked.findings if one.check == "update"]
-    assert (update.outcome, update.message) == (Outcome.SKIPPED, f"not judged: {BY_TURNS}: 0.weight")
-    assert checked.coverage.updates.part == 0
+@pytest.mark.parametrize(
+    ("make", "wrap", "why"),
+    [
+        (InBlocksAtTimes, sharded, BY_TURNS),
+        (partial(OneAtATime, in_turn=True), ddp, AT_TIMES),
+        (OneAtATime, ddp, BY_PLACE),
+    ],
+)
+def test_what_a_class_may_mean_is_not_called_a_mistake(make, wrap, why):
+    (checked,) = check_function(training(make, wrap, sizes=(8, 8, 8)), 2, steps=2).trainings
+    updates = [one for one in checked.findings if one.check == "update"]
+    assert not [one for one in updates if one.outcome.is_bad]
+    assert any(why in one.message for one in updates)
+    assert checked.coverage.updates.part < 1
 
 
 def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():

@@ -28,6 +28,9 @@ Chosen: it withholds an accusation where a state is quantised in blocks, which b
 
 _SCALED = "scaled "
 
+STILL = ("still", "decay-only")
+"""Steps that do not move a parameter, or let it decay alone."""
+
 BY_SHARD, ADDED = "by-shard", "added"
 """The step of each shard alone, and that with the sum of the ranks' gradients in the place of their mean."""
 
@@ -67,9 +70,9 @@ class NearReplay:
         return replace(self, nearest=self.others[ADDED][0], others={})
 
     @property
-    def takes_whole(self) -> bool:
-        """Whether it is right, and shards alone would make another update."""
-        return self.is_right and BY_SHARD in self._material
+    def moves_rightly(self) -> bool:
+        """Whether it is right, and not to move the parameter would have been wrong."""
+        return self.is_right and self.others.get("still", (0.0, 0.0))[1] > limit() * self.tight
 
     @property
     def could_hide(self) -> bool:

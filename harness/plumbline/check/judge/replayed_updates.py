@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
-from plumbline.check.judge.near_replay import BY_SHARD, NearReplay, near_replays
+from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
@@ -19,6 +19,8 @@ NOT_MOVED = "the right updates of the recorded steps do not move it"
 BY_TURNS = (
     "the step takes whole matrices at some steps and each rank's shard alone at others, as block-periodic optimizers do"
 )
+AT_TIMES = "the step moves a parameter at some steps only, as optimizers of one block after the other do"
+BY_PLACE = "the step scales the updates of some parameters, and of others of the same shape it does not"
 ADDED_UP = (
     "the step adds up the ranks' gradients, which is right only if each rank divides its loss by the number of ranks; "
     "the loss is not known"
@@ -32,7 +34,7 @@ def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
     """Return how far the weights after each step are from its replay."""
     # Ranks that compute one loss together may well add up what each has of its gradient.
     is_divided = None if forward_communicates(training) else is_loss_divided(training.ranks)
-    updates = ReplayedUpdates(is_divided, _in_blocks_at_times(training))
+    updates = ReplayedUpdates(is_divided, _by_turns(training))
     for one in noted(training, OBSERVER):
         updates.add(one)
     return updates
@@ -43,11 +45,11 @@ class ReplayedUpdates:
     """Errors of all parameters that were judged, with the step of each, and why others were not.
 
     ``is_loss_divided``: whether each rank divides its loss by the number of ranks, None where that is not known.
-    ``in_blocks_at_times``: the parameters that are stepped as a whole at some steps, and shard by shard at others.
+    ``by_turns``: why it may be meant that a parameter is stepped otherwise at some steps than at others.
     """
 
     is_loss_divided: bool | None = None
-    in_blocks_at_times: Set[Key] = frozenset()
+    by_turns: Mapping[Key, str] = field(default_factory=dict)
     errors: list[tuple[Deviation, ObserverFacts]] = field(default_factory=list)
     why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     _moved: set[tuple[int, Key]] = field(default_factory=set)
@@ -99,8 +101,10 @@ class ReplayedUpdates:
 
     def _why_unknown(self, known: NearReplay, one: ObserverFacts, name: str, error: float, noise: float) -> str:
         """Return why it is not known whether an update is right, "" if that is known."""
-        if (one.step.optimizer, name) in self.in_blocks_at_times:
-            return BY_TURNS
+        if why := self.by_turns.get((one.step.optimizer, name)):
+            return why
+        if known.factor and _has_right_one_of_shape(one, name):
+            return BY_PLACE
         if known.is_added and self.is_loss_divided is None:
             return ADDED_UP
         return known.why_unknown(one, error, noise)
@@ -133,14 +137,25 @@ def _repeats(one: ObserverFacts) -> bool:
     )
 
 
-def _in_blocks_at_times(training: RecordedTraining) -> set[Key]:
-    whole: set[Key] = set()
-    blocks: set[Key] = set()
+def _by_turns(training: RecordedTraining) -> dict[Key, str]:
+    whole, in_blocks, moved, still = set[Key](), set[Key](), set[Key](), set[Key]()
     for one in noted(training, OBSERVER):
+        made = {int(row[0]): row[4] for row in one.facts["parameters"]}
         for number, known in near_replays(one).items():
             key = one.step.optimizer, one.parameter(number)
-            if known.takes_whole:
+            if known.mistake in STILL:
+                still.add(key)
+            elif made[number]:
+                moved.add(key)
+            if known.mistake == BY_SHARD:
+                in_blocks.add(key)
+            elif known.moves_rightly:
                 whole.add(key)
-            elif known.mistake == BY_SHARD:
-                blocks.add(key)
-    return whole & blocks
+    return dict.fromkeys(whole & in_blocks, BY_TURNS) | dict.fromkeys(moved & still, AT_TIMES)
+
+
+def _has_right_one_of_shape(one: ObserverFacts, name: str) -> bool:
+    """Return whether another parameter of the shape of this one has the right update in the same step."""
+    shapes = {each.name: each.shape for each in one.step.parameters}
+    right = [one.parameter(number) for number, known in near_replays(one).items() if known.moves_rightly]
+    return any(shapes.get(other) == shapes.get(name) for other in right)

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.near_replay import NearReplay, near_replays
+from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, information, not_judged, noted, side_by_side
 from plumbline.check.judge.optimizer_state import judge_optimizer_state
 from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
@@ -136,10 +136,9 @@ def _like(*names: str) -> Callable[[ReplayedUpdateCase], Iterator[Match]]:
 
 
 def _stepped_nowhere(case: ReplayedUpdateCase) -> Iterator[Match]:
-    names = ("still", "decay-only")
     others = [near_replays(one) for one in case.others]
     nowhere = [
-        number for number in case.like(*names) if all(number in one and one[number].mistake in names for one in others)
+        number for number in case.like(*STILL) if all(number in one and one[number].mistake in STILL for one in others)
     ]
     if nowhere:
         yield Match(figures={"matrices": _matrices(case, nowhere)})
