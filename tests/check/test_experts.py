@@ -414,6 +414,39 @@ def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
     assert "of 16 tokens to other experts" in found.message
 
 
+class Synchronised(Experts):
+    """Counts the tokens of all ranks, as a balancing loss over a global batch does, and holds the loss."""
+
+    def forward(self, tokens):
+        outputs = super().forward(tokens)
+        scores = self.gate(tokens).softmax(-1)
+        counts = functional.one_hot(scores.argmax(-1), 4).float().mean(0)
+        dist.all_reduce(counts)
+        self.balance = 4 * (counts / 2 * scores.mean(0)).sum()
+        return outputs
+
+
+def balanced_over_ranks():
+    torch.manual_seed(0)
+    model = Other(Synchronised)
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        main = cross_entropy(wrapped(torch.randn(16, 6)), torch.randint(3, (16,)))
+        (main + model.moe.balance).backward()
+        optimizer.step()
+
+
+def test_a_loss_that_a_module_holds_is_not_judged_by_what_it_returns(plumbline):
+    checked = plumbline.check(balanced_over_ranks, ranks=2, steps=STEPS)
+    checked.assert_right()
+    (left_out,) = checked.trainings[0].coverage.gradients.left_out
+    assert {"moe.gate.weight", "first.weight", "first.bias"} == set(left_out.names)
+    assert "a loss that a module holds and does not return" in left_out.why
+
+
 class Part(nn.Module):
     """Lets each rank send its own part of the tokens to experts, as in sequence parallelism."""
 

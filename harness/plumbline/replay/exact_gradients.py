@@ -41,12 +41,14 @@ class ExactPass:
     ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
     parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
     precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks.
+    ``beside`` has the parameters that the loss depends on in another way than through the outputs of calls.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     communicates: bool = False
+    beside: set[Tensor] = field(default_factory=set)
 
 
 class ExactGradients:
@@ -94,6 +96,7 @@ class ExactGradients:
         for number, parameters in self._calls.take_outside().items():
             for parameter in parameters:
                 passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
+                passes[number].beside.add(parameter)
         for one in passes.values():
             for parameter, why in self._calls.unrecorded.items():
                 one.uncovered.setdefault(parameter, why)

@@ -11,5 +11,5 @@ COMPILED_DRAWS = (
     "the compiler; set torch._inductor.config.fallback_random = True to make it draw the same"
 )
 
-OUTSIDE = "it is used outside of any recorded call"
+OUTSIDE = "it is used outside of any recorded call, or by a loss that a module holds and does not return"
 STALE = "FSDP1 computed its forward with weights from before the optimizer's last step"

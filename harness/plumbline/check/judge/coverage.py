@@ -21,6 +21,7 @@ from plumbline.check.judge.recomputation import recomputed_unjudged
 from plumbline.check.judge.replayed_updates import NOT_MOVED, Key, replayed_updates
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.replay.reasons import OUTSIDE
 
 NO_REPLAY = "backward passes were not computed again"
 IN_PARTS = "each rank holds a different part"
@@ -123,7 +124,8 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     joint = JointTruth(training)
     if joint.compared:
         left_out = dict(_not_compared_jointly(training, joint))
-        gradients = {key: _reason(key, why, gradients) for key, why in left_out.items()}
+        known = {key: why for key, why in replays.items() if why == OUTSIDE} | gradients
+        gradients = {key: _reason(key, why, known) for key, why in left_out.items()}
         replays = {key: why for key, why in replays.items() if key in left_out}
     elif joint.obstacle:
         gradients = dict.fromkeys(replays, f"{ONLY_REDUCED}: {joint.obstacle}") | gradients
@@ -149,7 +151,7 @@ def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iter
 
 def _reason(key: Key, why: str, others: Mapping[Key, str]) -> str:
     known = others.get(key)
-    return known if why == TOO_SMALL and known in (NO_GRADIENT, ZERO_GRADIENT, NOT_SAMPLED) else why
+    return known if why == TOO_SMALL and known in (NO_GRADIENT, ZERO_GRADIENT, NOT_SAMPLED, OUTSIDE) else why
 
 
 def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:

@@ -27,6 +27,7 @@ from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.reasons import OUTSIDE
 from plumbline.replay.tracked_calls import TrackedCalls
 from plumbline.replay.unwrapping import unwrapped
 
@@ -177,8 +178,11 @@ class TrainingPasses:
                 one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
                 for parameter, reason in found.uncovered.items():
                     self.uncovered.setdefault(self._names.of_one(parameter), reason)
+                # Whether its calls communicate or not, no run of them has all of its gradient.
+                self.uncovered |= {self._names.of_one(parameter): OUTSIDE for parameter in found.beside}
         with self._calls.paused():
-            self._joint.compare(calls, passes, communicates=any(one.communicates for one in exact.values()))
+            beside = {parameter for one in exact.values() for parameter in one.beside}
+            self._joint.compare(calls, passes, beside, communicates=any(one.communicates for one in exact.values()))
 
 
 def _leave_out_hooked(found: ExactPass) -> None:

@@ -58,17 +58,21 @@ class JointComparison:
         held: Sequence[JointParameter],
         losses: Sequence[float],
         divisors: Collection[float] = (),
+        beside: Collection[str] = (),
     ) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
 
         ``losses`` are the values at which this rank's backward passes began, if they began at a loss. All ranks have to
         call this at the same step. ``divisors``: by what the script has gradients divided, as multiples of the number
-        of ranks that reduce them.
+        of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on in another way than
+        through the outputs of calls, as through a loss that a module holds: S has no such terms.
         """
         if self.obstacle:
             return {"why": self.obstacle}
         try:
             try:
+                left_out = {name for names in self._exchange.values(list(beside)) for name in names}
+                held = [one for one in held if one.name not in left_out]
                 derivative = JointDerivative(
                     self._exchange, self._beginnings, calls, held, self._left, losses, divisors
                 )

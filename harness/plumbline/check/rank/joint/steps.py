@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed
@@ -69,8 +69,18 @@ class JointSteps(Observer):
         ends_in_loss = all(root.numel() == 1 for root in roots)
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
 
-    def compare(self, calls: Sequence[RecordedCall], passes: Sequence[ArrivedGradients], *, communicates: bool) -> None:
-        """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does."""
+    def compare(
+        self,
+        calls: Sequence[RecordedCall],
+        passes: Sequence[ArrivedGradients],
+        beside: Iterable[Tensor] = (),
+        *,
+        communicates: bool,
+    ) -> None:
+        """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does.
+
+        ``beside``: the parameters that the loss depends on in another way than through the outputs of calls.
+        """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
         values = {number: self._losses.pop(number, math.nan) for number in sorted(numbers)}
@@ -82,7 +92,9 @@ class JointSteps(Observer):
                 return
             losses = [value for value in values.values() if value is not None]
             divisors = requested_divisors(one.call.module for one in calls)
-            self._found = self._comparison.compare(calls, list(self._held(calls, ends_in_loss)), losses, divisors)
+            held = list(self._held(calls, ends_in_loss))
+            names = sorted({self._names.of_one(one) for one in beside})
+            self._found = self._comparison.compare(calls, held, losses, divisors, names)
         elif _are_several_ranks():
             self._compare_functions()
 
