@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -91,3 +92,11 @@ def test_a_screen_is_coloured_on_a_terminal_unless_the_user_objects(monkeypatch,
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
     assert _form()["colour"] is coloured
+
+
+def test_the_command_begins_before_torch_is_imported():
+    code = (
+        "import sys; from plumbline.cli.main import main; "
+        "assert main(['check', '--html', '/nowhere/page.html', '--', 'python']) == 4; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

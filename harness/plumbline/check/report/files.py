@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from plumbline.check.command.checked_command import CheckedCommand
-from plumbline.check.verdict.verdict import Verdict
 from plumbline.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from plumbline.check.command.checked_command import CheckedCommand
+    from plumbline.check.verdict.verdict import Verdict
 
 REPORT: Final = ("verdict.html", "verdict.json", "verdict.sarif", "verdict.md", "code-quality.json", "badge.svg")
 
