@@ -112,7 +112,7 @@ def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, ca
         ([], "arguments are required: WHAT"),
         (["nowhere.py"], "plumbline new-subject nowhere.py` writes an example"),
         (["torch;pyhton=python3"], "only python=/path/to/python may follow"),
-        (["torch", "--accelerator", "tpu"], "invalid choice: 'tpu'"),
+        (["torch", "--accelerator", "tpu"], "has no devices of this type; it has cpu, cuda"),
     ],
 )
 def test_a_wrong_command_line_is_another_exit_code(words, said, capsys):

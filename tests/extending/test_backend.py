@@ -8,7 +8,7 @@ import sys
 
 import pandas as pd
 
-from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.invocation import suites
 from plumbline.core.outcome import Outcome, worst
 from plumbline.engine.smoke import cells_of
@@ -19,7 +19,7 @@ from plumbline.report.tables.support import mark_columns
 
 def test_it_is_planned_where_it_fits(outside):
     outside("backend")
-    able = Declaration("gathers", "backend.py", ("gather",), dict.fromkeys(ACCELERATORS, ("32",)), frozenset())
+    able = Declaration("gathers", "backend.py", ("gather",), {EVERY_OTHER: ("32",)}, frozenset())
     planned = plan(Matrix(4, workloads=("mlp",), precisions=("32",)), [able])
     assert {str(one.cell.topology) for one in planned if one.refusal is None} == {"1x2", "1x3", "1x4", "2x1", "2x2"}
     assert any(one.is_smoke for one in planned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.outcome import Outcome, worst
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan
@@ -13,7 +13,7 @@ from plumbline.workloads import Workload, register
 
 def test_it_is_planned(outside):
     outside("workload")
-    able = Declaration("mine", "workload.py", ("none", "ddp"), dict.fromkeys(ACCELERATORS, ("32",)), frozenset())
+    able = Declaration("mine", "workload.py", ("none", "ddp"), {EVERY_OTHER: ("32",)}, frozenset())
     planned = plan(Matrix(2, workloads=("regression",), precisions=("32",), backends=("none", "ddp")), [able])
     assert {(one.cell.workload, one.refusal) for one in planned} == {("regression", None)}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.backend import BACKENDS
 from plumbline.core.errors import PlanError
 from plumbline.core.precision import PRECISIONS
@@ -21,7 +21,7 @@ from plumbline.planning.topologies import topologies
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import WORKLOADS
 
-EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
+EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), {EVERY_OTHER: PRECISIONS}, frozenset())
 
 WIDE = [
     name for name, one in BACKENDS.items() if not (one.sampled or one.divides_experts) and one.smallest.devices <= 4
@@ -30,7 +30,7 @@ WIDE = [
 
 
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
-    by_accelerator = precisions if isinstance(precisions, dict) else dict.fromkeys(ACCELERATORS, precisions)
+    by_accelerator = precisions if isinstance(precisions, dict) else {EVERY_OTHER: precisions}
     return Declaration(name, f"{name}.py", backends, by_accelerator, frozenset(capabilities))
 
 

@@ -20,8 +20,9 @@ def declaration(**said):
 
 
 def test_precisions_hold_for_every_accelerator_unless_they_are_told_apart():
-    assert declaration(precisions=["64", "32"])["precisions"] == {"cpu": ("64", "32"), "cuda": ("64", "32")}
-    assert declaration(precisions={"cuda": ["32", "16"]})["precisions"] == {"cpu": (), "cuda": ("32", "16")}
+    assert declaration(precisions=["64", "32"])["precisions"] == {"*": ("64", "32")}
+    assert declaration(precisions={"npu": ["32"], "*": ["64"]})["precisions"] == {"npu": ("32",), "*": ("64",)}
+    assert declaration(precisions={"cuda": ["32", "16"]})["precisions"] == {"cuda": ("32", "16")}
 
 
 @pytest.mark.parametrize(

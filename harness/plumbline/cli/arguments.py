@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from plumbline.report.text import printable_lines
 
-ACCELERATOR: Final[Any] = {"choices": ("auto", "cuda", "cpu"), "default": "auto"}
+ACCELERATOR: Final[Any] = {"metavar": "TYPE", "default": "auto"}
 JSON: Final[Any] = {"action": "store_true", "help": "print everything as JSON, for programs"}
 RUN: Final = "a run's folder, for example reports/latest"
 

@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
     measure("--gpus", type=int, metavar="N", help="maximum number of devices")
     for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
         measure(f"--{name}", type=names, metavar="A,B", help=f"for example {example} (default: all)")
-    measure("--accelerator", **ACCELERATOR, help="cpu simulates devices")
+    measure("--accelerator", **ACCELERATOR, help="type of device; cpu simulates devices (default: auto)")
     measure("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
     add("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)")
     add(IGNORE, action="store_true", help=IGNORE_HELP)

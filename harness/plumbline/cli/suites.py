@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbline.cli import settings
-from plumbline.cli.arguments import print_error
+from plumbline.cli.arguments import ACCELERATOR, print_error
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.invocation import SUITES, command, pytest_arguments
 from plumbline.report.text import settings_in_words
@@ -96,7 +96,7 @@ def add_to(commands: Any) -> None:
     add("--array", type=int, default=1, metavar="N", help="number of tasks to split the cells over (default: 1)")
     variable = "environment variable to set; NAME alone passes the current value (repeatable)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=variable)
-    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu requests no GPUs (default: auto)")
+    add("--accelerator", **ACCELERATOR, help="type of the nodes' devices; cpu requests no GPUs (default: auto)")
     add("--report-dir", type=Path, metavar="DIR", help="folder for the run (default: reports/)")
     add("--dry-run", action="store_true", help="print the job and its cells, and submit nothing")
     add("--attach", type=Path, metavar="RUN", help="resume a submitted run, for example reports/latest")

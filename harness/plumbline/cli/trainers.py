@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
     add = declare(commands, "smoke", smoke)
     what = "the trainer, as for --subject: file.py, file.py::name, package.module or a short name"
     add("subject", metavar="WHAT", help=what)
-    add("--accelerator", **ACCELERATOR, help="cpu simulates devices (default: auto)")
+    add("--accelerator", **ACCELERATOR, help="type of device; cpu simulates devices (default: auto)")
 
     further = commands.add_parser("subjects", description=listed.__doc__)
     further.set_defaults(do=listed)

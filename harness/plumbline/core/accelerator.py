@@ -1,16 +1,13 @@
-"""The accelerators: CUDA devices, or the CPU, which simulates devices."""
+"""What is declared by accelerator: the CPU, which simulates devices, or a type of device, by torch's name."""
 
 from __future__ import annotations
 
-from plumbline.core.errors import PlanError
+from collections.abc import Mapping, Sequence
 
-ACCELERATORS = ("cpu", "cuda")
+EVERY_OTHER = "*"
+"""The key of what holds for every accelerator that is not a key itself."""
 
 
-def resolve_accelerator(requested: str, cuda_devices: int) -> str:
-    """Return the accelerator for ``--accelerator``, which may be ``auto``."""
-    if requested == "auto":
-        return "cuda" if cuda_devices else "cpu"
-    if requested == "cuda" and not cuda_devices:
-        raise PlanError("--accelerator cuda: this machine has no CUDA device; use --accelerator cpu")
-    return requested
+def of_accelerator(declared: Mapping[str, Sequence[str]], accelerator: str) -> Sequence[str]:
+    """Return what is declared for ``accelerator``, nothing if it is not declared."""
+    return declared.get(accelerator, declared.get(EVERY_OTHER, ()))

@@ -16,7 +16,6 @@ from typing import Any
 from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements
 from plumbline.benchmark.timed_launch import LaunchSample, TimedLaunch, TimedLaunchError, interleaved
-from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.finding import Finding
@@ -26,6 +25,7 @@ from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import exclusive_lease
+from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, check_devices, plan
 from plumbline.planning.topologies import DEFAULT_GPUS
@@ -68,16 +68,13 @@ class Side:
 
 
 def matrix_of(options: Any) -> Matrix:
-    import torch
-
-    present = torch.cuda.device_count()
-    accelerator = resolve_accelerator(options.accelerator, present)
+    accelerator, present = resolve_accelerator(options.accelerator)
     if options.launches < FEWEST_LAUNCHES:
         raise PlanError(
             f"--launches {options.launches}: at least {FEWEST_LAUNCHES} launches are needed to show their spread"
         )
     matrix = Matrix(
-        gpus=options.gpus or (present if accelerator == "cuda" else DEFAULT_GPUS),
+        gpus=options.gpus or (present or DEFAULT_GPUS),
         backends=options.backends,
         precisions=options.precisions,
         workloads=options.workloads,

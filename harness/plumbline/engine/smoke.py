@@ -12,14 +12,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.core.accelerator import resolve_accelerator
+from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import smoke_order
 from plumbline.core.cell import Cell
 from plumbline.core.errors import ADAPTER_WRONG, PlanError, SubjectError
 from plumbline.core.invocation import command
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.devices.types import device_type
 from plumbline.launch.pool import Pool
+from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.plan import smoke_workload
 from plumbline.report.text import printable, printable_lines
 from plumbline.subjects.load import parse_subject
@@ -43,7 +45,7 @@ def smoke(subject: str, accelerator: str) -> int:
 
     Args:
         subject: the trainer, as for ``--subject``.
-        accelerator: ``auto``, ``cuda`` or ``cpu``.
+        accelerator: ``auto``, ``cpu``, or a type of device such as ``cuda``.
 
     Raises:
         PlanError: the file does not exist, or there are too few devices.
@@ -51,13 +53,12 @@ def smoke(subject: str, accelerator: str) -> int:
     """
     begun = time.monotonic()
     locator, python = _located(subject)
+    accelerator, present = resolve_accelerator(accelerator)
     try:
         with closing(Pool(locator, python)) as pool:
             import torch  # while the pool imports it too
 
             torch.set_num_threads(1)  # as in the pytest plugin
-            present = torch.cuda.device_count()
-            accelerator = resolve_accelerator(accelerator, present)
             limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
             cells: dict[str, list[Cell]] = defaultdict(list)
             for declared in pool.subjects:
@@ -86,15 +87,15 @@ def _located(subject: str) -> tuple[str, str | None]:
 def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
     """Return a cell for each declared backend and for each declared precision, the simplest first.
 
-    Ranks may share the ``present`` CUDA devices, but the replicas of one rank may not. A backend that needs more
+    Ranks may share the ``present`` devices, but the replicas of one rank may not. A backend that needs more
     devices for one rank is left out.
     """
     behavior = TrainingBehavior.of(declared.get("conduct", {}))
     asked = [one for one in smoke_order() if one.name in declared["backends"]]
     backends = [one for one in asked if one.smallest.num_nodes <= (behavior.max_nodes or math.inf)]
-    if accelerator == "cuda":
+    if accelerator != "cpu":
         backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]
-    precisions = sorted(declared["precisions"][accelerator], key=_simplest_first)
+    precisions = sorted(of_accelerator(declared["precisions"], accelerator), key=_simplest_first)
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
     own = "lm-tokens" if behavior.own_loss else "adapter" if behavior.adapters_only else None
@@ -118,7 +119,7 @@ def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Ce
     tried = {(cell.backend, cell.precision) for cell in cells}
     missing: dict[str, list[str]] = {}
     for backend in declared["backends"]:
-        others = [one for one in declared["precisions"][accelerator] if (backend, one) not in tried]
+        others = [one for one in of_accelerator(declared["precisions"], accelerator) if (backend, one) not in tried]
         if others:
             missing.setdefault(" and ".join(others), []).append(backend)
     capabilities = sorted(frozenset(declared["capabilities"]) - needed)
@@ -137,8 +138,8 @@ def _refuse_too_few_devices(
     for declared in subjects:
         if not cells[declared["name"]] and cells_of(declared, accelerator):
             raise PlanError(
-                f"the replicas of {declared['name']} need a CUDA device each, but this machine has {present}: "
-                "simulate devices with --accelerator cpu"
+                f"the replicas of {declared['name']} need one {device_type(accelerator).label} device each, but this "
+                f"machine has {present}: simulate devices with --accelerator cpu"
             )
 
 
@@ -188,17 +189,16 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEviden
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
-    import torch
-
+    from plumbline.devices.counting import count
     from plumbline.launch.cell_launch import launch
     from plumbline.launch.settings import Settings
 
-    oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
+    oversubscribe = cell.accelerator != "cpu" and count(cell.accelerator) < cell.topology.devices
     return launch(pool, cell, folder, Settings(limit, oversubscribe))
 
 
 def _print_verdict(cell: Cell, verdict: AdapterVerdict) -> None:
-    devices = "simulated" if cell.accelerator == "cpu" else "CUDA"
+    devices = "simulated" if cell.accelerator == "cpu" else device_type(cell.accelerator).label
     place = f"{cell.backend} on {cell.topology} {devices} devices"
     print(f"{cell.subject}: {cell.workload}, {place}, precision {cell.precision}")
     for sentence in verdict.sentences:

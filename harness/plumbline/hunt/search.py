@@ -12,12 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError, WorkloadError
@@ -29,6 +27,7 @@ from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import workload_of
+from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.expectation_files import known_of_subject, read_expectations
 from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
@@ -301,7 +300,7 @@ def searches(
     pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
 ) -> list[Search]:
     """Return a search for each declared subject, on cells of up to ``gpus`` devices; ``PlanError``: it has none."""
-    accelerator = resolve_accelerator("auto", torch.cuda.device_count())
+    accelerator = resolve_accelerator("auto")[0]
     expectations = read_expectations(suites() / "expectations")
     found = []
     for name in dict.fromkeys(one.name for one in declared):

@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import plumbline.subjects
+from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
@@ -126,7 +127,7 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "again": "\n".join(map(shlex.join, (again, [*suite_command(*given), *of_the_cell]))),
         "refusal": None,
     }
-    problem = Problem(recipe, cell, finding).visible(declaration.precisions[cell.accelerator])
+    problem = Problem(recipe, cell, finding).visible(of_accelerator(declaration.precisions, cell.accelerator))
     file = folder / f"{name}-program.py"
     shown = None
     try:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from plumbline.core.accelerator import EVERY_OTHER, of_accelerator
 from plumbline.core.backend import Held
 from plumbline.core.cell import Cell
 from plumbline.core.software import UNKNOWN, Software
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.devices.communication import backend_of
 from plumbline.workloads import EVERY, PerformanceWorkload, Workload
 
 
@@ -29,7 +31,8 @@ class Refusal:
 class Declaration:
     """What a subject declares. ``locator`` is what the user typed after ``--subject``.
 
-    ``precisions`` are by accelerator. ``launch``: the harness starts a process for each ``rank`` or ``node``.
+    ``precisions`` are by accelerator, see :mod:`plumbline.core.accelerator`. ``launch``: the harness starts a process
+    for each ``rank`` or ``node``.
     ``source`` is the file and line of its function, ``sha256`` the hash of that file and of what it imports from its
     folder; None if unknown.
     """
@@ -63,13 +66,15 @@ class Declaration:
     def refusal(self, cell: Cell) -> Refusal | None:
         if cell.backend not in self.backends:
             return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
-        if not self.precisions[cell.accelerator]:
-            others = " and ".join(name for name, some in self.precisions.items() if some) or "no accelerator"
+        offered = of_accelerator(self.precisions, cell.accelerator)
+        if not offered:
+            others = " and ".join(name for name, some in self.precisions.items() if some and name != EVERY_OTHER)
+            others = others or "no accelerator"
             return Refusal(
                 f"{self.name} declares backend {cell.backend!r} only on {others}, not on {cell.accelerator}",
                 (f"backend {cell.backend} on {cell.accelerator}",),
             )
-        if cell.precision not in self.precisions[cell.accelerator]:
+        if cell.precision not in offered:
             return Refusal(
                 f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}",
                 (f"precision {cell.precision}",),
@@ -85,8 +90,9 @@ class Declaration:
         oldest = min(map(_release, (torch.__version__, self.software.torch or torch.__version__)))
         if oldest < workload.needs_torch:
             return Refusal(f"{cell.workload} needs torch {'.'.join(map(str, workload.needs_torch))} or later")
-        if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
-            return Refusal(workload.gloo_only)
+        communication = backend_of(cell.accelerator)
+        if workload.gloo_only and communication not in ("gloo", None) and cell.processes > 1:
+            return Refusal(f"{communication.upper()} cannot {workload.gloo_only}")
         # An elastic training begins on another mesh, which has to fit as well.
         unfit = (self._misfit(one, workload) for one in ((cell, cell.resized) if workload.elastic else (cell,)))
         misfit = next(filter(None, unfit), None) or _why_batches_differ(cell, workload)

@@ -20,7 +20,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
-from plumbline.core.accelerator import ACCELERATORS
 from plumbline.core.backend import BACKENDS
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
@@ -28,6 +27,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
+from plumbline.devices.types import accelerators
 from plumbline.judge.checks import checks_of
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.results.records import Expected, SourceLine
@@ -42,7 +42,7 @@ _COORDINATES: Mapping[str, Collection[str]] = {
     "workload": WORKLOADS,
     "backend": BACKENDS,
     "precision": PRECISIONS,
-    "accelerator": ACCELERATORS,
+    "accelerator": ("cpu", *accelerators()),
 }
 """The names that a coordinate may have."""
 

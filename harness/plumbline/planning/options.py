@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.errors import PlanError, WorkloadError
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers.base import Launcher, LauncherOptions
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import OwnWorkload, use_workloads
+from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.expectation_files import FOLDER, ExpectationsError
 from plumbline.planning.plan import Matrix, check_devices, plan
 from plumbline.planning.topologies import DEFAULT_GPUS, parse_mesh, topologies
@@ -58,8 +58,6 @@ class Options:
     """
 
     def __init__(self, given: Mapping[str, Any], root: Path, notify: Callable[[str], None]) -> None:
-        import torch
-
         self._given = given
         self.settings = Settings(given["time_limit"], given["oversubscribe"], given["store_above"])
         self.launches: int = given["launches"]
@@ -71,18 +69,17 @@ class Options:
         check_report_dir(self.report_dir)
         self.cells: Collection[str] | None = given["cell"]
         self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
-        present = torch.cuda.device_count()
-        accelerator = resolve_accelerator(given["accelerator"], present)
+        accelerator, present = resolve_accelerator(given["accelerator"])
         self.own_workloads = use_workloads(given["workload"] or ())
         self.matrix = Matrix(
-            gpus=given["gpus"] or (present if accelerator == "cuda" else DEFAULT_GPUS),
+            gpus=given["gpus"] or (present or DEFAULT_GPUS),
             nodes=given["nodes"],
             backends=_names(given["backends"]),
             precisions=_names(given["precisions"]),
             workloads=selected_workloads(self.own_workloads, _names(given["workloads"])),
             accelerator=accelerator,
             seed=given["seed"],
-            shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
+            shared=present if present and given["oversubscribe"] else None,
             meshes=tuple(map(parse_mesh, given["mesh"] or ())),
         )
         if given["gpus"] is not None and given["gpus"] < 1:
@@ -101,11 +98,11 @@ class Options:
         # xdist's controller launches nothing: its workers do.
         launches = "PYTEST_XDIST_WORKER" in os.environ or not self._given.get("numprocesses")
         gpus = max(topology.gpus for topology in self.matrix.topologies) if launches else 0
-        cuda_devices = min(gpus, 1) if self.settings.oversubscribe else gpus
+        devices = min(gpus, 1) if self.settings.oversubscribe else gpus
         return LauncherOptions(
             nodes=max(topology.num_nodes for topology in self.matrix.topologies),
             gpus=gpus,
-            cuda_devices=cuda_devices if self.matrix.accelerator == "cuda" else 0,
+            devices=0 if self.matrix.accelerator == "cpu" else devices,
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],

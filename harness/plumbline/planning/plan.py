@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import BACKENDS, Backend, declared_for, resized
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
@@ -15,6 +16,8 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.devices.communication import backend_of
+from plumbline.devices.types import device_type
 from plumbline.planning.declaration import Declaration, Refusal
 from plumbline.planning.topologies import MeshChoice, topologies
 from plumbline.results.records import PERFORMANCE
@@ -126,7 +129,7 @@ def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
 class Matrix:
     """The user's selection. None selects everything.
 
-    Without ``nodes``, ``gpus`` counts devices over all nodes; otherwise, per node. ``shared`` is the number of CUDA
+    Without ``nodes``, ``gpus`` counts devices over all nodes; otherwise, per node. ``shared`` is the number of
     devices if ranks share them. If there are ``meshes``, only they are planned.
     """
 
@@ -161,11 +164,12 @@ class Matrix:
         buffers, and a correct trainer would fail.
         """
         replicas = cell.contract.devices_per_process(cell.topology)
-        if self.shared is None or cell.accelerator != "cuda" or replicas <= self.shared:
+        if self.shared is None or cell.accelerator == "cpu" or replicas <= self.shared:
             return None
         return Refusal(
-            f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need a CUDA device each "
-            f"even with --oversubscribe; this machine has {self.shared}"
+            f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need one "
+            f"{device_type(cell.accelerator).label} device each even with --oversubscribe; this machine has "
+            f"{self.shared}"
         )
 
     def includes(self, backend: Backend, declared: Declaration) -> bool:
@@ -175,7 +179,7 @@ class Matrix:
     def precisions_for(self, declared: Declaration) -> list[str]:
         """Return the precisions that are planned for a subject. An opt-in precision must be declared or named."""
         names = _known("precision", self.precisions, PRECISIONS)
-        offered = declared.precisions[self.accelerator]
+        offered = of_accelerator(declared.precisions, self.accelerator)
         return [name for name in names if not PRECISIONS[name].opt_in or name in offered or self.precisions]
 
 
@@ -275,12 +279,17 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
 
 
 def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
-    """Check that there are enough CUDA devices for a matrix."""
+    """Check that there are enough devices for a matrix, and that several of them can communicate."""
     wanted = max((topology.devices for topology in matrix.topologies), default=0)
-    if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
+    if matrix.accelerator != "cpu" and wanted > present and not oversubscribe:
         nodes = min(matrix.nodes or 1, max(present, 1))
         fewer = f"--gpus {max(present // nodes, 1)}" + (f" --nodes {nodes}" if matrix.nodes else "")
         raise PlanError(
             f"{wanted} devices are needed, but this machine has {present}: use {fewer}, simulate devices with "
             "--accelerator cpu, or share them with --oversubscribe"
+        )
+    if wanted > 1 and backend_of(matrix.accelerator, shared=oversubscribe) is None:
+        raise PlanError(
+            f"torch has no communication backend for {device_type(matrix.accelerator).label} devices, so {wanted} of "
+            "them cannot train together: use --gpus 1, or simulate devices with --accelerator cpu"
         )

@@ -60,7 +60,7 @@ class Reproduction:
         }
         names = ["gpus", "nodes", "seed", "rendezvous", "node_command", "listen", "expectations"]
         names += [name for name, value in defaults.items() if self._given[name] != value]
-        if self._matrix.accelerator == "cuda":
+        if self._matrix.accelerator != "cpu":
             names.append("oversubscribe")  # there are always enough simulated devices
         if measured and self._given["launches"] != FEWEST_LAUNCHES:
             names.append("launches")

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from plumbline.core.accelerator import resolve_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError, TraceError
 from plumbline.core.finding import Finding
@@ -36,6 +35,7 @@ from plumbline.launch.cell_launch import behavior_of
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
 from plumbline.own_workloads.load import use_workloads, workload_of
+from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan
 from plumbline.workloads import WORKLOADS
@@ -186,7 +186,7 @@ def cells_of(
         workloads=names,
         backends=None if backends is None else tuple(backends),
         precisions=None if precisions is None else tuple(precisions),
-        accelerator=resolve_accelerator("auto", torch.cuda.device_count()),
+        accelerator=resolve_accelerator("auto")[0],
     )
     cells = [one.cell for one in plan(matrix, declared, WORKLOADS) if one.refusal is None]
     if not cells:

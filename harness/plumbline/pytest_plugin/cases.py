@@ -13,6 +13,7 @@ import pytest
 from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements, not_applicable
 from plumbline.benchmark.timed_launch import Begin, PairedRounds, TimedLaunch, TimedLaunchError, profiled
+from plumbline.core.accelerator import of_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.core.finding import Finding, in_reading_order, is_unexplained
@@ -168,7 +169,8 @@ class BenchmarkCase(ConformanceCase):
             loops = str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
             own, by_hand = session.pools.for_measuring.several(locator, loops, count=launches)
             (loop,) = by_hand[0].subjects
-            is_there = cell.backend in loop["backends"] and cell.precision in loop["precisions"][cell.accelerator]
+            precisions = of_accelerator(loop["precisions"], cell.accelerator)
+            is_there = cell.backend in loop["backends"] and cell.precision in precisions
             yardstick = self._begin(by_hand, replace(cell, subject=loop["name"])) if is_there else None
             paired = PairedRounds(self._begin(own, cell), yardstick, rounds)
             with closing(paired):

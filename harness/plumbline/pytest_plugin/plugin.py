@@ -70,8 +70,8 @@ def add_options(add: Callable[..., object]) -> None:
     several("--subject", metavar="WHAT", help=subject)
     several("--cell", metavar="ID", help="run only the cell with this id (repeatable; default: all)")
     add("--seed", type=int, metavar="N", help="seed of weights, data and order (default: each workload's own)")
-    accelerator = "device type; cpu simulates devices, auto uses cuda if available (default: %(default)s)"
-    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help=accelerator)
+    accelerator = "type of device: cuda, xpu, npu, …; cpu simulates devices, auto uses those of this machine, if any"
+    add("--accelerator", default="auto", metavar="TYPE", help=f"{accelerator} (default: %(default)s)")
     launcher = "how ranks are started: local, torchrun, slurm (within this job), hosts, ray (default: %(default)s)"
     add("--launcher", default="local", metavar="NAME", help=launcher)
     place = "for --launcher torchrun: wait here for the nodes and print a command for each (default: start them)"
@@ -80,7 +80,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--node-command", metavar="COMMAND", help=prefix)
     address = "for --launcher hosts, slurm, ray: address where nodes reach this machine (default: its only address)"
     add("--listen", metavar="ADDRESS", help=address)
-    flag("--oversubscribe", help="let several ranks share a CUDA device, over gloo")
+    flag("--oversubscribe", help="let several ranks share a device; CUDA's then communicate over gloo")
     above = "store tensors of more than N entries once for all ranks with the same values (default: %(default)s)"
     add("--store-above", type=int, default=STORE_ABOVE, metavar="N", help=above)
     add("--expectations", metavar="DIR", help="folder of expected failures (default: expectations/ beside the suite)")

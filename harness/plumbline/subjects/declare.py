@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plumbline.core.accelerator import ACCELERATORS
+from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.backend import BACKENDS
 from plumbline.core.errors import SubjectError
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.devices.types import accelerators
 from plumbline.user_code.user_module import sha256_of
 
 CAPABILITIES = frozenset(
@@ -42,7 +43,10 @@ Train = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer under test: its function and its declarations. ``precisions`` are by accelerator."""
+    """A trainer under test: its function and its declarations.
+
+    ``precisions`` are by accelerator, see :mod:`plumbline.core.accelerator`.
+    """
 
     name: str
     train: Train
@@ -108,7 +112,8 @@ def subject(
         backends: the backends that it supports: ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2``, …
             If some of them support less than others, declare two functions with the same name, each for its backends.
         precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``, ``bf16-true``, ``bf16-master``.
-            If they depend on the accelerator, give a dict with the keys ``cpu`` and ``cuda``.
+            If they depend on the accelerator, give a dict by ``cpu``, ``cuda`` and other types of torch's devices, with
+            ``*`` for every type that is no key. On others, the trainer is unsupported.
         capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
         library: pip's name of the package under test. Reports show its version.
         launch: ``rank``: the harness starts a process per rank, which calls ``train``. ``node``: it starts a process
@@ -140,10 +145,10 @@ def subject(
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
         raise SubjectError(f"subject name {name!r}: use only letters, digits and . _ + -, because it names files")
-    by_accelerator = precisions if isinstance(precisions, Mapping) else dict.fromkeys(ACCELERATORS, precisions)
+    by_accelerator = precisions if isinstance(precisions, Mapping) else {EVERY_OTHER: precisions}
     for what, given, known in (
         ("backend", backends, BACKENDS),
-        ("accelerator", by_accelerator, ACCELERATORS),
+        ("accelerator", by_accelerator, ("cpu", *accelerators(), EVERY_OTHER)),
         *(("precision", some, PRECISIONS) for some in by_accelerator.values()),
         ("capability", capabilities, CAPABILITIES),
         ("launch", (launch,), LAUNCHES),
@@ -169,7 +174,7 @@ def subject(
         raise SubjectError(f"subject {name!r}: {error}") from None
 
     def declare(train: Train) -> Train:
-        offered = {accelerator: tuple(by_accelerator.get(accelerator, ())) for accelerator in ACCELERATORS}
+        offered = {accelerator: tuple(some) for accelerator, some in by_accelerator.items()}
         declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch, behavior)
         train.__plumbline_subject__ = declared  # type: ignore[attr-defined]
         return train

@@ -17,6 +17,7 @@ from typing import Any
 
 from plumbline.core.errors import PlanError, PlumblineError
 from plumbline.core.invocation import SUITES, pytest_arguments, suites
+from plumbline.planning.accelerator import check_accelerator
 from plumbline.results.files import point_symlink
 from plumbline.results.header_footer import new_run_id
 from plumbline.results.run import LATEST
@@ -82,6 +83,7 @@ class SubmitRequest:
         for name in ("nodes", "gpus", "tasks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"--{name.replace('tasks', 'array')} {getattr(self, name)}: must be at least 1")
+        check_accelerator(self.accelerator)
 
 
 def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:

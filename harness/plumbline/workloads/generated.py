@@ -86,7 +86,7 @@ class Generated(Plain):
         cls.batch_size, cls.steps_per_epoch, cls.epochs = made.batch_size, made.steps_per_epoch, made.epochs
         cls.accumulate, cls.clip_norm, cls.shuffle, cls.seed = made.accumulate, made.clip_norm, made.shuffle, made.seed
         cls.validate_every, cls.interrupt_after = made.validate_every, made.interrupt_after
-        cls.gloo_only = "NCCL cannot all-reduce sparse gradients" if made.inputs == "sparse-tokens" else None
+        cls.gloo_only = "all-reduce sparse gradients" if made.inputs == "sparse-tokens" else None
         cls.warm_up = None if made.schedule == "none" else (2, 0.8)
         cls.needs_epochs = None if made.shuffle and not made.left_out else "asks for the order and the end of an epoch"
 

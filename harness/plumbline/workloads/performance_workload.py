@@ -80,9 +80,10 @@ class Repeated(Columns):
 class PerformanceWorkload(Workload):
     """A problem that is trained for its speed. ``dominated_by`` says what takes most of a step's time, and why.
 
-    ``sizes`` has a size for each accelerator. A ``strong`` workload keeps the total batch of eight devices on any
-    number of them; others keep each device's. Each launch times ``rounds`` rounds. ``backends`` and ``precisions``
-    limit those that are planned (None: all), ``on_nodes`` names the backends on several nodes.
+    ``sizes`` has a size for ``cpu``, and for ``cuda`` one that every other accelerator shares. A ``strong``
+    workload keeps the total batch of eight devices on any number of them; others keep each device's. Each launch times
+    ``rounds`` rounds. ``backends`` and ``precisions`` limit those that are planned (None: all), ``on_nodes`` names the
+    backends on several nodes.
     """
 
     exposes = "speed and memory; what it computes is not judged"
@@ -98,7 +99,7 @@ class PerformanceWorkload(Workload):
 
     @property
     def size(self) -> ProblemSize:
-        return self.sizes[self.accelerator]
+        return self.sizes["cpu" if self.accelerator == "cpu" else "cuda"]
 
     def on(self, accelerator: str) -> PerformanceWorkload:
         other = copy.copy(self)
@@ -110,7 +111,7 @@ class PerformanceWorkload(Workload):
 
         Simulated devices share the cores of one machine, so there a round keeps its samples rather than its steps.
         """
-        steps = self.size.steps if self.accelerator == "cuda" else max(FEWEST_STEPS, self.size.steps // devices)
+        steps = self.size.steps if self.accelerator != "cpu" else max(FEWEST_STEPS, self.size.steps // devices)
         return Extent(self.size.warmup, self.rounds, steps)
 
     def global_batch_size(self, devices: int) -> int:

@@ -32,7 +32,7 @@ class EmbeddingSparse(Plain):
     network: ClassVar[type[nn.Module]] = _Bag
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"sparse-gradients"})
-    gloo_only = "NCCL cannot all-reduce sparse gradients"
+    gloo_only = "all-reduce sparse gradients"
     narrow = True
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:

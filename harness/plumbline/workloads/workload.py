@@ -24,7 +24,7 @@ class Workload:
     exact: ClassVar[bool] = False  # every sum is exact in float32 in any order, if all divisors are powers of two
     narrow: ClassVar[bool] = False  # a few topologies, and ``precisions``, suffice for its mistakes
     precisions: ClassVar[tuple[str, ...]] = ("32", "16")
-    gloo_only: ClassVar[str | None] = None  # why only gloo can average its gradients
+    gloo_only: ClassVar[str | None] = None  # what only gloo can do to average its gradients
     needs_epochs: ClassVar[str | None] = None  # what cannot be asked of a trainer that knows no epochs
     blocks: ClassVar[int | None] = None  # modules that can be computed in sequence, each on its own device, if known
     whole_layers: ClassVar[str | None] = None  # why a layer must not be divided among devices

@@ -15,14 +15,14 @@ class LauncherOptions:
     """The options of launchers.
 
     ``nodes`` is the largest number of nodes of any cell. ``gpus`` is the largest number of devices of a node, of which
-    ``cuda_devices`` are not simulated; both are 0 if no cell will be launched. ``subjects`` is the number of pools.
+    ``devices`` are not simulated; both are 0 if no cell will be launched. ``subjects`` is the number of pools.
     ``rendezvous``, ``node_command`` and ``listen`` are options of the command line. ``notify`` shows the user a
     message at once.
     """
 
     nodes: int = 1
     gpus: int = 1
-    cuda_devices: int = 0
+    devices: int = 0
     subjects: int = 1
     rendezvous: str | None = None
     node_command: str | None = None
@@ -51,7 +51,7 @@ class Launcher(ABC):
 
 
 class LocalLauncher(Launcher):
-    """Simulates the nodes on this machine; they divide its CUDA devices among them."""
+    """Simulates the nodes on this machine; they divide its devices among them."""
 
     def pool(self, locator: str, python: str | None) -> Pool:
         return Pool(locator, python, self._notify)

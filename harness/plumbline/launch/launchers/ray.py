@@ -46,7 +46,7 @@ class RayLauncher(Launcher):
         self._address = options.listen or own_address
         self.nodes: int = options.nodes
         self.machines = self.nodes if self._cluster else 1
-        needed = {"CPU": options.gpus, "GPU": options.cuda_devices}
+        needed = {"CPU": options.gpus, "GPU": options.devices}
         # A placement group must request something; one byte of memory is always free.
         resources = {name: count for name, count in needed.items() if count} or {"memory": 1}
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -1,0 +1,121 @@
+"""What every type of device can do, by its module in torch, such as ``torch.cuda`` or ``torch.xpu``.
+
+Modules differ in what they have. Functions return None, or do nothing, where one of them lacks the call.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbline.devices.types import TYPES, accelerators, device_type, module_of
+
+
+def started_types() -> tuple[str, ...]:
+    """Return the types of accelerator that this process has initialised."""
+    return tuple(name for name in accelerators() if is_started(name))
+
+
+def is_started(name: str) -> bool:
+    """Return whether this process has initialised devices of this type; False where torch does not know."""
+    module: Any = getattr(torch, name, None)
+    is_initialized = getattr(module, "is_initialized", None)
+    return name != "cpu" and is_initialized is not None and bool(is_initialized() and module.is_available())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    _call(device, "synchronize")
+
+
+def synchronize_started() -> None:
+    """Wait for the current device of each type that this process has initialised."""
+    for name in started_types():
+        module_of(name).synchronize()
+
+
+def set_current(device: torch.device) -> None:
+    """Make this the device that ``torch.device(type)`` means in this process."""
+    if device.type != "cpu":
+        _call(device, "set_device")
+
+
+def index_of(device: torch.device) -> int:
+    """Return the device's number, by default that of the current one."""
+    if device.index is not None:
+        return device.index
+    current = getattr(module_of(device.type), "current_device", None)
+    return int(current()) if current is not None else 0
+
+
+def seed_all(name: str, seed: int) -> None:
+    """Seed the generators of all devices of this type."""
+    module = module_of(name)
+    seeds = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
+    if name != "cpu" and seeds is not None:
+        seeds(seed)
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of the device's generator."""
+    state: Tensor | None = _call(device, "get_rng_state")
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set what ``random_state`` returned."""
+    module = module_of(device.type)
+    module.set_rng_state(state, *_place(device))
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which the generators of the CPU and of this device are as they were."""
+    forkable = device.type != "cpu" and device_type(device.type).indexed
+    if forkable and hasattr(module_of(device.type), "get_rng_state"):
+        return torch.random.fork_rng([device], device_type=device.type)
+    return torch.random.fork_rng([])
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what this process may still take on the device: what is free, and what its allocator holds unused."""
+    info = _call(device, "mem_get_info")
+    reserved, allocated = _call(device, "memory_reserved"), _call(device, "memory_allocated")
+    if info is None or reserved is None or allocated is None:
+        return None
+    return int(info[0] + reserved - allocated)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Return the memory of the device."""
+    properties = _call(device, "get_device_properties")
+    return getattr(properties, "total_memory", None)
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """Return the figures of the device's allocator, as ``torch.cuda.memory_stats`` names them."""
+    return _call(device, "memory_stats") or {}
+
+
+def counts_peak(device: torch.device) -> bool:
+    """Return whether the device's allocator counts the most that it held."""
+    module = module_of(device.type)
+    return device.type != "cpu" and hasattr(module, "max_memory_allocated")
+
+
+def profiled(name: str) -> list[torch.profiler.ProfilerActivity]:
+    """Return what torch's profiler follows in a training on devices of this type."""
+    kinds = torch.profiler.ProfilerActivity
+    own = getattr(kinds, name.upper(), None if name in TYPES else kinds.PrivateUse1)
+    return [kinds.CPU] if name == "cpu" or own is None else [kinds.CPU, own]
+
+
+def _call(device: torch.device, name: str) -> Any:
+    call = getattr(module_of(device.type), name, None)
+    return None if call is None else call(*_place(device))
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    return (device,) if device_type(device.type).indexed else ()

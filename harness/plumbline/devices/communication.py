@@ -1,0 +1,20 @@
+"""The communication backend of torch.distributed for a type of device."""
+
+from __future__ import annotations
+
+import torch.distributed
+
+from plumbline.devices.types import device_type
+
+
+def backend_of(name: str, *, shared: bool = False) -> str | None:
+    """Return the backend of ranks on devices of this type, None if none is registered. ``shared``: ranks share one."""
+    own = device_type(name).shared_backend if shared else None
+    return own or _defaults().get(name)
+
+
+def _defaults() -> dict[str, str]:
+    if not torch.distributed.is_available():
+        return {"cpu": "gloo"}
+    # Extensions of torch add theirs here, by torch.distributed.Backend.register_backend.
+    return torch.distributed.Backend.default_device_backend_map

@@ -1,0 +1,67 @@
+"""How many devices this process sees, counted without initialising one."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from plumbline.devices.types import device_type, module_of
+
+
+def count(name: str) -> int:
+    """Return how many devices of this type there are; 0 if this torch does not have the type."""
+    module = module_of(name)
+    if module is None:
+        return 0
+    return int(module.device_count()) if device_type(name).counts_safely else _counted_apart(name)
+
+
+def device_names(name: str) -> tuple[str, ...] | None:
+    """Return the name of each model of device, None if torch does not know it."""
+
+    def ask() -> list[str]:
+        module = module_of(name)
+        return sorted({str(module.get_device_name(index)) for index in range(module.device_count())})
+
+    found = in_child(ask)
+    return tuple(found) if found else None
+
+
+@lru_cache
+def _counted_apart(name: str) -> int:
+    return int(in_child(lambda: module_of(name).device_count()) or 0)
+
+
+def in_child(ask: Callable[[], Any]) -> Any:
+    """Return what ``ask`` returns in a fork of this process, as JSON has it; None if it fails.
+
+    The answer costs this process no initialised device.
+    """
+    if not hasattr(os, "fork"):
+        return _answer(ask)
+    source, sink = os.pipe()
+    with warnings.catch_warnings():
+        # The child calls nothing that waits for another thread.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        pid = os.fork()
+    if not pid:
+        try:
+            os.write(sink, json.dumps(_answer(ask)).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with open(source, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(text or "null")
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception:  # a runtime without its driver raises its own kind of error
+        return None

@@ -1,0 +1,89 @@
+"""The types of device that are known by name. Another one works without an entry, if torch has its module.
+
+An entry says what torch does not: a new type is one line of ``TYPES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """A type of device. ``name`` is torch's, as in ``torch.device``.
+
+    ``visible`` is the variable with the devices that a process sees, None without one. ``numbering`` are variables with
+    which its numbers are those of the vendor's tools. ``shared_backend`` is the communication backend of ranks that
+    share a device, where the type's own cannot. ``counts_safely``: counting devices does not initialise one.
+    ``by_default``: ``auto`` chooses this type where there is one. ``indexed``: functions of its module take a device.
+    """
+
+    name: str
+    visible: str | None = None
+    numbering: Mapping[str, str] = field(default_factory=dict)
+    shared_backend: str | None = None
+    counts_safely: bool = False
+    by_default: bool = True
+    indexed: bool = True
+
+    @property
+    def label(self) -> str:
+        """The type's name in messages."""
+        return self.name.upper()
+
+
+TYPES: Final[Mapping[str, DeviceType]] = {
+    one.name: one
+    for one in (
+        # NVML counts, and NCCL cannot have two ranks on one device.
+        DeviceType(
+            "cuda",
+            "CUDA_VISIBLE_DEVICES",
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            shared_backend="gloo",
+            counts_safely=True,
+        ),
+        DeviceType("xpu", "ZE_AFFINITY_MASK"),
+        # There is never more than one, so nothing could be distributed by default.
+        DeviceType("mps", by_default=False, indexed=False),
+        DeviceType("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        DeviceType("mlu", "MLU_VISIBLE_DEVICES"),
+        DeviceType("musa", "MUSA_VISIBLE_DEVICES"),
+        DeviceType("hpu", "HABANA_VISIBLE_MODULES"),
+        DeviceType("mtia"),
+    )
+}
+
+
+def device_type(name: str) -> DeviceType:
+    """Return the entry of this type; types without one have nothing but their name."""
+    return TYPES.get(name, DeviceType(name))
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return the names of all types but the CPU: those with an entry, and what an extension of torch registered."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return (*TYPES, name) if name not in TYPES and hasattr(torch, name) else tuple(TYPES)
+
+
+def module_of(name: str) -> Any:
+    """Return torch's module for this type, such as ``torch.cuda``; None if this torch has none."""
+    # torch.get_device_module does the same, but raises, and torch 2.4 does not have it.
+    module = getattr(torch, name, None) if name in accelerators() else None
+    return module if hasattr(module, "device_count") else None
+
+
+def preferred() -> tuple[str, ...]:
+    """Return the types that ``auto`` may choose, the first one first."""
+    # torch.accelerator asks CUDA's driver, which then does not survive a fork.
+    found = ["cuda"]
+    if not torch.backends.cuda.is_built() and hasattr(torch, "accelerator"):  # type: ignore[no-untyped-call]
+        with suppress(RuntimeError):  # torch 2.6 raises where there is none
+            current = torch.accelerator.current_accelerator()
+            found += [current.type] if current is not None else []
+    return tuple(name for name in found if device_type(name).by_default)
