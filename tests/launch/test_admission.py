@@ -14,7 +14,7 @@ from plumbline.launch.remote.node_checks import Node, cut_off, differing, other_
 def node(number, **values):
     told = {"number": number, "host": f"host{number}", "launcher": "10.0.0.9", "interface": "eth0", "chosen": False}
     told |= {"address": f"10.0.0.{number}", "nodes": None, "servers": None, "clock_offset": 0.0}
-    software = {"torch": "2.13.0", "python": "3.11", "plumbline": "this", "devices": 8}
+    software = {"torch": "2.13.0", "python": "3.11", "plumbline": "this", "devices": {"cuda": 8}}
     software |= {name: values.pop(name) for name in tuple(values) if name in software}
     return Node(**(told | values), software=software)
 
@@ -49,17 +49,17 @@ def test_another_plumbline_than_this_process_has_is_refused_with_the_node():
 
 
 def test_uneven_nodes_are_refused_with_every_count():
-    uneven = [node(0), node(1, devices=4)]
-    assert too_few_devices(uneven, 4) is None
-    said = too_few_devices(uneven, 8)
+    uneven = [node(0), node(1, devices={"cuda": 4})]
+    assert too_few_devices(uneven, "cuda", 4) is None
+    said = too_few_devices(uneven, "cuda", 8)
     assert "cells need 8 CUDA devices per node" in said
     assert "host0 8, host1 4. To run, use --gpus 4" in said
-    assert "leave out nodes without any" in too_few_devices([node(0), node(1, devices=0)], 1)
+    assert "leave out nodes without any" in too_few_devices([node(0), node(1, devices={})], "cuda", 1)
 
 
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=8), st.integers(1, 16))
 def test_nodes_are_refused_exactly_where_one_has_too_few(counts, wanted):
-    said = too_few_devices([node(n, devices=count) for n, count in enumerate(counts)], wanted)
+    said = too_few_devices([node(n, devices={"cuda": count}) for n, count in enumerate(counts)], "cuda", wanted)
     assert (said is None) == all(count >= wanted for count in counts)
 
 

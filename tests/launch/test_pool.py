@@ -83,7 +83,7 @@ def test_an_owner_that_is_killed_takes_its_ranks_along(tmp_path, is_gone, number
 
 
 STARTS_CUDA = {
-    "pretends": "import plumbline.trainer.connector\nplumbline.trainer.connector.driver_started = lambda: True",
+    "pretends": "import plumbline.devices.forking\nplumbline.devices.forking.driver_started = lambda: True",
     "really": "import torch\ntorch.zeros(1, device='cuda')",
 }
 

@@ -30,7 +30,7 @@ DEFAULTS = {
     "seed": 0,
     "start_method": None,
     "variables": {},
-    "cuda_devices": 0,
+    "present": ("cuda", 0),
     "oversubscribe": False,
 }
 
@@ -87,15 +87,27 @@ def test_precisions(options, member, dtype):
 
 def test_accelerators():
     assert plan(gpus=2).accelerator == "cpu"
-    assert plan(gpus=2, cuda_devices=2).accelerator == "cuda"
-    assert plan(gpus=None, cuda_devices=2).accelerator == "cpu"
-    assert plan(gpus=8, cuda_devices=2, accelerator="cpu").accelerator == "cpu"
-    assert plan(gpus=-1, cuda_devices=2).devices == (0, 1)
+    assert plan(gpus=2, present=("cuda", 2)).accelerator == "cuda"
+    assert plan(gpus=None, present=("cuda", 2)).accelerator == "cpu"
+    assert plan(gpus=8, present=("cuda", 2), accelerator="cpu").accelerator == "cpu"
+    assert plan(gpus=-1, present=("cuda", 2)).devices == (0, 1)
     assert len(plan(gpus=-1).devices) == os.cpu_count()
 
 
+def test_other_types_of_device_have_ranks_and_no_replicas():
+    npu = {"gpus": 2, "present": ("npu", 2), "accelerator": "npu"}
+    ranks = plan(**npu, distributed_backend="ddp")
+    assert (ranks.accelerator, ranks.start_method) == ("npu", "spawn")
+    with pytest.raises(MisconfigurationError, match="splits batches over CUDA devices only, not over NPU devices"):
+        plan(**npu, distributed_backend="dp")
+    with pytest.raises(MisconfigurationError, match="needs NPU device 2, but there are 2"):
+        plan(**{**npu, "gpus": 3}, distributed_backend="ddp")
+    with pytest.raises(MisconfigurationError, match="accelerator='gpu'"):
+        plan(accelerator="gpu")
+
+
 def test_ranks_share_devices_in_turn_over_gloo_where_they_are_allowed_to():
-    ddp = {"gpus": 4, "cuda_devices": 3, "distributed_backend": "ddp"}
+    ddp = {"gpus": 4, "present": ("cuda", 3), "distributed_backend": "ddp"}
     with pytest.raises(MisconfigurationError, match="there are 3"):
         plan(**ddp)
     shared = plan(**ddp, oversubscribe=True)
@@ -109,14 +121,15 @@ def test_ranks_share_devices_in_turn_over_gloo_where_they_are_allowed_to():
 def test_replicas_of_one_process_do_not_share_a_device(gpus, devices):
     for backend in ("dp", "ddp2"):
         with pytest.raises(MisconfigurationError, match="only ranks can share"):
-            plan(gpus=gpus, cuda_devices=devices, distributed_backend=backend, oversubscribe=True)
-        assert plan(gpus=gpus, cuda_devices=gpus, distributed_backend=backend, oversubscribe=True).devices_per_process
+            plan(gpus=gpus, present=("cuda", devices), distributed_backend=backend, oversubscribe=True)
+        enough = plan(gpus=gpus, present=("cuda", gpus), distributed_backend=backend, oversubscribe=True)
+        assert enough.devices_per_process
 
 
 def test_ranks_are_forked_only_where_no_cuda_device_is():
     assert plan(gpus=2).start_method == "fork"
-    assert plan(gpus=2, cuda_devices=2).start_method == "spawn"
-    assert plan(gpus=2, cuda_devices=2, accelerator="cpu").start_method == "spawn"
+    assert plan(gpus=2, present=("cuda", 2)).start_method == "spawn"
+    assert plan(gpus=2, present=("cuda", 2), accelerator="cpu").start_method == "spawn"
     assert plan(gpus=2, start_method="spawn").start_method == "spawn"
 
 
@@ -128,11 +141,11 @@ def test_ranks_are_forked_only_where_no_cuda_device_is():
         ({"gpus": -2}, "negative"),
         ({"gpus": True}, "bool"),
         ({"gpus": 1.5}, "float"),
-        ({"gpus": 3, "cuda_devices": 2}, "there are 2.*accelerator='cpu'"),
-        ({"gpus": "7", "cuda_devices": 2}, "device 7"),
+        ({"gpus": 3, "present": ("cuda", 2)}, "there are 2.*accelerator='cpu'"),
+        ({"gpus": "7", "present": ("cuda", 2)}, "device 7"),
         ({"gpus": 1, "accelerator": "cuda"}, "there are 0"),
         ({"gpus": 1, "accelerator": "cuda", "oversubscribe": True}, "no CUDA device to share"),
-        ({"accelerator": "cuda", "cuda_devices": 2}, "has no device"),
+        ({"accelerator": "cuda", "present": ("cuda", 2)}, "has no device"),
         ({"accelerator": "gpu"}, "accelerator='gpu'"),
         ({"distributed_backend": "dpp"}, "did you mean 'd?dp'"),
         ({"distributed_backend": "DDP"}, "did you mean 'ddp'"),

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plumbline.devices.forking import driver_started
 from plumbline.trainer import MisconfigurationError
-from plumbline.trainer.connector import driver_started, make_visible, parse_gpus
+from plumbline.trainer.connector import make_visible, parse_gpus
 
 indices = st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True)
 
@@ -84,7 +85,7 @@ def test_a_driver_that_is_not_loaded_is_not_started(monkeypatch):
 
 @pytest.mark.cuda
 def test_the_real_driver_is_started_by_torch_and_not_by_counting_devices():
-    script = "import torch; from plumbline.trainer.connector import driver_started as started;"
+    script = "import torch; from plumbline.devices.forking import driver_started as started;"
     script += "print(torch.cuda.device_count() > 0, started(), torch.cuda.init(), started())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "None", "True"]
@@ -92,6 +93,6 @@ def test_the_real_driver_is_started_by_torch_and_not_by_counting_devices():
 
 def test_shows_the_devices_that_were_asked_for():
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert make_visible((1, 3), None, False) == ({**order, "CUDA_VISIBLE_DEVICES": "1,3"}, (0, 1))
-    assert make_visible((1, 0), "4,7", False) == ({**order, "CUDA_VISIBLE_DEVICES": "7,4"}, (0, 1))
-    assert make_visible((1, 3), None, True) == ({}, (1, 3))
+    assert make_visible("cuda", (1, 3), None, False) == ({**order, "CUDA_VISIBLE_DEVICES": "1,3"}, (0, 1))
+    assert make_visible("cuda", (1, 0), "4,7", False) == ({**order, "CUDA_VISIBLE_DEVICES": "7,4"}, (0, 1))
+    assert make_visible("cuda", (1, 3), None, True) == ({}, (1, 3))

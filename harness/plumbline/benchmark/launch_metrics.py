@@ -39,7 +39,7 @@ class SampleWork:
 
 def work_of(cell: Cell, device: str | None) -> SampleWork:
     tokens, flops = _work_of_workload(cell.workload, cell.accelerator)
-    return SampleWork(tokens, flops, peak_of(device, cell.precision) if cell.accelerator == "cuda" else OF_A_CPU)
+    return SampleWork(tokens, flops, OF_A_CPU if cell.accelerator == "cpu" else peak_of(device, cell.precision))
 
 
 @cache

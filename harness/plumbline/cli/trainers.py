@@ -15,6 +15,7 @@ from rich.text import Text
 
 from plumbline import own_workloads, subjects
 from plumbline.cli.arguments import ACCELERATOR, JSON, declare
+from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.invocation import command, suite_command
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
@@ -94,7 +95,8 @@ def _precisions(subject: Subject) -> list[str]:
     every = dict.fromkeys(precision for offered in subject.precisions.values() for precision in offered)
     where = {one: [name for name, offered in subject.precisions.items() if one in offered] for one in every}
     return [
-        one if len(names) == len(subject.precisions) else f"{one} ({', '.join(names)})" for one, names in where.items()
+        one if EVERY_OTHER in names or {"cpu", "cuda"} <= {*names} else f"{one} ({', '.join(names)})"
+        for one, names in where.items()
     ]
 
 

@@ -5,7 +5,7 @@ Modules differ in what they have. Functions return None, or do nothing, where on
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -119,3 +119,42 @@ def _call(device: torch.device, name: str) -> Any:
 
 def _place(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if device_type(device.type).indexed else ()
+
+
+def mark(device: torch.device) -> Any:
+    """Return a timing event in the device's stream, None if the type has no events.
+
+    It has ``elapsed_time``, in milliseconds, and ``synchronize``, as ``torch.cuda.Event``.
+    """
+    module = module_of(device.type)
+    kind, current = getattr(module, "Event", None), getattr(module, "current_stream", None)
+    if kind is None:
+        return None
+    event = kind(enable_timing=True)
+    event.record(*([current(device)] if current is not None else []))
+    return event
+
+
+def has_events(device: torch.device) -> bool:
+    return hasattr(module_of(device.type), "Event")
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generator of one device."""
+    module = module_of(device.type)
+    if hasattr(module, "manual_seed"):
+        with module.device(device) if hasattr(module, "device") else nullcontext():
+            module.manual_seed(number)
+
+
+def max_memory_allocated(device: torch.device) -> int:
+    """Return the most bytes that the device's allocator has held; see ``counts_peak``."""
+    return int(_call(device, "max_memory_allocated"))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    _call(device, "reset_peak_memory_stats")
+
+
+OutOfMemoryError: type[RuntimeError] = torch.cuda.OutOfMemoryError
+"""What every type of device raises; torch calls it ``torch.OutOfMemoryError`` from 2.5 on."""

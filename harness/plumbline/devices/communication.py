@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch.distributed
 
-from plumbline.devices.types import device_type
+from plumbline.devices.types import accelerators, device_type
 
 
 def backend_of(name: str, *, shared: bool = False) -> str | None:
     """Return the backend of ranks on devices of this type, None if none is registered. ``shared``: ranks share one."""
     own = device_type(name).shared_backend if shared else None
     return own or _defaults().get(name)
+
+
+def device_of(backend: str) -> str:
+    """Return the type of device whose own backend this is, or is among ``backend``; ``cpu`` for gloo."""
+    own = {name: backend_of(name) for name in accelerators()}
+    return next((name for name, one in own.items() if one not in (None, backend_of("cpu")) and one in backend), "cpu")
 
 
 def _defaults() -> dict[str, str]:

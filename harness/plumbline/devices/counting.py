@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from plumbline.devices.types import device_type, module_of
+from plumbline.devices.types import accelerators, device_type, module_of, preferred
 
 
 def count(name: str) -> int:
@@ -18,6 +18,21 @@ def count(name: str) -> int:
     if module is None:
         return 0
     return int(module.device_count()) if device_type(name).counts_safely else _counted_apart(name)
+
+
+def available() -> tuple[str, int]:
+    """Return the type of accelerator that this torch and this machine have, and the number of its devices.
+
+    Without any, it is ``cpu``, and the number is 0.
+    """
+    found = ((name, count(name)) for name in preferred())
+    return next(((name, present) for name, present in found if present), ("cpu", 0))
+
+
+def counts() -> dict[str, int]:
+    """Return the number of devices of each type that this torch has. All are counted in a fork."""
+    types = [name for name in accelerators() if module_of(name) is not None]
+    return in_child(lambda: {name: int(module_of(name).device_count()) for name in types}) or {}
 
 
 def device_names(name: str) -> tuple[str, ...] | None:

@@ -138,8 +138,8 @@ def _refuse_too_few_devices(
     for declared in subjects:
         if not cells[declared["name"]] and cells_of(declared, accelerator):
             raise PlanError(
-                f"the replicas of {declared['name']} need one {device_type(accelerator).label} device each, but this "
-                f"machine has {present}: simulate devices with --accelerator cpu"
+                f"the replicas of {declared['name']} need {device_type(accelerator).one} each, but this machine "
+                f"has {present}: simulate devices with --accelerator cpu"
             )
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
 from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.devices.communication import backend_of
+from plumbline.devices.counting import count
 from plumbline.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.trace import Exit, RankTrace, Trace
@@ -121,7 +122,7 @@ def start(
     store = None if whole_nodes else new_store(pool.listens_on)
     meeting = {"MASTER_PORT": str(store.port)} if store else pool.meeting_point()
     number = pool.next_launch()
-    comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
+    comm = backend_of(cell.accelerator, shared=settings.oversubscribe) or "gloo"
     assignments = tuple(
         Assignment(
             launch=number,
@@ -187,8 +188,8 @@ def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tu
         return ("cpu",) * spread
     first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
     # With oversubscription, every node is on this machine and has all of its devices.
-    present = torch.cuda.device_count() if oversubscribe else first + spread
-    return tuple(f"cuda:{(first + i) % present}" for i in range(spread))
+    present = count(cell.accelerator) if oversubscribe else first + spread
+    return tuple(f"{cell.accelerator}:{(first + i) % present}" for i in range(spread))
 
 
 def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:

@@ -11,6 +11,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
+from plumbline.devices.counting import count
+from plumbline.devices.types import device_type
+from plumbline.devices.visibility import only, visible_names
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Tells ranks that another process serves the rendezvous store."""
@@ -94,37 +97,33 @@ def local_variables(address: str) -> dict[str, str]:
 
 
 def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the variables with which each node sees its own CUDA devices only, as on a separate machine.
+    """Return the variables with which each node sees its own devices only, as on a separate machine.
 
     A single node needs them too, because some trainers use all visible devices (``DataParallel(model)``, for example).
     """
-    found = {}
-    if cell.accelerator == "cuda" and not oversubscribe:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        every = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
-        first = rank // cell.contract.processes_per_node(cell.topology) * cell.topology.gpus
-        if not visible:  # otherwise the user's numbers keep their meaning
-            found["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + cell.topology.gpus])
-    return found
+    if cell.accelerator == "cpu" or oversubscribe:
+        return {}
+    first = rank // cell.contract.processes_per_node(cell.topology) * cell.topology.gpus
+    return only(cell.accelerator, first, cell.topology.gpus)
 
 
 def devices_of(cell: Cell, oversubscribe: bool) -> tuple[str, ...]:
-    """Return the CUDA devices that a launch of ``cell`` uses; none if they are simulated.
+    """Return the devices that a launch of ``cell`` uses; none if they are simulated.
 
     A device has the same name in every process, whichever devices the process sees.
     """
-    if cell.accelerator != "cuda":
+    if cell.accelerator == "cpu":
         return ()
-    present = torch.cuda.device_count()
+    present = count(cell.accelerator)
     used = present if oversubscribe else cell.topology.num_nodes * cell.topology.gpus
-    return tuple(map(_device_name, range(min(used, present))))
+    return tuple(_device_name(cell.accelerator, index) for index in range(min(used, present)))
 
 
-def _device_name(index: int) -> str:
+def _device_name(accelerator: str, index: int) -> str:
     """Return a device's UUID, or its index if this torch does not report the UUID."""
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    on_cuda = accelerator == "cuda"
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if on_cuda else None
     if uuid is not None:
         return f"GPU {uuid}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"GPU {visible.split(',')[index].strip() if visible else index}"
+    named = visible_names(accelerator)
+    return f"{'GPU' if on_cuda else device_type(accelerator).label} {named[index].strip() if named else index}"

@@ -60,8 +60,10 @@ class EnergyMeter:
 def meter_of(accelerator: str) -> Callable[[], Counters]:
     """Return a function that reads the energy counters; it raises ``NoEnergyError`` if there are none."""
     try:
-        if accelerator != "cuda":
+        if accelerator == "cpu":
             raise NoEnergyError("simulated devices have no energy counter")
+        if accelerator != "cuda":
+            raise NoEnergyError("only NVIDIA's driver is asked for energy counters")
         return EnergyMeter().read
     except NoEnergyError as error:
         why = error

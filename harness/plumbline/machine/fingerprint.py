@@ -36,9 +36,10 @@ _PUBLIC_VALUE = re.compile(r"[\w.,:=+\[\]-]{1,100}", re.ASCII)
 class ComparabilityKey(BaseModel):
     """What must be equal for two runs' speed and memory to be comparable. None: there is none, or it is unknown.
 
-    ``device`` is the model of the GPU, or of the CPU where devices are simulated; ``device_count`` is how many of them
+    ``device`` is the model of the device, or of the CPU where they are simulated; ``device_count`` is how many of them
     torch sees on this node, ``nodes`` how many machines take part, ``cpu_cores`` how many cores this process may use,
     ``torch`` the minor version (``2.13``).
+    ``cuda``, ``nccl`` and ``driver`` are those of NVIDIA's GPUs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -79,7 +80,7 @@ class Fingerprint(BaseModel):
 
 
 def take_fingerprint(accelerator: str) -> Fingerprint:
-    """Return the fingerprint of this machine. CUDA is not initialised: it would not survive the fork of ranks."""
+    """Return the fingerprint of this machine. No device is initialised: it would not survive the fork of ranks."""
     cpu = cpu_model()
     software = torch_versions()
     key = ComparabilityKey(
@@ -89,15 +90,13 @@ def take_fingerprint(accelerator: str) -> Fingerprint:
         cpu_cores=usable_cores(),
         torch=".".join(software["torch"].split("+")[0].split(".")[:2]) if "torch" in software else None,
     )
+    present = _count(accelerator) if "torch" in software else None
     if accelerator == "cuda":
         names, driver = _gpus()
-        count = None
-        with suppress(Exception):
-            import torch
-
-            count = torch.cuda.device_count()  # asks NVML, and so does not initialise CUDA
         built = {"cuda": software.get("cuda"), "nccl": software.get("nccl")}
-        key = key.model_copy(update={"device": names, "device_count": count, "driver": driver, **built})
+        key = key.model_copy(update={"device": names, "device_count": present, "driver": driver, **built})
+    elif accelerator != "cpu":
+        key = key.model_copy(update={"device": device_name(accelerator), "device_count": present})
     return Fingerprint(
         key=key,
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -114,7 +113,22 @@ def take_fingerprint(accelerator: str) -> Fingerprint:
 
 
 def device_name(accelerator: str) -> str | None:
-    return _gpus()[0] if accelerator == "cuda" else cpu_model()
+    """Return the model of the devices, or of the CPU where they are simulated."""
+    if accelerator == "cpu":
+        return cpu_model()
+    if accelerator == "cuda":
+        return _gpus()[0]
+    from plumbline.devices.counting import device_names
+
+    return " + ".join(device_names(accelerator) or ()) or None
+
+
+def _count(accelerator: str) -> int | None:
+    from plumbline.devices.counting import count
+
+    with suppress(Exception):
+        return count(accelerator)
+    return None
 
 
 def public_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from plumbline.core.errors import PlanError
-from plumbline.devices.counting import count
-from plumbline.devices.types import accelerators, device_type, module_of, preferred
+from plumbline.devices.counting import available, count
+from plumbline.devices.types import accelerators, device_type, module_of
 
 
 def check_accelerator(requested: str) -> None:
@@ -25,8 +25,7 @@ def resolve_accelerator(requested: str) -> tuple[str, int]:
         PlanError: this torch does not have the type, or this machine has no such device.
     """
     if requested == "auto":
-        found = ((name, count(name)) for name in preferred())
-        return next(((name, present) for name, present in found if present), ("cpu", 0))
+        return available()
     if requested == "cpu":
         return "cpu", 0
     if module_of(requested) is None:

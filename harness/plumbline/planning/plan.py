@@ -167,9 +167,8 @@ class Matrix:
         if self.shared is None or cell.accelerator == "cpu" or replicas <= self.shared:
             return None
         return Refusal(
-            f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need one "
-            f"{device_type(cell.accelerator).label} device each even with --oversubscribe; this machine has "
-            f"{self.shared}"
+            f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need "
+            f"{device_type(cell.accelerator).one} each even with --oversubscribe; this machine has {self.shared}"
         )
 
     def includes(self, backend: Backend, declared: Declaration) -> bool:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MARKER: pytest.StashKey[Marker] = pytest.StashKey()
 """The marker of a test, once its set-up has begun."""
 
-_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Device files of the drivers of NVIDIA (also in WSL) and AMD."""
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci_manager")
+"""Device files of the drivers of NVIDIA (also in WSL), AMD, Intel and Ascend."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,9 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move marked tests before all others if there are CUDA devices.
+    """Move marked tests before all others if there may be devices.
 
-    Ranks are forked from this process, and CUDA, which other tests may start in it, does not survive a fork.
+    Ranks are forked from this process, and a device that another test has initialised does not survive a fork.
     """
     if any(map(os.path.exists, _DEVICES)):
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)

@@ -43,7 +43,8 @@ def run_on_ranks(
         function: Is called with a :class:`~plumbline.ranks.rank_main.Terminal`, which has the ``rank``.
         ranks: The number of ranks, at least 1.
         timeout: Seconds after which ranks are killed.
-        backend: The backend of the default process group; None is nccl with a CUDA device for each rank, else gloo.
+        backend: The backend of the default process group; None is that of the devices, such as nccl, if there is one
+            for each rank, else gloo.
         init: Whether to initialise the default process group; without it, the function can do so.
         capture: Whether to keep what ranks print. Otherwise they print where this process prints.
         describe: Is called on a rank with the exception that ``function`` raised; its result is the ``description``.

@@ -13,6 +13,11 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.errors import LaunchError
+from plumbline.devices.calls import set_current
+from plumbline.devices.communication import backend_of, device_of
+from plumbline.devices.counting import available, count
+from plumbline.devices.forking import is_initialised
+from plumbline.devices.types import device_type
 from plumbline.launch.this_machine import (
     QUICK_RESOLVER,
     listen,
@@ -21,43 +26,33 @@ from plumbline.launch.this_machine import (
     store_on,
     torchrun_variables,
 )
-from plumbline.trainer.connector import driver_started
 
 
 @dataclass(frozen=True)
 class World:
     """``size`` ranks on this machine that meet at ``listener``, a socket that listens before the ranks start.
 
-    Without a ``backend``, ranks do not join a process group; the function can initialise one itself.
+    Without a ``backend``, ranks do not join a process group; the function can initialise one itself. ``accelerator`` is
+    the type of device that the backend needs for each rank.
     """
 
     size: int
     backend: str | None
     address: str
     listener: socket.socket
+    accelerator: str = "cpu"
 
     @classmethod
     def prepare(cls, size: int, backend: str | None, init: bool) -> World:
         """Return a world for ranks that will be forked from this process; the arguments are ``run_on_ranks``'s."""
         if not hasattr(os, "fork"):
             raise LaunchError("this system cannot fork processes, as ranks require: use Linux or macOS")
-        devices = torch.cuda.device_count()  # by NVML: it does not start CUDA
-        backend = backend or ("nccl" if devices >= size else "gloo")
-        if init and "nccl" in backend:
-            if devices < size:
-                raise LaunchError(
-                    f"nccl needs a CUDA device for each rank, but there are {size} ranks and {devices} devices: "
-                    "use backend='gloo'"
-                )
-            if driver_started():
-                raise LaunchError(
-                    "this process has started CUDA, so ranks that are forked from it cannot use CUDA. Tests and "
-                    "fixtures that use a device start it, and so does torch.cuda.is_available() at import, unless "
-                    "PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. Run the tests with ranks in a separate process (pytest "
-                    "-m ranks), or use backend='gloo'."
-                )
+        backend = backend or _backend_for(size)
+        accelerator = device_of(backend) if init else "cpu"
+        if accelerator != "cpu":
+            _require_devices(accelerator, size)
         address = loopback()
-        return cls(size, backend if init else None, address, listen(address))
+        return cls(size, backend if init else None, address, listen(address), accelerator)
 
     def serve(self) -> TCPStore:
         """Return the store in which the ranks meet. It starts threads: fork before this call."""
@@ -75,9 +70,36 @@ class World:
         """Join the default process group; the environment variables of ``rank`` are set."""
         if self.backend is None:
             return
-        if "nccl" in self.backend:
-            torch.cuda.set_device(rank)
+        set_current(torch.device(self.accelerator, rank))
         torch.distributed.init_process_group(self.backend)
+
+
+def _backend_for(size: int) -> str:
+    name, devices = available()
+    return (backend_of(name) or "gloo") if devices >= size else "gloo"
+
+
+def _require_devices(accelerator: str, size: int) -> None:
+    """Check that ranks that are forked from this process can use a device each."""
+    devices, own = count(accelerator), device_type(accelerator)
+    if devices < size:
+        raise LaunchError(
+            f"{backend_of(accelerator)} needs {own.one} for each rank, but there are {size} ranks and {devices} "
+            "devices: use backend='gloo'"
+        )
+    if is_initialised(accelerator):
+        too = _STARTED_BY.get(accelerator, "")
+        raise LaunchError(
+            f"this process has started {own.label}, so ranks that are forked from it cannot use {own.label}. Tests and "
+            f"fixtures that use a device start it{too}. Run the tests with ranks in a separate process (pytest -m "
+            "ranks), or use backend='gloo'."
+        )
+
+
+_STARTED_BY = {
+    "cuda": ", and so does torch.cuda.is_available() at import, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set",
+}
+"""What else initialises a type of device."""
 
 
 def separate_rendezvous() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from plumbline.devices.counting import count
 from plumbline.subjects.declare import CAPABILITIES, subject
 from plumbline.trainer import Module, Trainer
 from plumbline.trainer.balanced import stage_training  # noqa: F401 - once here, and not in each forked rank
@@ -69,17 +70,26 @@ class _Adapter(Module):
         return DataLoader(self.job.val_dataset, batch_size=self.batch_size)
 
 
-@subject(
-    name="reference",
-    backends=["none", "auto", "dp", "ddp", "ddp2", "balanced"],
-    precisions=["64", "32", "16", "bf16", "bf16-master"],
-    capabilities=CAPABILITIES,
-)
+PRECISIONS = ["64", "32", "16", "bf16", "bf16-master"]
+
+
+@subject(name="reference", backends=["none", "ddp", "balanced"], precisions=PRECISIONS, capabilities=CAPABILITIES)
 def train(job: Any) -> None:
     if job.backend == "balanced":
         fit_stages(job)
     else:
         fit(job)
+
+
+# torch.nn.DataParallel splits batches only over CUDA devices.
+@subject(
+    name="reference",
+    backends=["auto", "dp", "ddp2"],
+    precisions={"cpu": PRECISIONS, "cuda": PRECISIONS},
+    capabilities=CAPABILITIES,
+)
+def train_replicas(job: Any) -> None:
+    fit(job)
 
 
 def fit_stages(job: Any) -> None:
@@ -96,7 +106,7 @@ def fit(job: Any, **options: Any) -> None:
         num_nodes=job.num_nodes,
         distributed_backend=backend,
         accelerator=job.accelerator,
-        oversubscribe=job.accelerator == "cuda" and job.comm == "gloo",
+        oversubscribe=job.accelerator != "cpu" and (job.comm == "gloo" or count(job.accelerator) < job.gpus),
         precision="bf16" if job.precision == "bf16-master" else job.precision,
         amp_level="O2" if job.precision == "bf16-master" else None,
         accumulate_grad_batches=job.accumulate,

@@ -1,8 +1,7 @@
-"""Turns the Trainer's arguments into a plan, and CUDA devices into those that this process sees."""
+"""Turns the Trainer's arguments into a plan, and devices into those that this process sees."""
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import os
 import re
@@ -13,6 +12,10 @@ from typing import Any
 
 import torch
 
+from plumbline.devices.communication import backend_of
+from plumbline.devices.counting import available
+from plumbline.devices.counting import count as count_of
+from plumbline.devices.types import accelerators, device_type
 from plumbline.trainer.environments import ClusterEnvironment, detect_environment
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
@@ -53,36 +56,20 @@ def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tup
     return tuple(range(every_device if gpus == -1 else gpus))
 
 
-_NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED, what the CUDA driver answers until cuInit was called."""
-
-
-def driver_started() -> bool:
-    """Return whether anything in this process has started the CUDA driver, without starting it.
-
-    The driver reads CUDA_VISIBLE_DEVICES when it is started, and does not survive a fork after that. It is started
-    before torch.cuda.is_initialized() says so: by torch.cuda.is_available(), for one, and by other libraries.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_LAZY", 0))
-    except OSError:
-        return False  # it is not even loaded
-    count = ctypes.c_int()
-    return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
-
-
 def make_visible(
-    devices: tuple[int, ...], visible: str | None, cuda_started: bool
+    accelerator: str, devices: tuple[int, ...], visible: str | None, initialised: bool
 ) -> tuple[dict[str, str], tuple[int, ...]]:
-    """Return the CUDA variables that show only ``devices``, and the indices the devices have after that.
+    """Return the variables that show only ``devices``, and the indices the devices have after that.
 
-    ``visible`` is the present CUDA_VISIBLE_DEVICES. If CUDA has read its variables already, they and the indices stay.
+    ``visible`` is the present value of the type's variable. Once this process has initialised a device, its variables
+    have been read: they and the indices stay.
     """
-    if cuda_started:
+    own = device_type(accelerator)
+    if initialised or own.visible is None:
         return {}, devices
     names = visible.split(",") if visible else None
     shown = ",".join(names[index].strip() if names else str(index) for index in devices)
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": shown}, tuple(range(len(devices)))
+    return {**own.numbering, own.visible: shown}, tuple(range(len(devices)))
 
 
 LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
@@ -125,8 +112,7 @@ class Plan:
 
     @property
     def comm(self) -> str:
-        # NCCL cannot have two ranks on one device.
-        return "nccl" if self.accelerator == "cuda" and self.shared is None else "gloo"
+        return backend_of(self.accelerator, shared=self.shared is not None) or "gloo"
 
     @property
     def processes_per_node(self) -> int:
@@ -173,9 +159,12 @@ def connect(
     nb_gpu_nodes: Any = None,
     node_rank: Any = None,
     variables: Mapping[str, str] = os.environ,
-    cuda_devices: int | None = None,
+    present: tuple[str, int] | None = None,
 ) -> Plan:
-    """Return the plan for the Trainer's arguments; ``cuda_devices=None`` counts them, without starting CUDA."""
+    """Return the plan for the Trainer's arguments; ``present`` is the type and number of devices.
+
+    None counts them, without initialising one.
+    """
     if nb_gpu_nodes is not None:
         if num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -184,27 +173,28 @@ def connect(
         num_nodes = nb_gpu_nodes
     if node_rank is not None:
         variables = {**variables, "NODE_RANK": str(node_rank)}
-    cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
-    one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+    one_of("accelerator", accelerator, ("auto", "cpu", *accelerators()))
+    kind, count = present or devices_for(accelerator)
+    label = device_type(kind).label
     one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2", "balanced"))
     one_of("start_method", start_method, (None, "fork", "spawn"))
     whole("num_nodes", num_nodes, 1)
-    on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
-    devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
-    if accelerator == "cuda" and not devices:
+    on_device = accelerator not in ("auto", "cpu") or (accelerator == "auto" and count > 0)
+    devices = parse_gpus(gpus, count if on_device else os.cpu_count() or 1)
+    if accelerator not in ("auto", "cpu") and not devices:
         raise MisconfigurationError(
-            f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or accelerator='cpu'."
+            f"accelerator={accelerator!r} with gpus={gpus!r} has no device: give gpus=1, or accelerator='cpu'."
         )
-    on_cuda = on_cuda and bool(devices)
-    if oversubscribe and accelerator == "cuda" and not cuda_devices:
-        raise MisconfigurationError("oversubscribe=True has no CUDA device to share: give accelerator='cpu'.")
-    if on_cuda and max(devices) >= cuda_devices and not oversubscribe:
+    on_device = on_device and bool(devices)
+    if oversubscribe and accelerator not in ("auto", "cpu") and not count:
+        raise MisconfigurationError(f"oversubscribe=True has no {label} device to share: give accelerator='cpu'.")
+    if on_device and max(devices) >= count and not oversubscribe:
         raise MisconfigurationError(
-            f"gpus={gpus!r} needs CUDA device {max(devices)}, but there are {cuda_devices}, counted from 0: "
+            f"gpus={gpus!r} needs {label} device {max(devices)}, but there are {count}, counted from 0: "
             "use fewer, or simulate them with accelerator='cpu'."
         )
     devices = devices or (0,)
-    shared = cuda_devices if on_cuda and oversubscribe else None
+    shared = count if on_device and oversubscribe else None
     name = distributed_backend or ("dp" if len(devices) > 1 else "none")
     if num_nodes > 1 and name in ("none", "dp"):
         warnings.warn(
@@ -245,15 +235,15 @@ def connect(
     environment = detect_environment(variables)
     plan = Plan(
         backend=STRATEGIES[name],
-        accelerator="cuda" if on_cuda else "cpu",
+        accelerator=kind if on_device else "cpu",
         devices=devices,
         num_nodes=num_nodes,
         environment=environment,
         precision=member,
         dtype=dtype,
-        # A fork takes milliseconds and pickles nothing. CUDA does not survive it, not even if this process has only
+        # A fork takes milliseconds and pickles nothing. Devices do not survive it, not even if this process has only
         # run a backward while a device was visible: autograd keeps a thread for each device.
-        start_method=start_method or ("fork" if cuda_devices == 0 and hasattr(os, "fork") else "spawn"),
+        start_method=start_method or ("fork" if count == 0 and hasattr(os, "fork") else "spawn"),
         accumulate=accumulate_grad_batches,
         clip_norm=float(gradient_clip_val or 0),
         max_epochs=1 if max_epochs is None and max_steps is None else max_epochs,
@@ -276,10 +266,20 @@ def connect(
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(
             f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "
-            f"in one process, but there are {shared} CUDA devices, and only ranks can share a device: use 'ddp'."
+            f"in one process, but there are {shared} {label} devices, and only ranks can share a device: use 'ddp'."
+        )
+    if plan.accelerator not in ("cpu", "cuda") and plan.devices_per_process > 1:
+        raise MisconfigurationError(
+            f"distributed_backend={distributed_backend!r} splits batches over CUDA devices only, not over "
+            f"{label} devices: use 'ddp'."
         )
     environment.check(num_nodes, plan.processes_per_node)
     return plan
+
+
+def devices_for(accelerator: str) -> tuple[str, int]:
+    """Return the type of device for an ``accelerator``, and how many this process sees, for the CPU as for ``auto``."""
+    return available() if accelerator in ("auto", "cpu") else (accelerator, count_of(accelerator))
 
 
 def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[PrecisionPlugin], torch.dtype]:

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from plumbline.devices.communication import device_of
 from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.data_sharding import set_epoch
 from plumbline.trainer.errors import MisconfigurationError
@@ -192,8 +193,7 @@ def windows(batches: Iterator[Any], size: int, agree: bool) -> Iterator[list[Any
 
 
 def least(count: int) -> int:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    box = torch.tensor(count, device=device)
+    box = torch.tensor(count, device=device_of(dist.get_backend()))
     dist.all_reduce(box, dist.ReduceOp.MIN)
     return int(box)
 

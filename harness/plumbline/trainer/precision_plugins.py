@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 class PrecisionPlugin:
     """O0, 32 bits: torch's defaults. The other classes change a part of this.
 
-    ``dtype`` is that of the class's precision, ``device_type`` is ``"cuda"`` or ``"cpu"``.
+    ``dtype`` is that of the class's precision, ``device_type`` is torch's, such as ``"cuda"`` or ``"cpu"``.
     """
 
     casts_batches = False

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from plumbline.devices.calls import seed as seed_device
+from plumbline.devices.calls import set_current
 from plumbline.trainer import checkpoints
 from plumbline.trainer.checkpoints import TrainingState, read
 from plumbline.trainer.connector import Plan
@@ -34,8 +36,7 @@ def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, resu
     trainer.world_size = plan.world_size
     devices = rank_devices(plan, local_rank)
     trainer.device = devices[0]
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
+    set_current(devices[0])
     opened = join_ranks(trainer, module) if plan.backend.synchronises else False
     seed_devices(trainer.rank, devices)
     try:
@@ -75,8 +76,8 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
 
     evaluate = forward = module.configure_dp(StepModule(module, precision), devices)
     if plan.backend.synchronises:
-        one_cuda_device = plan.accelerator == "cuda" and not plan.backend.splits
-        forward = module.configure_ddp(forward, [devices[0].index] if one_cuda_device else None)
+        one_device = plan.accelerator != "cpu" and not plan.backend.splits
+        forward = module.configure_ddp(forward, [devices[0].index] if one_device else None)
         # From here on all ranks have rank 0's weights.
     precision.prepare(state.optimizers)
     if ckpt_path is not None:
@@ -91,7 +92,8 @@ def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
     mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
     if plan.shared is not None:
         mine = tuple(index % plan.shared for index in mine)
-    return [torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine]
+    simulated = plan.accelerator == "cpu"
+    return [torch.device("cpu") if simulated else torch.device(plan.accelerator, index) for index in mine]
 
 
 def join_ranks(trainer: Any, module: Module) -> bool:
@@ -138,9 +140,8 @@ def seed_devices(rank: int, devices: list[torch.device]) -> None:
     if rank:
         torch.default_generator.manual_seed(seed + rank * len(devices))
     for number, device in enumerate(devices):
-        if device.type == "cuda" and (rank or number):
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed + rank * len(devices) + number)
+        if device.type != "cpu" and (rank or number):
+            seed_device(device, seed + rank * len(devices) + number)
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:

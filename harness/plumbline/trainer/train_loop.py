@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plumbline.trainer.connector import one_of, whole
+from plumbline.devices.types import accelerators
+from plumbline.trainer.connector import devices_for, one_of, whole
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.nested import batch_length, map_tensors
@@ -43,9 +44,10 @@ class TrainLoop:
             batches; gradients are averaged. ``"balanced"``: a process for each device, with a part of the model.
             ``fit`` starts the processes, unless torchrun or srun has started them.
         use_amp: Forward and loss under float16 autocast; the loss is scaled.
-        accelerator: ``"cuda"``, ``"cpu"`` (several devices are simulated), or ``"auto"``.
+        accelerator: ``"cpu"`` (several devices are simulated), ``"auto"``, or a type of torch's devices, such as
+            ``"cuda"``.
         seed: The seed for the order of the data.
-        start_method: ``"fork"`` or ``"spawn"`` for processes that ``fit`` starts. None: fork where there is no CUDA.
+        start_method: ``"fork"`` or ``"spawn"`` for processes that ``fit`` starts. None: fork where there is no device.
 
     Raises:
         MisconfigurationError: A method is missing, or the arguments do not go together.
@@ -67,7 +69,7 @@ class TrainLoop:
         start_method: str | None = None,
     ) -> None:
         one_of("gpu_mode", gpu_mode, ("single", "dp", "ddp", "balanced"))
-        one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+        one_of("accelerator", accelerator, ("auto", "cpu", *accelerators()))
         needed = {
             "get_loss": True,
             "get_loss_eval": val_loader is not None or test_loader is not None,
@@ -157,8 +159,9 @@ class TrainLoop:
         loader = self.test_loader if loader is None else loader
         if loader is None:
             raise MisconfigurationError("There is no data: give a loader here, or TrainLoop a test_loader.")
-        on_cuda = self.accelerator != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda" if on_cuda else "cpu")  # a rank has made its own the current one
+        kind, count = devices_for(self.accelerator)
+        on_device = self.accelerator != "cpu" and count > 0
+        device = torch.device(kind if on_device else "cpu")  # a rank has made its own the current one
         for part in (self.model, self.criterion):
             if isinstance(part, nn.Module):
                 part.to(device)

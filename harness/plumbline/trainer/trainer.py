@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plumbline.devices.forking import is_initialised
+from plumbline.devices.types import device_type
 from plumbline.trainer import checkpoints
-from plumbline.trainer.connector import Plan, connect, driver_started, make_visible
+from plumbline.trainer.connector import Plan, connect, make_visible
 from plumbline.trainer.data_sharding import check_loader
 from plumbline.trainer.environments import SlurmEnvironment
 from plumbline.trainer.errors import MisconfigurationError
@@ -36,7 +38,8 @@ class Trainer:
             gpu and averages gradients. ``"ddp2"`` averages over nodes and splits within them. ``"balanced"`` has a
             process for each gpu, with consecutive blocks of the module, chosen so that all devices take equal time
             within their memory; a batch passes through them in micro-batches. None: dp for several gpus.
-        accelerator: ``"cuda"``, ``"cpu"`` (each gpu is simulated, -1 is the number of cores), or ``"auto"``.
+        accelerator: ``"cpu"`` (each gpu is simulated, -1 is the number of cores), ``"auto"``, or a type of device,
+            such as ``"cuda"``.
         precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
         amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
             float32 masters, ``"O3"`` half weights.
@@ -48,16 +51,16 @@ class Trainer:
         checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) after every so many steps.
         seed: The seed for the order of the data.
         node_rank: The index of this node where no launcher sets it. None: NODE_RANK.
-        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts. None: fork where there is no CUDA.
+        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts. None: fork where there is no device.
         micro_batches: With balanced, how many a batch is divided into; gradients are those of the mean of their losses.
             None: chosen for speed. Set it if the samples of a batch depend on one another, as through BatchNorm.
         device_memory: With balanced, how many bytes a device may hold, or a list with an entry for each device. None:
-            what a CUDA device has.
+            what a device has.
         stages: With balanced, how many parts the module is divided into. If that is fewer than there are devices,
             replicas of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
         stage_timeout: With balanced, how many seconds a stage waits for another one. None: half an hour. NCCL has a
             limit of its own.
-        oversubscribe: Let ranks share CUDA devices if there are fewer than ``gpus``; they communicate over gloo.
+        oversubscribe: Let ranks share devices if there are fewer than ``gpus``; on CUDA they communicate over gloo.
 
     Raises:
         MisconfigurationError: The arguments contradict each other, the machine or the launcher.
@@ -170,9 +173,10 @@ class Trainer:
     def _show_devices(self) -> None:
         slurm = isinstance(self.plan.environment, SlurmEnvironment)
         shares = self.plan.shared is not None
-        if self.plan.accelerator == "cuda" and not slurm and not shares and not self._devices_shown:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            changes, devices = make_visible(self.plan.devices, visible, driver_started())
+        accelerator = self.plan.accelerator
+        if accelerator != "cpu" and not slurm and not shares and not self._devices_shown:
+            visible = os.environ.get(device_type(accelerator).visible or "")
+            changes, devices = make_visible(accelerator, self.plan.devices, visible, is_initialised(accelerator))
             os.environ.update(changes)
             self.plan = replace(self.plan, devices=devices)
             self._devices_shown = True

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from plumbline.core.errors import WorkloadError
+from plumbline.devices.forking import why_no_fork
 from plumbline.own_workloads.content import content_of
 from plumbline.own_workloads.load import calling, use_workloads
-from plumbline.trainer.connector import driver_started
 from plumbline.workloads import find
 
 
@@ -22,9 +22,9 @@ def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
     """
     try:
         own = use_workloads(locators)
-        if driver_started():
+        if (label := why_no_fork()) is not None:
             raise WorkloadError(
-                "importing it starts CUDA, which does not survive the fork of the ranks. Move the code that uses a "
+                f"importing it starts {label}, which does not survive the fork of the ranks. Move the code that uses a "
                 "device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()."
             )
         gc.collect()

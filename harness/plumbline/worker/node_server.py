@@ -165,29 +165,11 @@ def _counts_from_starter() -> dict[str, int | None]:
 def _software_and_devices() -> dict[str, Any]:
     import torch
 
+    from plumbline.devices.counting import counts
+
     python = ".".join(map(str, sys.version_info[:2]))
     versions = {"torch": torch.__version__, "python": python, "plumbline": package_hash()}
-    return {**versions, "devices": _cuda_devices()}
-
-
-def _cuda_devices() -> int:
-    import torch
-
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return 0
-    source, sink = os.pipe()
-    pid = os.fork()
-    if not pid:
-        count = 0
-        try:
-            count = torch.cuda.device_count()
-        finally:
-            os.write(sink, str(count).encode())
-            os._exit(0)
-    os.close(sink)
-    os.waitpid(pid, 0)
-    with open(source, encoding="ascii") as pipe:
-        return int(pipe.read() or 0)
+    return {**versions, "devices": counts()}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

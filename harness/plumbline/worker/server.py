@@ -275,12 +275,12 @@ def preload(locator: str) -> list[Any]:
     subjects = load(locator)
     import plumbline.worker.node_leader
     import plumbline.worker.rank  # noqa: F401
-    from plumbline.trainer.connector import driver_started
+    from plumbline.devices.forking import why_no_fork
 
-    if driver_started():
+    if (label := why_no_fork()) is not None:
         raise SubjectError(
-            f"importing {locator} starts CUDA, which does not survive the fork of the ranks. Move the code that uses a "
-            "device (.cuda(), torch.cuda.get_device_name(), …) into the training function."
+            f"importing {locator} starts {label}, which does not survive the fork of the ranks. Move the code that "
+            "uses a device (.cuda(), torch.cuda.get_device_name(), …) into the training function."
         )
     # The garbage collection of a rank then skips what was imported, and does not copy its pages.
     gc.collect()

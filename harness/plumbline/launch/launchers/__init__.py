@@ -52,11 +52,12 @@ def check_nodes(wanted: int, launcher: Launcher) -> None:
 
 
 def check_devices_of_nodes(cells: Iterable[Cell], pools: Iterable[Pool], *, oversubscribe: bool) -> None:
-    """Raise ``PlanError`` if a node has too few CUDA devices for one of the cells."""
-    wanted = [cell.topology for cell in cells if cell.accelerator == "cuda"]
+    """Raise ``PlanError`` if a node has too few devices for one of the cells."""
+    wanted = [(cell.accelerator, cell.topology) for cell in cells if cell.accelerator != "cpu"]
     for pool in pools:
         if isinstance(pool, RemotePool):
-            for topology in wanted:
-                reason = too_few_devices(pool.nodes[: topology.num_nodes], 1 if oversubscribe else topology.gpus)
+            for accelerator, topology in wanted:
+                nodes = pool.nodes[: topology.num_nodes]
+                reason = too_few_devices(nodes, accelerator, 1 if oversubscribe else topology.gpus)
                 if reason:
                     raise PlanError(reason)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plumbline.devices.types import device_type
+
 _DESCRIPTION: dict[str, Any] = {
     "node": int,
     "host": str,
@@ -119,14 +121,16 @@ def other_plumbline(nodes: Sequence[Node], here: str) -> str | None:
     return None
 
 
-def too_few_devices(nodes: Sequence[Node], wanted: int) -> str | None:
-    """Return which nodes, if any, have fewer CUDA devices than ``wanted``."""
-    if all(node.software["devices"] >= wanted for node in nodes):
+def too_few_devices(nodes: Sequence[Node], accelerator: str, wanted: int) -> str | None:
+    """Return which nodes, if any, have fewer devices of this type than ``wanted``."""
+    present = [node.software["devices"].get(accelerator, 0) for node in nodes]
+    least = min(present)
+    if least >= wanted:
         return None
-    counts = ", ".join(f"{node.host} {node.software['devices']}" for node in nodes)
-    least = min(node.software["devices"] for node in nodes)
+    counts = ", ".join(f"{node.host} {count}" for node, count in zip(nodes, present, strict=True))
     way = f"use --gpus {least}, or leave out nodes with too few" if least else "leave out nodes without any"
-    return f"cells need {wanted} CUDA devices per node, but the nodes have: {counts}. To run, {way}."
+    label = device_type(accelerator).label
+    return f"cells need {wanted} {label} devices per node, but the nodes have: {counts}. To run, {way}."
 
 
 def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]]) -> str | None:

@@ -1,4 +1,4 @@
-"""Probes of Python, torch, trainers and CUDA devices, and of processes of this machine that communicate."""
+"""Probes of Python, torch, trainers and devices, and of processes of this machine that communicate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ FEWEST_PORTS = 1000
 
 
 def ranks() -> Iterator[ProbeResult]:
-    """Train the smallest cell on two ranks, over gloo and over NCCL, and judge whether they averaged gradients."""
+    """Train the smallest cell on two ranks, over gloo and over the devices' backend, and judge what they averaged."""
+    from plumbline.devices.counting import available
     from plumbline.launch.pool import Pool
 
     begun = time.monotonic()
@@ -54,8 +55,9 @@ def ranks() -> Iterator[ProbeResult]:
         limit = TRAINING_LIMIT_S + START_TIMES * started
         advice = "check that the loopback interface is up and that local processes may connect to each other"
         yield _together(pool, "cpu", "gloo", advice, limit)
-        over_nccl = _over_nccl(pool, limit)
-    yield over_nccl
+        name, present = available()
+        on_devices = _over_nccl(pool, limit) if name in ("cpu", "cuda") else _over_own(pool, name, present, limit)
+    yield on_devices
 
 
 def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
@@ -68,6 +70,20 @@ def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
         return ProbeResult(f"{version}; not tried: fewer than two CUDA devices")
     advice = "set NCCL_DEBUG=INFO; in a container, check the size of /dev/shm"
     return _together(pool, "cuda", version, advice, limit)
+
+
+def _over_own(pool: Pool, accelerator: str, present: int, limit: float) -> ProbeResult:
+    from plumbline.devices.communication import backend_of
+    from plumbline.devices.types import device_type
+
+    backend, label = backend_of(accelerator), device_type(accelerator).label
+    if backend is None:
+        return ProbeResult(
+            f"torch has no communication backend for {label} devices", "use one device, or --accelerator cpu"
+        )
+    if present < 2:
+        return ProbeResult(f"{backend}; not tried: fewer than two {label} devices")
+    return _together(pool, accelerator, backend, "see the log of this backend", limit)
 
 
 def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> ProbeResult:
@@ -145,10 +161,17 @@ _EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 def devices() -> Iterator[ProbeResult]:
     import torch
 
+    from plumbline.devices.counting import available, device_names
+    from plumbline.devices.types import device_type
+
     seen = torch.cuda.device_count()
     rows = gpu_rows("name", "memory.total", "compute_mode")
     if not seen:
-        if not rows:
+        name, present = available()
+        if present:
+            models = " + ".join(device_names(name) or ()) or "whose model torch does not tell"
+            yield ProbeResult(f"{_counted(present, f'{device_type(name).label} device')}: {models}")
+        elif not rows:
             yield ProbeResult("no CUDA device: runs use simulated devices (CPU processes over gloo)")
         elif torch.version.cuda:
             yield ProbeResult(

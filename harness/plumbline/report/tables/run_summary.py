@@ -142,7 +142,7 @@ def software_in_words(run: Run) -> str:
 
 def machine_in_words(machine: Fingerprint) -> str:
     hardware = [f"{machine.key.cpu_cores or '?'} cores of {machine.key.cpu or 'an unknown cpu'}"]
-    if machine.key.accelerator == "cuda":
+    if machine.key.accelerator not in ("", "cpu"):
         hardware.insert(0, f"{machine.key.device_count or '?'} × {machine.key.device or 'an unknown device'}")
     return ", ".join(hardware)
 

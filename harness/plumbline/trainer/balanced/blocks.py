@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.devices.calls import forked
+
 
 @dataclass(frozen=True)
 class Block:
@@ -62,7 +64,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [(vars(part), dict(vars(part)), _contents(part)) for part in module.modules()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with forked(device):
         try:
             yield
         finally:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plumbline.devices.calls import random_state as device_random_state
+from plumbline.devices.calls import started_types
 from plumbline.trainer.balanced.blocks import ModuleCall, bytes_of, held_tensors, registered_buffers, replaced_forwards
 from plumbline.trainer.balanced.data_flow import CarriedTensor, DataFlow, Label, Position
 from plumbline.trainer.balanced.interception import ADVICE
@@ -243,7 +245,5 @@ def version_of(tensor: Tensor) -> int:
 
 
 def random_state() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
+    on_devices = [device_random_state(torch.device(name)) for name in started_types()]
+    return [torch.get_rng_state(), *(state for state in on_devices if state is not None)]

@@ -1,4 +1,4 @@
-"""Measures what blocks and stages take: seconds, by CUDA events or a CPU clock, and bytes, against a device's limit."""
+"""Measures what blocks and stages take: seconds, by a device's events or a clock, and bytes, against its limit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plumbline.devices.calls import counts_peak, has_events, mark, max_memory_allocated, reset_peak_memory, synchronize
 from plumbline.trainer.balanced.blocks import held_tensors
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.nested import tensors_in
@@ -65,9 +67,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class StageMemory:
     """Measures the batches up to the first one that starts with optimizer state; later ones cost nothing.
 
-    On CUDA the allocator counts. On the CPU the storages of parameters, buffers, gradients and optimizer state count,
-    and what is alive of a batch's allocations, but neither the batch itself nor temporary memory of an optimizer's
-    step. Weights of ``module`` that are on other stages are empty. ``allowed`` is in bytes, None without a limit.
+    On devices the allocator counts. On the CPU, the storages of parameters, buffers, gradients and optimizer state
+    count, and what is alive of a batch's allocations, but neither the batch itself nor temporary memory of an
+    optimizer's step. Weights of ``module`` that are on other stages are empty. ``allowed`` is in bytes, None without a
+    limit.
     """
 
     name: str
@@ -80,8 +83,8 @@ class StageMemory:
     _stepped: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # planning has measured all blocks there
+        if counts_peak(self.device):
+            reset_peak_memory(self.device)  # planning has measured all blocks there
         for number, optimizer in enumerate(self.optimizers):
             self._note_first_step(number, optimizer)
 
@@ -89,9 +92,9 @@ class StageMemory:
     def measure(self) -> Iterator[None]:
         """Measure a batch: forward and backward."""
         self.measuring = len(self._stepped) < len(self.optimizers)
-        if self.device.type == "cuda":
+        if counts_peak(self.device):
             yield
-            self._note(torch.cuda.max_memory_allocated(self.device))
+            self._note(max_memory_allocated(self.device))
         else:
             before = self._held_bytes()
             with LiveBytes() as live:
@@ -99,15 +102,15 @@ class StageMemory:
             self._note(before + live.peak)
 
     def peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
+        if counts_peak(self.device):
+            self.peak = max(self.peak, max_memory_allocated(self.device))
         return self.peak
 
     def _note_first_step(self, number: int, optimizer: Optimizer) -> None:
         def note(*_: Any) -> None:
             handle.remove()
             self._stepped.add(number)
-            if self.device.type != "cuda":  # there the next batch notes it
+            if not counts_peak(self.device):  # there the next batch notes it
                 self._note(self._held_bytes())
 
         handle = optimizer.register_step_post_hook(note)
@@ -140,13 +143,15 @@ def computing_clock(device: torch.device) -> Clock:
 
     On the CPU it counts this thread's own time, since simulated devices may share cores with other processes.
     """
-    if device.type != "cuda" and torch.get_num_threads() == 1:
+    if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time
     return wall_clock(device)
 
 
 def wall_clock(device: torch.device) -> Clock:
-    return _event if device.type == "cuda" else perf_counter
+    if device.type == "cpu":
+        return perf_counter
+    return partial(mark, device) if has_events(device) else partial(_when_idle, device)
 
 
 def median_seconds(spans: Iterable[tuple[Any, Any]]) -> float:
@@ -160,10 +165,9 @@ def median_seconds(spans: Iterable[tuple[Any, Any]]) -> float:
     return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
 
 
-def _event() -> torch.cuda.Event:
-    recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    recorded.record()
-    return recorded
+def _when_idle(device: torch.device) -> float:
+    synchronize(device)
+    return perf_counter()
 
 
 KEPT = 256

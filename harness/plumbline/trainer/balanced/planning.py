@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plumbline.devices.calls import OutOfMemoryError, total_bytes
 from plumbline.trainer.balanced.blocks import undisturbed
 from plumbline.trainer.balanced.chain import Chain, find_chain
 from plumbline.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
@@ -197,7 +198,7 @@ def make_plan(
     def find(devices: int, least: int) -> Chain:
         try:
             return blocks_on(device, trainer, module, tried, devices, least)
-        except torch.cuda.OutOfMemoryError:  # the module may fit in stages only; blocks are measured one by one
+        except OutOfMemoryError:  # the module may fit in stages only; blocks are measured one by one
             return blocks_on(torch.device("cpu"), trainer, module, tried, devices, least)
 
     def measure(chain: Chain) -> dict[int, Profile]:
@@ -287,8 +288,8 @@ def blocks_on(
 
 
 def memory_limits(given: int | Sequence[int] | None, device: torch.device, devices: int) -> tuple[int, ...] | None:
-    if given is None and device.type == "cuda":
-        given = torch.cuda.get_device_properties(device).total_memory
+    if given is None:
+        given = total_bytes(device)
     if given is None:
         return None
     limits = (given,) * devices if isinstance(given, int) else tuple(given)

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.optim import optimizer as torch_optimizer
 
+from plumbline.devices.calls import OutOfMemoryError, forked
 from plumbline.trainer.balanced.blocks import Block, Holder, bytes_of, held_tensors
 from plumbline.trainer.balanced.measurements import LiveBytes, computing_clock, median_seconds
 from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Shared, Travelling
@@ -73,7 +74,7 @@ def time_steps(
                 for copied in stepping:
                     copied.step()
                 spans.append((begin, clock()))
-    except torch.cuda.OutOfMemoryError:
+    except OutOfMemoryError:
         return []
     return spans[1:] if stepping else []
 
@@ -180,7 +181,7 @@ def profile(
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
     batch = {address(tensor) for tensor in tensors_in(inputs)}
     value, journeys, costs = (), Journeys(), []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), in_mode(module, training=True):
+    with forked(device), in_mode(module, training=True):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
             ours = batch | {address(tensor) for tensor in copies.values()}
