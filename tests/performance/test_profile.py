@@ -18,7 +18,7 @@ from plumbline.worker.timing.profiler import PROFILED_STEPS, StepProfile
 
 @pytest.fixture
 def profile(tmp_path):
-    return StepProfile(str(tmp_path), 3, on_cuda=False)
+    return StepProfile(str(tmp_path), 3, "cpu")
 
 
 def train(profile, steps=PROFILED_STEPS + 2):

@@ -117,7 +117,7 @@ def test_operations_that_are_executed_are_counted():
 
 
 def test_shares_of_a_step_add_up_and_tell_data_from_computation():
-    looking = Collectives()
+    looking = Collectives("cpu")
     assert looking.shares_of(1.0) is None
     looking.start()
     looking.data_begins()

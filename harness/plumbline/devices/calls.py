@@ -5,7 +5,8 @@ Modules differ in what they have. Functions return None, or do nothing, where on
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,12 +72,17 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     module.set_rng_state(state, *_place(device))
 
 
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context after which the generators of the CPU and of this device are as they were."""
-    forkable = device.type != "cpu" and device_type(device.type).indexed
-    if forkable and hasattr(module_of(device.type), "get_rng_state"):
-        return torch.random.fork_rng([device], device_type=device.type)
-    return torch.random.fork_rng([])
+@contextmanager
+def forked(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Return a context after which the generators of the CPU and of these devices are as they were."""
+    states = [(device, random_state(device)) for device in devices if device.type != "cpu"]
+    with torch.random.fork_rng([]):
+        try:
+            yield
+        finally:
+            for device, state in states:
+                if state is not None:
+                    set_random_state(device, state)
 
 
 def free_bytes(device: torch.device) -> int | None:

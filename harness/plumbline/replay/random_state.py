@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plumbline.devices.calls import index_of, random_state, set_random_state
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -22,7 +24,7 @@ class RandomState:
     """
 
     cpu: Tensor
-    cuda: tuple[tuple[int, Tensor], ...]
+    devices: tuple[tuple[torch.device, Tensor], ...]
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
     others: tuple[tuple[torch.Generator, Tensor], ...] = ()
@@ -30,8 +32,9 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device], others: Iterable[torch.Generator] = ()) -> RandomState:
-        """Return the present states: of the cpu, of each CUDA device among ``devices``, and of ``others``."""
-        indices = sorted({_index(device) for device in devices if device.type == "cuda"})
+        """Return the present states: of the cpu, of each of ``devices`` that has a generator, and of ``others``."""
+        kinds = ((one.type, index_of(one)) for one in devices if one.type != "cpu")
+        states = ((one, random_state(one)) for one in (torch.device(*place) for place in sorted(set(kinds))))
         numpy = _numpy_random()
         trackers = _trackers()
         held = [
@@ -39,7 +42,7 @@ class RandomState:
         ]
         return cls(
             torch.random.get_rng_state(),
-            tuple((index, torch.cuda.get_rng_state(index)) for index in indices),
+            tuple((device, state) for device, state in states if state is not None),
             random.getstate(),
             None if numpy is None else numpy.get_state(),
             tuple((one, one.get_state()) for one in (*others, *held)),
@@ -49,8 +52,8 @@ class RandomState:
     def set(self) -> None:
         """Set the generators to these states."""
         torch.random.set_rng_state(self.cpu)
-        for index, state in self.cuda:
-            torch.cuda.set_rng_state(state, index)
+        for device, state in self.devices:
+            set_random_state(device, state)
         random.setstate(self.python)
         if self.numpy is not None:
             _numpy_random().set_state(self.numpy)
@@ -63,17 +66,12 @@ class RandomState:
 @contextmanager
 def drawn_from(state: RandomState) -> Iterator[None]:
     """Draw from these states inside the block; after it the generators are as they were."""
-    devices = (torch.device("cuda", index) for index, _ in state.cuda)
-    before = RandomState.now(devices, (one for one, _ in state.others))
+    before = RandomState.now((device for device, _ in state.devices), (one for one, _ in state.others))
     state.set()
     try:
         yield
     finally:
         before.set()
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 _TRACKER = "_CUDA_RNG_STATE_TRACKER"

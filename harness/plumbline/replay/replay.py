@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from plumbline.devices.calls import OutOfMemoryError
 from plumbline.recording.module_calls import Called, ModuleCalls
 from plumbline.replay.autocast_state import autocast
 from plumbline.replay.call import TrackedCall, sample
@@ -96,7 +97,7 @@ def replay(
         raise NeedsAllRanksError(f"{call.name}: {COMMUNICATES}") from error
     except DrawsInBackwardError as error:
         raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
-    except torch.cuda.OutOfMemoryError as error:
+    except OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
         why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"

@@ -48,8 +48,9 @@ class Job:
             node's first rank here, except for a script that has its own RANK.
         device, devices: this process's device, and all of its devices (dp, ddp2; all devices of the node with
             ``launch="node"``).
-        device_ids: the argument of ``DistributedDataParallel``: ``[device]`` on CUDA, None on the CPU.
-        comm: ``"gloo"`` or ``"nccl"``, for ``init_process_group``.
+        device_ids: the argument of ``DistributedDataParallel``: ``[device]``, None on the CPU.
+        accelerator: the type of the devices, such as ``"cuda"``; ``"cpu"`` simulates them.
+        comm: the backend for ``init_process_group``: ``"gloo"``, ``"nccl"``, or that of another type of device.
     """
 
     def __init__(self, assignment: Assignment, recorder: StepHooks) -> None:
@@ -69,7 +70,7 @@ class Job:
 
         self.devices = [torch.device(name) for name in assignment.devices]
         self.device = self.devices[0]
-        self.device_ids = [self.device] if self.device.type == "cuda" else None
+        self.device_ids = None if self.device.type == "cpu" else [self.device]
 
         devices = cell.topology.devices
         self.dataset: Columns = workload.dataset(devices, self._dtype)

@@ -89,7 +89,7 @@ class NodeMember:
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
-        if assignment.cell.accelerator == "cuda":
+        if assignment.cell.accelerator != "cpu":
             compute_as_named()
         member = cls(assignment, values["address"], values["first"])
         atexit.register(member._end)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from plumbline.devices.calls import seed_all
 from plumbline.evidence.rank_file import RankFile
 from plumbline.subjects.declare import Subject
 from plumbline.worker.assignment import Assignment, stack_beside
@@ -122,7 +123,7 @@ def prepare_process(assignment: Assignment) -> None:
     torch.set_num_threads(1)
     # Each rank has a different seed on purpose: the trainer has to make ranks equal where that matters.
     torch.default_generator.manual_seed(1 + assignment.rank)
-    if assignment.cell.accelerator == "cuda":
-        torch.cuda.manual_seed_all(1 + assignment.rank)
+    if assignment.cell.accelerator != "cpu":
+        seed_all(assignment.cell.accelerator, 1 + assignment.rank)
         if not assignment.barrier_socket:  # timed ranks keep the user's settings
             compute_as_named()

@@ -166,7 +166,7 @@ def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
             "drew other random numbers than the forward, such as other dropout masks",
             "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does",
         )
-    if {"torch", "cuda"} & set(generators):
+    if set(generators) - {"python", "numpy"}:
         return _Explanation(
             _REDRAWN,
             "rng",

@@ -81,8 +81,8 @@ def judge_resumption(
         yield headline_note(
             CHECK,
             "The random number generators are not restored: after the restart, the forward pass draws different "
-            "numbers. To make both trainings equal, save and restore torch.get_rng_state() and "
-            "torch.cuda.get_rng_state() on each rank.",
+            "numbers. To make both trainings equal, save and restore torch.get_rng_state() and the device's, such as "
+            "torch.cuda.get_rng_state(), on each rank.",
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.devices.calls import free_bytes as free_bytes_of_device
 from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.precision import ReplayPrecision
 
@@ -70,12 +71,11 @@ def bytes_of_step(parameter: Tensor, others: int) -> int:
 
 def free_bytes(device: torch.device) -> int | None:
     """Return what one of the processes on this machine may still take on a device, None where that is not known."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return free_bytes_of_device(device)
     limits = [one for one in (_available(), _left_in_group()) if one is not None]
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return min(limits) // ranks if device.type == "cpu" and limits else None
+    return min(limits) // ranks if limits else None
 
 
 def _available() -> int | None:

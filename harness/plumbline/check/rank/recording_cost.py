@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from plumbline.check.evidence.training import Facts
+from plumbline.devices.calls import synchronize_started
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import is_paused, paused
@@ -105,8 +106,7 @@ class RecordingCost(Observer):
 
 
 def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    synchronize_started()
     return time.monotonic()
 
 

@@ -64,7 +64,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [(vars(part), dict(vars(part)), _contents(part)) for part in module.modules()]
-    with forked(device):
+    with forked([device]):
         try:
             yield
         finally:

@@ -181,7 +181,7 @@ def profile(
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
     batch = {address(tensor) for tensor in tensors_in(inputs)}
     value, journeys, costs = (), Journeys(), []
-    with forked(device), in_mode(module, training=True):
+    with forked([device]), in_mode(module, training=True):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
             ours = batch | {address(tensor) for tensor in copies.values()}

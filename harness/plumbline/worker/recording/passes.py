@@ -47,7 +47,7 @@ class Passes:
         self._open.append(forward)
 
     def last_on(self, device: int) -> Forward | None:
-        """Return the last forward of a device: replicas on CUDA run in threads."""
+        """Return the last forward of a device: replicas on devices run in threads."""
         return next((forward for forward in reversed(self._open) if forward.device == device), None)
 
     def redraw(self, device: int, name: str, drawn: Tensor) -> None:
@@ -59,7 +59,7 @@ class Passes:
 
     def close(self, loss: tuple[int, ...] | None) -> None:
         """End a pass, with the sample ids that its loss was given."""
-        # Replicas on CUDA run in threads, in any order: the contract's order is that of the devices.
+        # Replicas on devices run in threads, in any order: the contract's order is that of the devices.
         self._closed.append((sorted(self._open, key=lambda forward: forward.device), loss))
         self._open = []
 

@@ -146,7 +146,7 @@ class Recorder(StepHooks):
 
     def _evaluated(self, micro_batches: int, ids: tuple[int, ...], training: bool) -> None:
         place = (len(self.steps), micro_batches)
-        with self._evaluating:  # replicas on CUDA run in threads
+        with self._evaluating:  # replicas on devices run in threads
             last = self.evaluations[-1] if self.evaluations else None
             if last is not None and (last.step, last.micro_batches) == place:
                 self.evaluations[-1] = replace(last, samples=last.samples + ids, training=last.training or training)

@@ -1,7 +1,7 @@
 """The devices of a timed rank: their clock, their peak memory, and the core on which a round begins.
 
 Times are in seconds on the machine's monotonic clock. Taking a mark costs next to nothing; its time is known after the
-devices have finished. On CUDA, the host runs ahead of the device, so a mark is an event in the stream.
+devices have finished. The host runs ahead of a GPU, so there a mark is an event in the stream.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from plumbline.devices.calls import has_events, mark, memory_stats, synchronize
 
 
 class HostClock:
@@ -32,8 +34,8 @@ class HostClock:
         return tuple(marks)
 
 
-class CudaClock(HostClock):
-    """For CUDA devices; marks are taken on the first of them."""
+class DeviceClock(HostClock):
+    """For devices; marks are taken on the first of them."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(dict.fromkeys(devices))
@@ -42,23 +44,38 @@ class CudaClock(HostClock):
     def rest(self) -> None:
         """Wait for all devices. An event in an empty stream happens at once, which links it to the host's clock."""
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            synchronize(device)
         self._origin = (time.monotonic(), self.mark())
 
     def mark(self) -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._devices[0]))
-        return event
+        return mark(self._devices[0])
 
     def times(self, marks: Sequence[Any]) -> tuple[float, ...]:
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            synchronize(device)
         begun, origin = self._origin
         return tuple(begun + origin.elapsed_time(mark) / 1e3 for mark in marks)
 
 
+class WaitingClock(HostClock):
+    """For devices without events: the host waits for them at each mark, which takes time that steps do not."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(dict.fromkeys(devices))
+
+    def rest(self) -> None:
+        for device in self._devices:
+            synchronize(device)
+
+    def mark(self) -> Any:
+        synchronize(self._devices[0])
+        return time.monotonic()
+
+
 def clock_of(devices: Sequence[torch.device]) -> HostClock:
-    return CudaClock(devices) if devices[0].type == "cuda" else HostClock()
+    if devices[0].type == "cpu":
+        return HostClock()
+    return DeviceClock(devices) if has_events(devices[0]) else WaitingClock(devices)
 
 
 _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
@@ -83,12 +100,12 @@ def keep_freed_memory() -> None:
 
 
 def memory_of(devices: Sequence[torch.device]) -> dict[str, int]:
-    """Return bytes and counts by metric: of the CUDA allocator over the rank's devices, or of this process."""
-    return _cuda_memory(devices) if devices[0].type == "cuda" else _private_memory()
-
-
-def _cuda_memory(devices: Sequence[torch.device]) -> dict[str, int]:
-    every = [torch.cuda.memory_stats(device) for device in dict.fromkeys(devices)]
+    """Return bytes and counts by metric: of the allocator over the rank's devices, or of this process."""
+    if devices[0].type == "cpu":
+        return _private_memory()
+    every = [memory_stats(device) for device in dict.fromkeys(devices)]
+    if not any(every):
+        return {}
     return {
         "memory_allocated_peak": max(stats.get("allocated_bytes.all.peak", 0) for stats in every),
         "memory_reserved_peak": max(stats.get("reserved_bytes.all.peak", 0) for stats in every),

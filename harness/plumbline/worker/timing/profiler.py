@@ -4,9 +4,9 @@
 includes time that overlaps with the backward pass, and waiting for late ranks. It is an upper bound of the cost of
 communication, not the cost: 0.1 can slow down a step by a tenth at most.
 
-``shares_of`` assigns every moment to one of ``PARTS``. On CUDA, a moment in which a kernel other than a collective runs
-is computation, then come exposed collectives, then waiting for data. On the CPU, loading a batch computes too: the time
-between two steps is data, unless a collective is pending, for example while a pipeline stage waits for another one.
+``shares_of`` assigns every moment to one of ``PARTS``. On a device, a moment in which a kernel other than a collective
+runs is computation, then come exposed collectives, then waiting for data. On the CPU, loading a batch computes too: the
+time between steps is data, unless a collective is pending, for example while a pipeline stage waits for another one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from typing import Any, Final
 
 import torch
 
+from plumbline.devices.calls import profiled
+
 _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
-"""Gloo's collectives, from their start on, and NCCL's kernels on the device (``ncclKernel`` before NCCL 2.19)."""
+"""Gloo's collectives, from their start on, and NCCL's kernels on the device (``ncclKernel`` before NCCL 2.19).
+
+Collectives of other libraries are not told from computation.
+"""
 
 _COPIES = ("Memcpy", "Memset")
 _DATA = "plumbline: data"
@@ -33,18 +38,15 @@ Span = tuple[int, int]
 class Collectives:
     """Profiles from ``start`` to ``stop``; call ``data_begins`` and ``data_ends`` around the wait for each batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self.is_active = False
-        self._on_cuda = False
+        self._activities = profiled(device_type)
+        self._on_device = len(self._activities) > 1
         self._profile: Any = None
         self._data: Any = None
 
     def start(self) -> None:
-        self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
+        self._profile = torch.profiler.profile(activities=self._activities)
         self._profile.start()
         self.is_active = True
 
@@ -79,9 +81,9 @@ class Collectives:
                 communication.append(span)
             elif name == _DATA:
                 data.append(span)
-            elif on_device and not name.startswith(_COPIES) if self._on_cuda else name.startswith("aten::"):
+            elif on_device and not name.startswith(_COPIES) if self._on_device else name.startswith("aten::"):
                 compute.append(span)
-        if self._on_cuda:
+        if self._on_device:
             computing = covered(compute)
             loading = covered(compute, communication, data) - covered(compute, communication)
         else:
@@ -96,7 +98,7 @@ class Collectives:
         return {**shares, "idle": 1 - sum(shares.values())}
 
     def _events(self) -> Iterable[tuple[str, bool, Span]]:
-        """Yield the name of each event, whether it happened on a CUDA device, and its span."""
+        """Yield the name of each event, whether it happened on a device, and its span."""
         if self._profile is None:
             return
         # The profile's own list takes a second to build.
@@ -138,11 +140,12 @@ class StepProfile:
     the profiler do not end the training; they are in ``problems``.
     """
 
-    def __init__(self, folder: str, rank: int, *, on_cuda: bool) -> None:
+    def __init__(self, folder: str, rank: int, device_type: str) -> None:
         self.problems: list[str] = []
         self._folder = folder
         self._rank = rank
-        self._on_cuda = on_cuda
+        self._activities = profiled(device_type)
+        self._on_cuda = device_type == "cuda"
         self._steps_left = 0
         self._profile: Any = None
 
@@ -169,10 +172,7 @@ class StepProfile:
             self._attempt("memory snapshot", lambda: self._write("memory.pickle", _write_snapshot))
 
     def _follow_operations(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        profile = torch.profiler.profile(activities=self._activities, record_shapes=True, profile_memory=True)
         profile.start()
         self._profile = profile
         self._mark_step()

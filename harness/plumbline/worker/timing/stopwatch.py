@@ -48,14 +48,14 @@ class Stopwatch(StepHooks):
         self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
         self._steps = 0
         self._tensors = TensorBytes(type(workload))
-        self._collectives = Collectives()
+        self._collectives = Collectives(self._devices[0].type)
         self._flops = ExecutedFlops(self._devices)
         in_stages = assignment.cell.contract.micro_batches > 1
         self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
         self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
         self._profile: StepProfile | None = None
         if assignment.profile is not None:
-            self._profile = StepProfile(assignment.profile, assignment.rank, on_cuda=not self._on_cpu)
+            self._profile = StepProfile(assignment.profile, assignment.rank, self._devices[0].type)
         self._memory: dict[str, int] = {}
         self._begun: Any = None
         self._forwards: list[Any] = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
+from plumbline.devices.calls import random_state, started_types
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Observer
 
@@ -64,8 +65,10 @@ class GeneratorObserver(Observer):
 def generator_states() -> dict[str, str]:
     """Return a digest of the state of each generator that a forward usually draws from, by its name."""
     states = {"torch": _digest(tensor_bytes(torch.get_rng_state())), "python": _digest(repr(random.getstate()))}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = _digest(tensor_bytes(torch.cuda.get_rng_state()))
+    for name in started_types():
+        state = random_state(torch.device(name))
+        if state is not None:
+            states[name] = _digest(tensor_bytes(state))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = _digest(pickle.dumps(numpy.random.get_state()))

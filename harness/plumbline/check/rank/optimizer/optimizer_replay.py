@@ -28,6 +28,7 @@ from plumbline.check.rank.optimizer.twin import (
     stepped,
     uncompiled,
 )
+from plumbline.devices.calls import forked
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.random_state import RandomState, drawn_from
@@ -188,10 +189,8 @@ class Guard:
         if is_of_torch(optimizer):
             yield
             return
-        kind = self._devices[0].type if self._devices else "cuda"
         no_touch = _NoTouch(self._protected, communicates=communicates)
-        forked = torch.random.fork_rng(self._devices, device_type=kind)
-        with drawn_from(RandomState.now(())), forked, uncompiled(), no_touch:
+        with drawn_from(RandomState.now(())), forked(self._devices), uncompiled(), no_touch:
             yield
 
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.devices.calls import started_types
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap
@@ -48,7 +49,7 @@ class PrecisionUsed(WrappingObserver):
             self._hooks += [_name(hook) for hook, _ in getattr(one, "_comm_hooks", ())]
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        kinds = dict.fromkeys(("cpu", *(("cuda",) if torch.cuda.is_available() else ()), *started_types()))
         self._in_backward = [
             f"{kind} {dtype_name(torch.get_autocast_dtype(kind))}" for kind in kinds if torch.is_autocast_enabled(kind)
         ]
