@@ -14,20 +14,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from plumbline import subject
+from plumbline.devices.calls import set_current
 
 
 @subject(name="yardstick", backends=["none", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"])
 def train(job):
     """Train ``job`` on one device or more."""
-    if job.accelerator == "cuda":
-        torch.cuda.set_device(job.device)
+    set_current(job.device)
     model = job.model().to(job.device)
     forward, replicas = model, None
     if job.world_size > 1:
         torch.distributed.init_process_group(job.comm)
     if job.backend == "ddp":
-        forward = DistributedDataParallel(model, device_ids=[job.device] if job.accelerator == "cuda" else None)
-    elif job.backend in ("dp", "ddp2") and job.accelerator == "cuda":
+        forward = DistributedDataParallel(model, device_ids=job.device_ids)
+    elif job.backend in ("dp", "ddp2") and job.accelerator != "cpu":
         forward = DataParallel(Autocast(model, job), job.devices)
     elif job.backend in ("dp", "ddp2"):
         forward = replicas = Replicas(model, len(job.devices))
@@ -38,7 +38,7 @@ def train(job):
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
-            if job.accelerator == "cuda":
+            if job.accelerator != "cpu":
                 batch = {name: column.to(job.device, non_blocking=True) for name, column in batch.items()}
             if job.backend == "ddp2":
                 share(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.errors import SubjectError
 from plumbline.core.outcome import Outcome, worst
@@ -83,8 +84,8 @@ def test_each_backend_says_for_itself_what_it_can_do():
     assert "sparse-gradients" in ddp.capabilities & zero.capabilities
     assert "sparse-gradients" not in fsdp.capabilities
     assert "checkpoint" in fsdp.capabilities
-    assert dp.precisions["cuda"]
-    assert not dp.precisions["cpu"], "with several cpus DataParallel is one plain forward"
+    assert of_accelerator(dp.precisions, "cuda")
+    assert not of_accelerator(dp.precisions, "cpu"), "with several cpus DataParallel is one plain forward"
 
 
 def test_a_file_may_declare_one_name_for_several_backends(tmp_path):

@@ -24,7 +24,7 @@ PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-
 @subject(
     name="fabric",
     backends=["none", "ddp"],
-    precisions=list(PRECISIONS),
+    precisions={one: list(PRECISIONS) for one in ("cuda", "cpu")},
     capabilities=CAPABILITIES,
     library="lightning",
 )

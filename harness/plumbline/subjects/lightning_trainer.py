@@ -82,7 +82,7 @@ class Adapter(pl.LightningModule):
 @subject(
     name="lightning",
     backends=["none", "ddp"],
-    precisions=["64", "32", "16", "bf16"],
+    precisions={one: ["64", "32", "16", "bf16"] for one in ("cuda", "cpu")},
     capabilities=CAPABILITIES,
     library=pl.__name__.partition(".")[0],
 )

@@ -112,8 +112,7 @@ class Ddp(OneDevice):
     def __init__(self, job):
         torch.distributed.init_process_group(job.comm)
         self.bare = job.model().to(job.device)
-        device_ids = [job.device] if job.device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.bare, device_ids, find_unused_parameters=job.unused_parameters)
+        self.model = DistributedDataParallel(self.bare, job.device_ids, find_unused_parameters=job.unused_parameters)
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
+from plumbline.devices.calls import set_current
 from plumbline.subjects.declare import subject
 from plumbline.subjects.torch_base import CAPABILITIES, MASTER_WEIGHTS, PRECISIONS, OneDevice, fit
 
@@ -72,7 +73,7 @@ REFUSED = {"sparse-gradients", "unused-parameters"}
 @subject(
     name="torch",
     backends=["fsdp", "hsdp"],
-    precisions={"cuda": OF_FSDP, "cpu": OF_FSDP if COMPUTES_ON_A_CPU else []},
+    precisions={"*": OF_FSDP, "cpu": OF_FSDP if COMPUTES_ON_A_CPU else []},
     capabilities=CAPABILITIES - REFUSED,
     gradients="float32",
     library="torch",
@@ -107,8 +108,7 @@ class Fsdp(OneDevice):
 
 
 def joined_mesh(job):
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)  # a mesh has only the type of its devices
+    set_current(job.device)  # a mesh has only the type of its devices
     torch.distributed.init_process_group(job.comm)
     return init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
 

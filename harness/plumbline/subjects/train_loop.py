@@ -31,7 +31,10 @@ class _Adapter(nn.Module):
         return criterion(self(batch), batch)
 
 
-@subject(name="train-loop", backends=list(GPU_MODES), precisions=["64", "32", "16"], capabilities=CAPABILITIES)
+PRECISIONS = ["64", "32", "16"]
+
+
+@subject(name="train-loop", backends=["none", "ddp"], precisions=PRECISIONS, capabilities=CAPABILITIES)
 def train(job: Any) -> None:
     model = _Adapter(job.model())
     loop = TrainLoop(
@@ -47,3 +50,14 @@ def train(job: Any) -> None:
         seed=job.seed,
     )
     loop.fit(job.epochs, num_nodes=job.num_nodes, node_rank=job.node_rank, num_gpus=job.gpus)
+
+
+# torch.nn.DataParallel splits batches only over CUDA devices.
+@subject(
+    name="train-loop",
+    backends=["dp"],
+    precisions={"cpu": PRECISIONS, "cuda": PRECISIONS},
+    capabilities=CAPABILITIES,
+)
+def train_replicas(job: Any) -> None:
+    train(job)
