@@ -31,7 +31,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuda_lane.machine import ask_torch, describe
+from accelerator_lane.machine import ask_torch, describe
 
 from nightly_lane.night import Night
 from nightly_lane.piece import Piece

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_lane.stage import PASSED
+from accelerator_lane.stage import PASSED
 
 from nightly_lane.page import page
 from nightly_lane.piece import Piece, Result, run

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_lane.stage import FAILED, PASSED, Stage, run_stage
+from accelerator_lane.stage import FAILED, PASSED, Stage, run_stage
 
 LIMIT_S = 3 * 3600.0
 """Seconds after which a piece hangs, however busy the machine is."""

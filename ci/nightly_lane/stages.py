@@ -72,4 +72,4 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py"), needs=("deepspeed",))
     yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes", "15"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
-    yield Piece("cuda", ("ci/cuda",), cannot=3)
+    yield Piece("accelerator", ("ci/accelerator",), cannot=3)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
 from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
+from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.observers import Observers
 
@@ -29,6 +30,35 @@ def loaders() -> Iterator[LoaderObserver]:
     yield observer
     for owner, name, function in kept:
         setattr(owner, name, function)
+
+
+@pytest.fixture
+def ties() -> Iterator[TieObserver]:
+    """An observer of tied weights, whose patches are taken back."""
+    owners: list[Any] = [nn.Module, nn.Module, nn.Parameter, torch.utils]
+    names = ("register_parameter", "load_state_dict", "__deepcopy__", "swap_tensors")
+    kept = [(owner, name, getattr(owner, name)) for owner, name in zip(owners, names, strict=True)]
+    observer = TieObserver()
+    observer.install()
+    yield observer
+    for owner, name, function in kept:
+        setattr(owner, name, function)
+
+
+def test_tied_weights_stay_known_where_a_script_lets_torch_swap_them(ties: TieObserver) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    assert ties.is_tied(first.weight)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()  # torch refuses tensors with weak references
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert first.weight is second.weight
+    assert first.weight.dtype == torch.float64
+    assert ties.is_tied(first.weight)
+    assert not ties.is_tied(first.bias)
 
 
 def batches(workers: int = 0, seed: int = 5) -> list[list[float]]:

@@ -26,7 +26,7 @@ def lane():
     yield nightly_lane
     sys.path[:] = path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("nightly_lane", "cuda_lane"):
+        if name.partition(".")[0] in ("nightly_lane", "accelerator_lane"):
             del sys.modules[name]
 
 

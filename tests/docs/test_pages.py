@@ -101,7 +101,7 @@ def test_links_of_the_pages_outside_of_the_site_lead_somewhere(page):
 
 
 def test_files_and_folders_that_pages_name_are_there():
-    written = ("latest", "A", "B", "cuda-<machine>.md", "<run>/", "hunt/<subject>/")
+    written = ("latest", "A", "B", "<type>-<machine>.md", "<run>/", "hunt/<subject>/")
     for page in (*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"):
         named = re.findall(r"`((?:harness|suites|tests|reports|ci)/[\w./<>*-]*)", page.read_text())
         missing = [

@@ -14,9 +14,9 @@ def backend_of(name: str, *, shared: bool = False) -> str | None:
 
 
 def device_of(backend: str) -> str:
-    """Return the type of device whose own backend this is, or is among ``backend``; ``cpu`` for gloo."""
-    own = {name: backend_of(name) for name in accelerators()}
-    return next((name for name, one in own.items() if one not in (None, backend_of("cpu")) and one in backend), "cpu")
+    """Return the type of device whose own ``backend`` this is, or is among several; ``cpu`` for gloo."""
+    given = {part.rpartition(":")[2] for part in backend.split(",")} - {backend_of("cpu")}
+    return next((name for name in accelerators() if backend_of(name) in given), "cpu")
 
 
 def _defaults() -> dict[str, str]:

@@ -57,7 +57,7 @@ class CellInFlight:
 class CellsInFlight:
     """Launches cells from ``pools`` and judges them, in the order of their tests.
 
-    With ``leases_devices``, a launch leases the CUDA devices of its cell. Devices of other machines need no lease: they
+    With ``leases_devices``, a launch leases the devices of its cell. Devices of other machines need no lease: they
     belong to the job. ``judges`` is the largest number of processes that judge.
     """
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from plumbline.devices.counting import available
 from plumbline.engine.examine import Examined
 from plumbline.worker.processes import die_with
 
@@ -24,7 +25,7 @@ def number_of_judges() -> int:
     A fork has the causes, checks and workloads that were registered in this process. It is not possible where autograd
     has threads for devices, nor reliable on macOS.
     """
-    if sys.platform != "linux" or torch.cuda.is_available():
+    if sys.platform != "linux" or torch.cuda.is_available() or available()[1]:
         return 0
     cores = len(os.sched_getaffinity(0))
     return min(cores, MOST) if cores > 1 else 0

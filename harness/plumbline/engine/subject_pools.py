@@ -63,7 +63,7 @@ class SubjectPools:
                         )
 
     def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
-        """Check that there are enough nodes and CUDA devices for a plan.
+        """Check that there are enough nodes and devices for a plan.
 
         It raises ``PlanError`` if there are not.
         """

@@ -11,7 +11,7 @@ from plumbline.evidence.trace import STORE_ABOVE
 class Settings:
     """The settings of every launch.
 
-    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share CUDA devices, over gloo. Weights and
+    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share devices; on CUDA over gloo. Weights and
     gradients with more than ``store_above`` entries are written once for all ranks that have equal ones.
     """
 

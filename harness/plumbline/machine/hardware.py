@@ -1,4 +1,4 @@
-"""The CPU, memory and GPUs of this machine, with clocks and load; CUDA is never initialised."""
+"""The CPU, memory and GPUs of this machine, with clocks and load; no device is initialised."""
 
 from __future__ import annotations
 

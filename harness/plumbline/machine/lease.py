@@ -1,4 +1,4 @@
-"""Locks on this machine and its CUDA devices: examined cells share the machine, a measured cell has it exclusively.
+"""Locks on this machine and its devices: examined cells share the machine, a measured cell has it exclusively.
 
 The locks are ``flock`` locks on files in the temporary directory, so they hold between processes (xdist workers, two
 runs at once) and the kernel drops them when their holder dies.
@@ -6,7 +6,7 @@ runs at once) and the kernel drops them when their holder dies.
 A process takes the door lock before the machine lock, and one that wants the machine exclusively keeps the door while
 it waits: otherwise new shared leases could starve it.
 
-A shared lease has its CUDA devices exclusively: two trainings on one device may need more memory than it has. Every
+A shared lease has its devices exclusively: two trainings on one device may need more memory than it has. Every
 process takes devices in the order of their names, so no deadlock can arise.
 """
 

@@ -193,7 +193,8 @@ def windows(batches: Iterator[Any], size: int, agree: bool) -> Iterator[list[Any
 
 
 def least(count: int) -> int:
-    box = torch.tensor(count, device=device_of(dist.get_backend()))
+    backend = dist.get_backend()
+    box = torch.tensor(count, device="cpu" if ":" in backend else device_of(backend))
     dist.all_reduce(box, dist.ReduceOp.MIN)
     return int(box)
 

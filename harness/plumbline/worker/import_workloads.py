@@ -39,7 +39,7 @@ def _event(contents: dict[str, str] | None = None, message: str = "") -> dict[st
 
 
 def _contents_in_a_fork(names: Sequence[str]) -> dict[str, Any]:
-    """Build models and data in a child: the user's code may start threads or touch CUDA, which no fork survives."""
+    """Build models and data in a child: the user's code may start threads or touch a device, which no fork survives."""
     source, sink = os.pipe()
     pid = os.fork()
     if not pid:

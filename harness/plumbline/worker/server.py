@@ -4,7 +4,7 @@ It receives commands from the launcher and announces events to it (``plumbline.w
 ends, or at SIGTERM, it ends all ranks and itself. Processes that ranks start become its children when the ranks end,
 and end with the launch. It writes the ranks' output to their logs.
 
-This process must not use CUDA or threads: neither survives a fork.
+This process must not use devices or threads: neither survives a fork.
 """
 
 from __future__ import annotations

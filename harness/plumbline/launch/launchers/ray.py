@@ -2,7 +2,7 @@
 
 Each pool has a driver of Ray (``plumbline.launch.remote.ray_nodes``), in a separate process because Ray's client starts
 threads and handles signals. Ray starts a fork server on each node, or on other nodes after one was lost. Ranks keep
-what Ray set for their node, such as its CUDA devices.
+what Ray set for their node, such as its devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The nodes of a cell are the nodes of the SLURM job that this process runs in.
 
 For each pool, one step of srun starts a fork server on each node. Ranks get the variables that srun would set with one
-task per rank, and keep what SLURM set for their node, such as its CUDA devices.
+task per rank, and keep what SLURM set for their node, such as its devices.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class TieObserver(Observer):
         wrap(nn.Module, "register_parameter", self._around_register)
         wrap(nn.Module, "load_state_dict", self._around_load)
         wrap(nn.Parameter, "__deepcopy__", self._around_copy)
+        wrap(torch.utils, "swap_tensors", self._around_swap)
 
     def is_tied(self, parameter: Tensor) -> bool:
         """Return whether a model held a parameter, or that of which it is a copy, in several places."""
@@ -117,6 +118,23 @@ class TieObserver(Observer):
             self._tie(result)
         return result
 
+    def _around_swap(self, original: Callable[..., Any], *tensors: Any) -> Any:
+        # torch refuses to swap tensors with weak references. Each stays the object that it is, with other contents.
+        places = [self._first.pop(id(one), (None, None))[1] for one in tensors]
+        tied = [self._tied.pop(id(one), None) is not None for one in tensors]
+        try:
+            return original(*tensors)
+        finally:
+            for one, place, was_tied in zip(tensors, places, tied, strict=True):
+                if place is not None:
+                    self._follow(one, place)
+                if was_tied:
+                    self._tie(one)
+
+    def _follow(self, parameter: Tensor, place: _Place) -> None:
+        key = id(parameter)
+        self._first[key] = ref(parameter, lambda _: self._first.pop(key, None)), place
+
     def _tie(self, parameter: Tensor) -> None:
         key = id(parameter)
         self._tied[key] = ref(parameter, lambda _: self._tied.pop(key, None))
@@ -131,7 +149,7 @@ class TieObserver(Observer):
         place, key = _Place(ref(module), name), id(param)
         known, first = self._first.get(key, (None, None))
         if known is None or known() is not param:
-            self._first[key] = ref(param, lambda _: self._first.pop(key, None)), place
+            self._follow(param, place)
         elif first is not None and not first.is_at(module, name) and first.parameter is param:
             self._ties.append((first, place))
             self._tie(param)

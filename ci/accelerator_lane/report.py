@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from cuda_lane.stage import PASSED, Stage, StageResult
+from accelerator_lane.stage import PASSED, Stage, StageResult
 
 MOST_CHARACTERS = 6000
 """Of a stage's text in the report; the whole of it is in the stage's log."""
@@ -27,7 +27,7 @@ def write_report(
     lines = [
         f"# {name}",
         "",
-        f"`ci/cuda`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC. {_sentence(stages, results)}",
+        f"`ci/accelerator`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC. {_sentence(stages, results)}",
     ]
     lines += ["", "| machine | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in machine.items())]
     if notes:

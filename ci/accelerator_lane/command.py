@@ -1,15 +1,16 @@
-"""``ci/cuda``: run everything that needs a CUDA device, in stages, and write a report about it.
+"""``ci/accelerator``: run everything that needs an accelerator, in stages, and write a report about it.
 
-    ci/cuda                                    # a fresh machine: installs into .venv-cuda, then runs every stage
-    ci/cuda --python /opt/venv/bin/python      # nothing is downloaded: uses the torch of this interpreter
-    ci/cuda --python python3 --wheels DIR      # and installs the wheels in DIR first
-    ci/cuda --only doctor --only smoke
-    ci/cuda --minutes 9 --out DIR              # stops in time; DIR has the report and an archive after each stage
-    ci/cuda --minutes 9 --resume DIR/cuda-1x-nvidia-h200.tar.gz    # goes on, on this machine or another such one
-    ci/cuda --dry-run                          # prints the stages, their commands and limits
+    ci/accelerator                                    # a fresh machine: installs, then runs every stage
+    ci/accelerator --python /opt/venv/bin/python      # nothing is downloaded: uses the torch of this interpreter
+    ci/accelerator --python python3 --wheels DIR      # and installs the wheels in DIR first
+    ci/accelerator --python python3 --accelerator xpu  # another type of device
+    ci/accelerator --only doctor --only smoke
+    ci/accelerator --minutes 9 --out DIR              # stops in time; DIR has report and archive after each stage
+    ci/accelerator --minutes 9 --resume DIR/cuda-1x-nvidia-h200.tar.gz  # goes on, here or on another such machine
+    ci/accelerator --dry-run                          # prints the stages, their commands and limits
 
-Results, logs and runs lie in reports/cuda-<machine>/, the report beside it. Stages go on after a failure.
-Exit codes: 0 every stage passed; 1 some did not; 2 it could not be prepared, or wrong usage; 3 there is no CUDA device,
+Results, logs and runs lie in reports/<type>-<machine>/, the report beside it. Stages go on after a failure.
+Exit codes: 0 every stage passed; 1 some did not; 2 it could not be prepared, or wrong usage; 3 there is no device,
 and nothing was run; 4 none failed so far, and some are due: use --resume; 130 interrupted.
 """
 
@@ -22,11 +23,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cuda_lane.environment import CannotPrepare, Environment, prepare
-from cuda_lane.lane import Lane, unpack
-from cuda_lane.machine import ask_torch, describe, name_of, nvidia_gpus
-from cuda_lane.stage import DUE, PASSED, Stage, StageResult, shortest
-from cuda_lane.stages import TOTAL_S, stages
+from accelerator_lane.environment import CannotPrepare, Environment, prepare
+from accelerator_lane.lane import Lane, unpack
+from accelerator_lane.machine import ask_torch, describe, name_of, nvidia_gpus
+from accelerator_lane.stage import DUE, PASSED, Stage, StageResult, shortest
+from accelerator_lane.stages import TOTAL_S, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,25 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say_what_would_run(stages(options.gpus or len(nvidia_gpus()) or 1), options.only)
         return ALL_PASSED
     if not nvidia_gpus() and not options.python:
-        print("nvidia-smi shows no CUDA device, so nothing was run. On a machine with one:\n")
+        print("nvidia-smi shows no CUDA device, so nothing was run. For another type of device, name an interpreter")
+        print("whose torch has it: --python PYTHON. On a machine with a CUDA device:\n")
         _say_what_would_run(stages(options.gpus or 1), options.only)
         return NO_DEVICE
     try:
         if options.python:  # before anything is made
-            told = ask_torch(options.python)
+            told = ask_torch(options.python, accelerator=options.accelerator)
             if not told.get("gpus"):
                 return _no_device(told, options)
         environment = prepare(ROOT, options.python, options.wheels, print)
     except CannotPrepare as error:
         return _refuse(str(error))
-    told = ask_torch(environment.python, environment.variables)
+    told = ask_torch(environment.python, environment.variables, options.accelerator)
     if not told.get("gpus"):
         return _no_device(told, options)
     return _run(options, environment, told)
 
 
 def _run(options: argparse.Namespace, environment: Environment, told: Mapping[str, object]) -> int:
-    name = f"cuda-{options.name or name_of(told)}"
+    accelerator = str(told["accelerator"])
+    name = f"{accelerator}-{options.name or name_of(told)}"
     folder = ROOT / "reports" / name
     if isinstance(options.resume, Path):
         try:
@@ -74,7 +77,7 @@ def _run(options: argparse.Namespace, environment: Environment, told: Mapping[st
     assert isinstance(modules, list)
     lane = Lane(
         name,
-        stages(options.gpus or gpus, frozenset(modules)),
+        stages(options.gpus or gpus, frozenset(modules), accelerator),
         folder,
         ROOT / "reports" / f"{name}.md",
         ROOT,
@@ -102,7 +105,8 @@ def code_of(results: Mapping[str, StageResult], chosen: Sequence[str]) -> int:
 
 def _no_device(told: Mapping[str, object], options: argparse.Namespace) -> int:
     why = told.get("error") or f"torch {told.get('torch')}, built for CUDA {told.get('cuda')}, sees none"
-    print(f"torch finds no CUDA device ({why}), so nothing was run. On a machine with one:\n")
+    sought = "accelerator" if options.accelerator == "auto" else f"{options.accelerator} device"
+    print(f"torch finds no {sought} ({why}), so nothing was run. On a machine with one:\n")
     _say_what_would_run(stages(options.gpus or 1), options.only)
     return NO_DEVICE
 
@@ -126,16 +130,17 @@ def _commit() -> str | None:
 
 
 def _refuse(why: str) -> int:
-    print(f"ci/cuda: {why}", file=sys.stderr)
+    print(f"ci/accelerator: {why}", file=sys.stderr)
     return UNUSABLE
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ci/cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ci/accelerator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--python", metavar="PYTHON", help="interpreter that has torch with CUDA; it is not changed")
+    add("--python", metavar="PYTHON", help="interpreter whose torch has the devices; it is not changed")
+    add("--accelerator", default="auto", metavar="TYPE", help="type of device (default: the one that torch has)")
     add("--wheels", type=Path, metavar="DIR", help="with --python: wheels to install without a package index")
     add("--only", action="append", default=[], metavar="STAGE", help="run only this stage (repeatable)")
     add("--minutes", type=float, default=TOTAL_S / 60, help="for all stages together (default: %(default).0f)")

@@ -17,13 +17,22 @@ import importlib.util, json, sys
 told = {"python": sys.version.split()[0]}
 try:
     import torch
-    told |= {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+    asked = sys.argv[1]
+    if asked == "auto":
+        other = not torch.cuda.device_count() and hasattr(torch, "accelerator") and torch.accelerator.is_available()
+        asked = torch.accelerator.current_accelerator().type if other else "cuda"
+    module = getattr(torch, asked, None)
+    told |= {"torch": torch.__version__, "cuda": torch.version.cuda, "accelerator": asked}
+    told["gpus"] = module.device_count() if hasattr(module, "device_count") else 0
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     told["cudnn"] = torch.backends.cudnn.version() if torch.version.cuda else None
     told["arch"] = " ".join(torch.cuda.get_arch_list()) if torch.version.cuda else None
-    names = [torch.cuda.get_device_properties(i) for i in range(told["gpus"])]
-    told["devices"] = [f"{one.name}, {one.total_memory >> 20} MiB, sm_{one.major}{one.minor}" for one in names]
+    if asked == "cuda":
+        names = [torch.cuda.get_device_properties(i) for i in range(told["gpus"])]
+        told["devices"] = [f"{one.name}, {one.total_memory >> 20} MiB, sm_{one.major}{one.minor}" for one in names]
+    elif hasattr(module, "get_device_name"):
+        told["devices"] = [module.get_device_name(i) for i in range(told["gpus"])]
 except Exception as error:
     told["error"] = f"{type(error).__name__}: {error}"
 wanted = ("lightning", "accelerate", "transformers", "ignite")
@@ -32,11 +41,18 @@ print("TOLD" + json.dumps(told))
 """
 
 
-def ask_torch(python: str, environment: Mapping[str, str] | None = None) -> dict[str, object]:
+def ask_torch(
+    python: str, environment: Mapping[str, str] | None = None, accelerator: str = "auto"
+) -> dict[str, object]:
     """Return what the torch of an interpreter says of itself and of its devices; ``error`` says why it cannot."""
     try:
         done = subprocess.run(
-            [python, "-c", _ASK_TORCH], capture_output=True, text=True, check=False, timeout=180, env=environment
+            [python, "-c", _ASK_TORCH, accelerator],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+            env=environment,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
@@ -64,8 +80,9 @@ def describe(told: Mapping[str, object], commit: str | None) -> dict[str, str]:
     rows = nvidia_gpus()
     named = told.get("devices") or [f"{name}, {memory}" for name, memory, _, _ in rows]
     assert isinstance(named, list)
+    kind = "GPUs" if told.get("accelerator", "cuda") == "cuda" else "devices"
     found = {
-        "GPUs": "; ".join(f"{count} × {name}" for name, count in Counter(map(str, named)).items()),
+        kind: "; ".join(f"{count} × {name}" for name, count in Counter(map(str, named)).items()),
         "driver": ", ".join(sorted({row[2] for row in rows})),
         "compute mode": ", ".join(sorted({row[3] for row in rows})),
         "CUDA of torch": told.get("cuda"),

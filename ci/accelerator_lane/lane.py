@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_lane.report import write_report
-from cuda_lane.stage import CUT, DUE, TIMED_OUT, Stage, StageResult, run_stage
+from accelerator_lane.report import write_report
+from accelerator_lane.stage import CUT, DUE, TIMED_OUT, Stage, StageResult, run_stage
 
 LEAST_S = 15.0
 """A stage is not begun with less time than this."""

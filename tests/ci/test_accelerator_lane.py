@@ -1,4 +1,4 @@
-"""The CUDA lane's own logic, with stand-ins for its stages: no GPU is needed, and none is used."""
+"""The accelerator lane's own logic, with stand-ins for its stages: no GPU is needed, and none is used."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 def lane_modules():
     """Import the lane's modules from ``ci/``, and forget them afterwards."""
     sys.path.insert(0, str(ROOT / "ci"))
-    import cuda_lane.command
-    import cuda_lane.environment
-    import cuda_lane.lane
-    import cuda_lane.machine
-    import cuda_lane.report
-    import cuda_lane.stage
-    import cuda_lane.stages
+    import accelerator_lane.command
+    import accelerator_lane.environment
+    import accelerator_lane.lane
+    import accelerator_lane.machine
+    import accelerator_lane.report
+    import accelerator_lane.stage
+    import accelerator_lane.stages
 
-    yield cuda_lane
+    yield accelerator_lane
     sys.path.remove(str(ROOT / "ci"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda_lane"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerator_lane"]:
         del sys.modules[name]
 
 
@@ -185,6 +185,15 @@ def test_the_stages_fit_into_forty_minutes(lane_modules, gpus):
     assert len({stage.name for stage in planned}) == len(planned)
 
 
+def test_what_is_about_cuda_is_not_run_on_another_type_of_device(lane_modules):
+    planned = lane_modules.stages.stages(2, accelerator="xpu")
+    assert not {"cuda-tests", "claims"} & {stage.name for stage in planned}
+    assert all("cuda" not in stage.command for stage in planned)
+    suites = [stage for stage in planned if stage.suite]
+    assert suites
+    assert all(stage.command[stage.command.index("--accelerator") + 1] == "xpu" for stage in suites)
+
+
 def test_without_a_device_it_says_what_it_would_do_and_runs_nothing(lane_modules, monkeypatch, capsys):
     monkeypatch.setattr(lane_modules.command, "nvidia_gpus", list)
     monkeypatch.setattr(lane_modules.command, "prepare", None)
@@ -199,9 +208,11 @@ def test_without_a_device_it_says_what_it_would_do_and_runs_nothing(lane_modules
 
 def test_an_interpreter_that_sees_no_device_says_why(lane_modules, monkeypatch, capsys):
     asked = {"torch": "2.13.0+cpu", "cuda": None, "gpus": 0}
-    monkeypatch.setattr(lane_modules.command, "ask_torch", lambda python, environment=None: asked)
+    monkeypatch.setattr(lane_modules.command, "ask_torch", lambda python, **options: asked)
     assert lane_modules.command.main(["--python", sys.executable]) == 3
     assert "torch 2.13.0+cpu, built for CUDA None, sees none" in capsys.readouterr().out
+    assert lane_modules.command.main(["--python", sys.executable, "--accelerator", "xpu"]) == 3
+    assert "torch finds no xpu device" in capsys.readouterr().out
 
 
 def test_a_stage_that_does_not_exist_is_refused_with_those_that_do(lane_modules, capsys):
@@ -259,7 +270,7 @@ def test_an_environment_beside_an_interpreter_has_its_packages_and_the_checkout(
     file, plugins, prefix = json.loads(done.stdout)
     assert Path(file).resolve() == ROOT / "harness" / "plumbline" / "__init__.py"
     assert Path(file).is_relative_to(root)
-    assert Path(prefix) == root / ".venv-cuda"
+    assert Path(prefix) == root / ".venv-accelerator"
     assert (made.bin / "pytest").exists()
     assert made.variables["PATH"].startswith(str(made.bin))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,6 +1,7 @@
 """The interpreter that stages run in: an environment of its own, or one beside an interpreter that has torch already.
 
-Where nothing can be downloaded, ``--python`` names an interpreter with a CUDA build of torch. It is not changed: a
+``--python`` names an interpreter with a build of torch for the devices: where nothing can be downloaded, and for other
+devices than CUDA's, for which constraints.txt has no build. It is not changed: a
 virtual environment beside it sees its packages, this checkout, and the wheels of ``--wheels``.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FOLDER = ".venv-cuda"
+FOLDER = ".venv-accelerator"
 
 _PROJECT = """
 import json, re, sys, tomllib
@@ -89,7 +90,8 @@ def _installed(root: Path, say: Callable[[str], None]) -> Environment:
         _run([str(python), "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]"], root)
     except CannotPrepare as error:
         raise CannotPrepare(
-            f"{error}\nWithout a package index, name an interpreter that has torch with CUDA: ci/cuda --python PYTHON"
+            f"{error}\nWithout a package index, name an interpreter whose torch has the devices: "
+            "ci/accelerator --python PYTHON"
         ) from None
     return _environment(folder / "bin", [f"installed with constraints.txt into {FOLDER}"])
 
