@@ -7,6 +7,7 @@ import torch
 
 from plumbline.core.accelerator import of_accelerator
 from plumbline.core.errors import PlanError
+from plumbline.devices.calls import started_types
 from plumbline.devices.communication import backend_of
 from plumbline.devices.counting import _counted_apart
 from plumbline.planning.accelerator import check_accelerator, resolve_accelerator
@@ -29,6 +30,14 @@ def test_auto_takes_the_accelerator_of_torch_and_its_devices(name, three_of):
     three_of(name)
     assert resolve_accelerator("auto") == resolve_accelerator(name) == (name, 3)
     assert resolve_accelerator("cpu") == ("cpu", 0)
+
+
+def test_torch_before_2_6_has_no_accelerator_and_cuda_is_found_all_the_same(monkeypatch):
+    monkeypatch.delattr(torch, "accelerator")
+    assert resolve_accelerator("auto") == ("cpu", 0)
+    assert started_types() == ()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_accelerator("auto") == ("cuda", 2)
 
 
 def test_auto_leaves_a_type_of_which_there_is_one_device_at_most(three_of):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.devices.types import TYPES, accelerators, device_type, module_of
+from plumbline.devices.types import accelerators, device_type, module_of
 
 
 def started_types() -> tuple[str, ...]:
@@ -114,7 +114,8 @@ def counts_peak(device: torch.device) -> bool:
 def profiled(name: str) -> list[torch.profiler.ProfilerActivity]:
     """Return what torch's profiler follows in a training on devices of this type."""
     kinds = torch.profiler.ProfilerActivity
-    own = getattr(kinds, name.upper(), None if name in TYPES else kinds.PrivateUse1)
+    brought = name == torch._C._get_privateuse1_backend_name()
+    own = getattr(kinds, "PrivateUse1" if brought else name.upper(), None)
     return [kinds.CPU] if name == "cpu" or own is None else [kinds.CPU, own]
 
 
