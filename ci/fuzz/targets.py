@@ -106,9 +106,9 @@ def results(data: bytes) -> None:
     """Read a run and show it. Nothing in it may act on a terminal or a page."""
     (folder() / RESULTS).write_bytes(data)
     run = read_run(folder())
-    shown = support_page(run) + support_for_terminal(run)
-    assert "\x1b" not in shown, "a control sequence reached the terminal"
-    assert "<script" not in shown.lower(), "a tag reached the page"
+    page, screen = support_page(run), support_for_terminal(run)
+    assert "\x1b" not in page + screen, "a control sequence reached the terminal"
+    assert "<script" not in page.lower(), "a tag reached the page"
 
 
 def a_run() -> bytes:
