@@ -33,11 +33,10 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
-from mistake import DDP, changed
-from mistakes import MISTAKES
 from released import in_own_environment, pinned
+from try_wheel import TryError
+from try_wheel import check as check_both
 
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cell_table
@@ -46,9 +45,6 @@ from plumbline.results.run import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
-SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / "ddp.py"
-MISTAKE, NAMED = "inner module called", "not synchronised"
-"""The mistake in ``SCRIPT``, and the words for it in the headline of ``plumbline check``."""
 
 ON_MESHES = ("mlp", "lm-tokens", "transformer", "clipping-tied", "accumulation", "checkpoint-elastic")
 TRAINED = (Outcome.PASSED, Outcome.DEVIATES)
@@ -148,25 +144,12 @@ def conformance(claim: Claim) -> tuple[dict[str, int], int]:
 
 def check() -> str:
     """Check a right script, and the same script with a mistake."""
-    right = SCRIPT.read_text(encoding="utf-8")
-    mistake = next(one for one in MISTAKES if one.name == MISTAKE)
-    checked(right, 0, "RIGHT:")
-    checked(changed(right, mistake.changes[DDP]), 1, "WRONG:", NAMED)
-    return "a right script is RIGHT, a wrong one WRONG"
-
-
-def checked(text: str, code: int, *words: str) -> None:
-    """Run a script under ``plumbline check``: its exit code must be ``code``, its headline must have the words."""
     with tempfile.TemporaryDirectory(prefix="plumbline-gate-") as folder:
-        script = Path(folder) / "train.py"
-        script.write_text(text, encoding="utf-8")
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-        output = run([PLUMBLINE, "check", "--stop", "--", *ranks], code=code)
-    lines = output.splitlines()
-    begun = next((number for number, line in enumerate(lines) if line.startswith(words[0])), None)
-    headline = "" if begun is None else " ".join(lines[begun : begun + 2])
-    if missing := [word for word in words if word not in headline]:
-        raise GateError(f"the headline of plumbline check does not say {', '.join(missing)}")
+        try:
+            check_both(PLUMBLINE, sys.executable, Path(folder))
+        except TryError as error:
+            raise GateError(str(error)) from None
+    return "a right script is RIGHT, a wrong one WRONG"
 
 
 def wheel() -> str:

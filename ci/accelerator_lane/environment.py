@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def missing(requirements):
             found.append(name)
     return found
 print(json.dumps({
-    "name": project["name"], "version": project["version"], "scripts": project.get("scripts", {}),
+    "name": project["name"], "scripts": project.get("scripts", {}),
     "entry_points": project.get("entry-points", {}), "missing": missing(project["dependencies"]),
     "missing_for_tests": missing(project["optional-dependencies"]["dev"]),
     "packages": [path for path in sys.path if path.endswith("-packages")],
@@ -116,7 +117,7 @@ def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], N
     lines = [str(root / "harness"), str(extra), *(f"import site; site.addsitedir({path!r})" for path in packages)]
     (site / "plumbline-lane.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
     project = _asked(str(own), root)
-    _register(project, site, folder / "bin", own)
+    _register(root, project, site, folder / "bin", own)
     project = _asked(str(own), root)
     if project["missing"]:
         names = ", ".join(project["missing"])
@@ -130,11 +131,13 @@ def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], N
     return _environment(folder / "bin", ["the packages of an existing interpreter", *notes])
 
 
-def _register(project: dict[str, Any], site: Path, programs: Path, python: Path) -> None:
+def _register(root: Path, project: dict[str, Any], site: Path, programs: Path, python: Path) -> None:
     """Do what an installer would: metadata with the entry points, and the console scripts."""
-    info = site / f"{project['name']}-{project['version']}.dist-info"
+    citation = (root / "CITATION.cff").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
+    info = site / f"{project['name']}-{version}.dist-info"
     info.mkdir(exist_ok=True)
-    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n"
     (info / "METADATA").write_text(head, encoding="utf-8")
     groups = {"console_scripts": project["scripts"], **project["entry_points"]}
     text = "".join(

@@ -261,7 +261,7 @@ def test_an_environment_beside_an_interpreter_has_its_packages_and_the_checkout(
     """As on a machine without a package index: nothing is downloaded, and the interpreter is not changed."""
     root = tmp_path / "checkout"
     root.mkdir()
-    for name in ("pyproject.toml", "harness"):
+    for name in ("pyproject.toml", "CITATION.cff", "harness"):
         (root / name).symlink_to(ROOT / name)
     made = lane_modules.environment.prepare(root, sys.executable, None, lambda text: None)
     script = "import plumbline, torch, json, sys; from importlib.metadata import entry_points as e;"

@@ -40,7 +40,6 @@ def test_the_wheel_says_what_it_is_and_under_which_licence(wheel):
     assert metadata["Description-Content-Type"] == "text/markdown"
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"version: {metadata['Version']}\n" in citation
-    assert f"## [{metadata['Version']}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_what_a_reader_wants(distributions):

@@ -1,0 +1,110 @@
+"""Tries a built wheel in fresh environments: with torch alone, then with everything that it requires.
+
+    python ci/try_wheel.py dist/*.whl                     # this Python, the newest torch
+    python ci/try_wheel.py dist/*.whl --torch 2.4.1 --python python3.10
+
+``--python`` trains the scripts, and may be older than the Python that runs this program and Plumbline. Installed with
+``--no-deps`` beside torch, ``plumbline check`` must say RIGHT about a right script and WRONG about the same script with
+a mistake. Then, without ``--python``, pip installs what the wheel requires, and the suites must find the reference
+trainer right on two devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
+
+from mistake import DDP, FILES, changed
+from mistakes import MISTAKES
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / FILES[DDP]
+MISTAKE, NAMED = "inner module called", "not synchronised"
+"""The mistake in ``SCRIPT``, and the words for it in the headline of ``plumbline check``."""
+
+SUITE = ("run", "--gpus", "2", "--accelerator", "cpu", "--workloads", "mlp", "--precisions", "32", "-m", "smoke", "-q")
+
+
+class TryError(Exception):
+    """The wheel does not do what it must; the message says what."""
+
+
+def run(command: Sequence[str | Path], folder: Path, *, code: int = 0) -> str:
+    """Run a command without this checkout in its environment; return what it prints.
+
+    Raises:
+        TryError: it did not exit with ``code``.
+    """
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+    done = subprocess.run(
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != code:
+        raise TryError(f"exit code {done.returncode} instead of {code}: {' '.join(map(str, command))}\n{done.stdout}")
+    return done.stdout
+
+
+def environment(folder: Path, torch: str, python: str | None = None) -> Path:
+    """Make an environment with torch alone; return the folder of its programs."""
+    if python:
+        run([python, "-m", "venv", folder], ROOT)
+    else:
+        venv.create(folder, with_pip=True)
+    run([folder / "bin" / "python", "-m", "pip", "install", "-q", f"torch{torch and '=='}{torch}"], ROOT)
+    return folder / "bin"
+
+
+def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
+    """Check a right script and the same script with a mistake, in two ranks of ``python``."""
+    right = SCRIPT.read_text(encoding="utf-8")
+    wrong = changed(right, next(one for one in MISTAKES if one.name == MISTAKE).changes[DDP])
+    ranks = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    for text, code, words in ((right, 0, ("RIGHT:",)), (wrong, 1, ("WRONG:", NAMED))):
+        (folder / "train.py").write_text(text, encoding="utf-8")
+        said = run([plumbline, "check", "--stop", "--", *ranks], folder, code=code)
+        found = re.search(rf"^{words[0]}.*(\n.*)?", said, re.MULTILINE)  # a headline may have two lines
+        headline = found[0] if found else ""
+        if not all(word in headline for word in words):
+            raise TryError(f"plumbline check does not say {' … '.join(words)}:\n{said}")
+        print(headline, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try a wheel; print what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--torch", default="", help="a release of torch, as 2.4.1 (default: the newest)")
+    parser.add_argument("--python", help="an interpreter that trains (default: the one that runs Plumbline)")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="plumbline-wheel-") as place:
+        folder = Path(place)
+        try:
+            ours = environment(folder / "ours", options.torch)
+            theirs = environment(folder / "theirs", options.torch, options.python) if options.python else ours
+            install = [str(ours / "python"), "-m", "pip", "install", "-q"]
+            run([*install, "--no-deps", options.wheel.resolve()], folder)
+            version = run([ours / "plumbline", "--version"], folder).strip()
+            if version.split()[-1] != options.wheel.name.split("-")[1]:
+                raise TryError(f"{options.wheel.name} says that it is {version}")
+            print(version, flush=True)
+            check(ours / "plumbline", theirs / "python", folder)
+            if not options.python:
+                run([*install, options.wheel.resolve()], folder)
+                print(run([ours / "plumbline", *SUITE], folder).splitlines()[-1])
+        except TryError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
