@@ -91,7 +91,7 @@ def ci_run(tmp_path):
     (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
 
     def run(*failing):
-        for name in ("python3", "pip", "ruff", "mypy", "lint-imports", "python", "pytest"):
+        for name in ("python3", "pip", "ruff", "mypy", "vermin", "lint-imports", "python", "pytest"):
             said = "1 passed in 0.1s" if name == "pytest" else ""
             (programs / name).write_text(f"#!/bin/sh\necho {name} $*\necho {said}\nexit {int(name in failing)}\n")
             (programs / name).chmod(0o755)

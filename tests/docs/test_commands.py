@@ -227,6 +227,7 @@ CHECKED_BY = {
     "pip": _pip,
     "ruff": _tool_of_ci,
     "mypy": _tool_of_ci,
+    "vermin": _tool_of_ci,
     "lint-imports": _tool_of_ci,
     "zensical": _zensical,
     "pre-commit": _pre_commit,
