@@ -10,6 +10,8 @@ import torch
 from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
+from plumbline.recording import module_calls
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -108,6 +110,34 @@ def test_a_compiled_step_is_left_alone(graphs: Graphs) -> None:
     assert graphs.compiled == before
     assert not gradients
     assert set(uncovered) == set(model.parameters())
+
+
+@pytest.mark.parametrize("function", ["get_eval_frame_callback", "set_eval_frame"])
+def test_it_is_known_where_frames_are_compiled_also_by_torch_2_4(
+    function: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two functions it has the second alone."""
+    if function == "set_eval_frame":
+        monkeypatch.delattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
+
+    def look() -> None:
+        seen.append(module_calls._is_evaluated_by_dynamo())
+
+    seen: list[bool] = []
+    module_calls._leave_uncompiled(look)
+    module_calls._leave_uncompiled(module_calls._is_evaluated_by_dynamo)
+
+    @torch.compile(backend=graphs)
+    def compiled(x: Tensor) -> Tensor:
+        x = x + 1
+        look()
+        return x * 2
+
+    look()
+    compiled(torch.zeros(2))
+    look()
+    assert seen == [False, True, False]
+    assert graphs.compiled == 2, "what follows was compiled too: the callback is back"
 
 
 @pytest.mark.parametrize("make", [compiled_module, compiled_in_place, compiled_blocks, compiled_forward])

@@ -55,7 +55,12 @@ class ModuleCalls:
 
 def _is_evaluated_by_dynamo() -> bool:
     """Return whether TorchDynamo looks at each function that is called here, and may compile it."""
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    dynamo: Any = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "get_eval_frame_callback"):
+        callback = dynamo.get_eval_frame_callback()
+    else:  # before torch 2.5
+        callback = dynamo.set_eval_frame(None)
+        dynamo.set_eval_frame(callback)
     return callback is not None and callback is not False
 
 
