@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
+from plumbline.check.rank.observers.parallelism import ParallelismObserver
 from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.recording.observer import Facts, Observer
@@ -59,6 +61,17 @@ def test_tied_weights_stay_known_where_a_script_lets_torch_swap_them(ties: TieOb
     assert first.weight.dtype == torch.float64
     assert ties.is_tied(first.weight)
     assert not ties.is_tied(first.bias)
+
+
+def test_a_mesh_may_be_given_by_name() -> None:
+    """As in torch's own examples, and as ``init_device_mesh`` of torch 2.4 does."""
+
+    def init(one: Any, device_type: str, mesh: Any) -> None:
+        one.mesh, one.mesh_dim_names = mesh, ("data", "tensor")
+
+    observer = ParallelismObserver()
+    observer._around_mesh(init, SimpleNamespace(), device_type="cpu", mesh=torch.arange(4).reshape(2, 2))
+    assert observer._meshes == [{"shape": [2, 2], "names": ["data", "tensor"]}]
 
 
 def batches(workers: int = 0, seed: int = 5) -> list[list[float]]:

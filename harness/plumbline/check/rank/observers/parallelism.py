@@ -207,7 +207,7 @@ class ParallelismObserver(Observer):
         facts["layouts"] = sorted(layouts | ({REPLICATED_SHARDS} if replicated else set()))
         return facts
 
-    def _around_mesh(self, original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> None:
+    def _around_mesh(self, original: Callable[..., Any], mesh: Any, /, *args: Any, **kwargs: Any) -> None:
         original(mesh, *args, **kwargs)
         if not is_paused():
             attempt(self._note_mesh, mesh)
