@@ -27,6 +27,12 @@ def test_ci_runs_the_test_command_that_the_readme_gives():
     assert test in ci
 
 
+def test_nothing_makes_an_array_of_numpy_where_only_torch_may_be():
+    """Calls that need numpy without an import, which the contracts of the imports do not see."""
+    for path in (ROOT / "harness" / "plumbline").rglob("*.py"):
+        assert not re.search(r"\.numpy\(|from_numpy\(", path.read_text()), path
+
+
 def test_importing_the_plugin_does_not_import_anything_heavy():
     heavy = ("torch", "pandas", "pydantic")
     code = f"import plumbline.pytest_plugin.plugin, sys; print([name for name in {heavy} if name in sys.modules])"

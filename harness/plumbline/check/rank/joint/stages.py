@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.rank.joint.forward import RecordedCall
+from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local
 
@@ -67,8 +68,8 @@ def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object
 
 
 def _digest(values: Tensor) -> str:
-    flat = local(values).detach().cpu().contiguous()
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() + str(flat.dtype)
+    content = tensor_bytes(local(values).detach().cpu())
+    return hashlib.blake2b(content, digest_size=8).hexdigest() + str(values.dtype)
 
 
 def _projected(gradient: Tensor) -> tuple[float, float]:
