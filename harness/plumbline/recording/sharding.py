@@ -75,15 +75,20 @@ def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -
 
 
 def requested_divisors(roots: Iterable[nn.Module]) -> set[float]:
-    """Return by what scripts have FSDP2 divide sums of gradients, as multiples of the number of ranks."""
-    groups = (group for root in roots for module in root.modules() for group in _groups(module))
-    return {_requested_divisor(group) for group in groups if group.fsdp_params}
+    """Return by what scripts have FSDP2 divide sums of gradients, as multiples of the number of ranks.
+
+    A group of parameters may be reduced over fewer ranks than others, as experts are whose tokens already came from all
+    of them. So a factor of the script's own is a multiple of the ranks of the largest group.
+    """
+    every = (group for root in roots for module in root.modules() for group in _groups(module))
+    groups = [group for group in every if group.fsdp_params]
+    ranks = max(map(_reducing_ranks, groups), default=1)
+    factors = [getattr(group, "gradient_divide_factor", None) for group in groups]
+    return {1.0 if factor is None else float(factor) / ranks for factor in factors}
 
 
-def _requested_divisor(group: Any) -> float:
-    factor = getattr(group, "gradient_divide_factor", None)
-    ranks = [getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")]
-    return 1.0 if factor is None else float(factor) / math.prod(ranks)
+def _reducing_ranks(group: Any) -> int:
+    return math.prod(getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
 
 
 def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:
