@@ -24,6 +24,7 @@ LIBRARIES = {
     "sentence-transformers": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
     "sentence-transformers-gather": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
     "peft": ("peft", "pip install peft"),
+    "torchtitan": ("torchtitan", "pip install torchtitan"),
     "composer": ("composer", "pip install mosaicml"),
     "ray": ("ray", "pip install 'ray[train]'"),
     "deepspeed": ("deepspeed", "pip install deepspeed"),
@@ -70,6 +71,10 @@ def test_fabric_trains_in_shards(warm_pool, cell_of, tmp_path):
 
 def test_peft_trains_in_shards(warm_pool, cell_of, tmp_path):
     trains_as_one_device("peft", cell_of("adapter", "fsdp", "1x2", subject="peft"), warm_pool, tmp_path)
+
+
+def test_torchtitan_trains_in_shards(warm_pool, cell_of, tmp_path):
+    trains_as_one_device("torchtitan", cell_of("mlp", "fsdp", "1x2", subject="torchtitan"), warm_pool, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["zero", "zero2", "fsdp"])

@@ -44,6 +44,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "sentence-transformers": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
     "sentence-transformers-gather": ShippedAdapter("plumbline.subjects.sentence_transformers_trainer", SENTENCES),
     "peft": ShippedAdapter("plumbline.subjects.peft_trainer", "peft"),
+    "torchtitan": ShippedAdapter("plumbline.subjects.torchtitan_trainer", "torchtitan"),
     "composer": ShippedAdapter("plumbline.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("plumbline.subjects.ray_trainer", "ray[train]"),
     "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainer", "deepspeed"),

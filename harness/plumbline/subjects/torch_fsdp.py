@@ -121,17 +121,18 @@ def policy(job):
 
 
 def shard(model, mesh, **options):
-    """Return the model with its weights sharded over the mesh, in units that are gathered one at a time.
-
-    Units are the layers that the model only calls. It may use the weights of others, so they are gathered with it.
-    """
+    """Return the model with its weights sharded over the mesh, in units that are gathered one at a time."""
     for parameter in model.parameters() if options else ():
         parameter.data = parameter.data.float()  # the master weights; buffers have the dtype of the activations
-    for module in reversed(list(model.modules())):  # inner ones first
-        for layer in module if isinstance(module, nn.Sequential) else ():
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh, **options)
+    for layer in units(model):
+        fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
+
+
+def units(model):
+    """Return the layers that the model only calls, inner ones first. It may use the weights of others itself."""
+    lists = [module for module in reversed(list(model.modules())) if isinstance(module, nn.Sequential)]
+    return [layer for layers in lists for layer in layers if list(layer.parameters())]
 
 
 def broadcast_buffers(model, args):
