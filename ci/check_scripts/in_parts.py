@@ -39,18 +39,18 @@ def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], .
     return Script(name, f"{TORCHRUN} 2 run_simple_mcore_train_loop.py", covers, **settings)  # type: ignore[arg-type]
 
 
-def torchtitan(name: str, ranks: int, options: str, covers: str) -> Script:
-    """Return a training of the Llama for debugging of the installed torchtitan; the repository has its tokenizer."""
+def torchtitan(name: str, ranks: int, options: str, covers: str, model: str = "llama3") -> Script:
+    """Return a training of a model for debugging of the installed torchtitan; the repository has its tokenizer."""
     return Script(
         f"torchtitan {name}",
-        f"{TORCHRUN} {ranks} -m torchtitan_on_cpu --module llama3 --config llama3_debugmodel --debug.seed 42 "
+        f"{TORCHRUN} {ranks} -m torchtitan_on_cpu --module {model} --config {model}_debugmodel --debug.seed 42 "
         "--training.local_batch_size 2 --training.seq_len 32 --training.steps 4 --training.disable_cuda_graphs "
         "--training.mixed_precision_param float32 --parallelism.spmd_backend partial_dtensor --checkpoint.interval 100 "
         f"--validator.freq 100 {options}",
         covers,
         "pytorch/torchtitan",
         also=("tests/assets/tokenizer",),
-        needs=("torchtitan", "torchtitan_on_cpu"),
+        needs=("torchtitan", "triton", "torchtitan_on_cpu"),
         data=("c4",),
         is_adapted=True,
         ranks=ranks,
@@ -111,6 +111,25 @@ IN_PARTS = (
         4,
         "--parallelism.data_parallel_shard_degree 2 --parallelism.data_parallel_replicate_degree 2",
         "torchtitan 0.3.0: shards on two ranks, replicated twice",
+    ),
+    torchtitan(
+        "pp",
+        2,
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B",
+        "torchtitan 0.3.0: a pipeline of two stages, each with a norm of its own",
+    ),
+    torchtitan(
+        "cp",
+        2,
+        "--parallelism.context_parallel_degree 2 --training.seq_len 256 --training.local_batch_size 1",
+        "torchtitan 0.3.0: sequences on two ranks, flex attention over gathered keys",
+    ),
+    torchtitan(
+        "ep",
+        2,
+        "--parallelism.data_parallel_shard_degree 2 --parallelism.expert_parallel_degree 2",
+        "torchtitan 0.3.0: DeepSeek's experts on two ranks, FSDP2 for the rest",
+        model="deepseek_v3",
     ),
     *(cifar(stage) for stage in (1, 2, 3)),
     Script(

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.attention import flex_attention
 
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -28,6 +29,25 @@ FSDPModule.set_gradient_divide_factor = _set_factor_on_gloo
 torchtitan.distributed.utils.set_pg_timeouts = lambda *arguments, **options: None  # its barrier names a device
 flex_attention._validate_device = lambda *tensors: None  # torch refuses a backward pass of flex_attention on the CPU
 FlexAttention._compiled_flex_attn = flex_attention.flex_attention
+
+
+def _accept_micro_batches(schedule):
+    """Let ``step`` take micro-batches, as torchtitan 0.3.0 passes them: torch 2.13 splits a batch only."""
+    step = schedule.step
+
+    def step_micro_batches(self, *args, kwarg_mbs=None, arg_mbs=None, target_mbs=None, **options):
+        if kwarg_mbs is None:
+            return step(self, *args, **options)
+        for stage in getattr(self, "_stages", None) or [self._stage]:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        return self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **options)
+
+    schedule.step = step_micro_batches
+
+
+for schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+    _accept_micro_batches(schedule)
 
 if __name__ == "__main__":
     main()
