@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from plumbline.core.accelerator import of_accelerator
 from plumbline.subjects.load import SHORT_NAMES, load
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def gate(program):
 
 @pytest.mark.parametrize("subject", ["reference", "torch"])
 def test_every_backend_that_a_subject_of_ours_declares_for_simulated_devices_is_named(gate, subject):
-    declared = {name for one in load(subject) if one.precisions["cpu"] for name in one.backends}
+    declared = {name for one in load(subject) if of_accelerator(one.precisions, "cpu") for name in one.backends}
     named = {name for claim in gate.CLAIMS.values() if claim.subject == subject for name in claim.backends}
     assert named == declared
 

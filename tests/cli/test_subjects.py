@@ -81,7 +81,7 @@ def test_they_are_listed_for_programs(capsys):
     found = {one["name"]: one for one in printed["subjects"]}
     assert found.keys() == SHORT_NAMES.keys()
     ddp = next(one for one in found["torch"]["declared"] if "ddp" in one["backends"])
-    assert "bf16" in ddp["precisions"]["cpu"]
+    assert "bf16" in ddp["precisions"]["*"]
     assert "accumulation" in ddp["capabilities"]
     assert [one["library"] for one in found.values() if one["library"] is None] == [
         None for one in found.values() if not one["declared"] and one["obstacle"] is None

@@ -91,7 +91,7 @@ class DoctorDocument(BaseModel):
 
 
 class Declared(BaseModel):
-    """What a trainer supports: backends, the precisions of each type of device, and capabilities."""
+    """What a trainer supports: backends, the precisions of each type of device (``*``: of all others), capabilities."""
 
     backends: tuple[Text, ...]
     precisions: dict[Text, tuple[Text, ...]]
