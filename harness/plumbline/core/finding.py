@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -133,6 +133,21 @@ def in_reading_order(findings: Iterable[F]) -> list[F]:
     weights come first, single steps before whole trainings, named causes before unknown ones, and then by ``ORDER``.
     """
     return sorted(findings, key=_place)
+
+
+def by_themselves(findings: Sequence[F]) -> list[F]:
+    """Return the mistakes among bad findings in reading order: the first, and others that name a cause of their own.
+
+    A further finding counts if it failed and is no consequence of another one.
+    """
+    return [
+        *findings[:1],
+        *(
+            one
+            for one in findings[1:]
+            if one.consequence_of is None and one.outcome is Outcome.FAILED and not is_unexplained(one)
+        ),
+    ]
 
 
 def leaves_no_numbers(finding: AnyFinding) -> bool:

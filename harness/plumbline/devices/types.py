@@ -18,10 +18,10 @@ class DeviceType:
     """A type of device. ``name`` is torch's, as in ``torch.device``.
 
     ``visible`` is the variable with the devices that a process sees, None without one: nodes that are simulated on one
-    machine then share its devices. ``numbering`` are variables with
-    which its numbers are those of the vendor's tools. ``shared_backend`` is the communication backend of ranks that
-    share a device, where the type's own cannot. ``counts_safely``: counting devices does not initialise one.
-    ``by_default``: ``auto`` chooses this type where there is one. ``indexed``: functions of its module take a device.
+    machine then share its devices. ``numbering`` are variables with which its numbers are those of the vendor's tools.
+    ``shared_backend`` is the communication backend of ranks that share a device, where the type's own cannot.
+    ``counts_safely``: counting devices does not initialise one. ``by_default``: ``auto`` chooses this type where there
+    is one. ``indexed``: functions of its module take a device.
     """
 
     name: str

@@ -16,7 +16,7 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.errors import TROUBLE
-from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.finding import Finding, by_themselves, is_unexplained
 from plumbline.core.numbers import compact
 from plumbline.core.outcome import Outcome
 from plumbline.report.text import counted, percent
@@ -114,9 +114,8 @@ def accusations(one: CheckedTraining) -> Iterator[Finding]:
 
 
 def mistakes(one: CheckedTraining) -> list[Finding]:
-    """Return what is wrong by itself: the first accusation, and others that name a cause and follow from nothing."""
-    wrong = list(accusations(one))
-    return wrong[:1] + [each for each in wrong[1:] if each.consequence_of is None and not is_unexplained(each)]
+    """Return what is wrong by itself, the first accusation first."""
+    return by_themselves(list(accusations(one)))
 
 
 def notes_on(one: CheckedTraining) -> list[str]:

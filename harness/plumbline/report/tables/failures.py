@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from plumbline.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
+from plumbline.core.finding import UNEXPLAINED, by_themselves, in_reading_order, is_unexplained
 from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
@@ -76,18 +76,11 @@ def failures(run: Run) -> list[FailureGroup]:
         return "" if is_told else re.sub(r"\d+", "#", in_one_line(finding))
 
     groups: dict[tuple[str, str, str | None, str], dict[Coordinates, Result]] = {}
-    for finding in (one for findings in wrong_cells(run) for one in _by_themselves(findings)):
+    for finding in (one for findings in wrong_cells(run) for one in by_themselves(findings)):
         key = finding.subject, _title(finding), finding.family, mechanism(finding)
         groups.setdefault(key, {}).setdefault(finding.coordinates, finding)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return [FailureGroup(*key, tuple(found.values())) for key, found in ordered]
-
-
-def _by_themselves(findings: Sequence[Result]) -> Iterator[Result]:
-    yield findings[0]
-    for one in findings[1:]:
-        if one.consequence_of is None and one.outcome is Outcome.FAILED and not is_unexplained(one):
-            yield one
 
 
 def mistakes(run: Run) -> dict[str, list[FailureGroup]]:
