@@ -1,7 +1,7 @@
 """``ci/nightly``: run everything that takes longer than a change may wait: a superset of README's two commands.
 
     ci/nightly                          # all stages, piece by piece; a failure does not end the night
-    ci/nightly --resume                 # those that have not passed at this commit
+    ci/nightly --resume                 # those that have not passed
     ci/nightly --resume --minutes 60    # and begins no piece after an hour
     ci/nightly --list                   # each piece with its command
     ci/nightly --only tests --only "detection: meshes"
@@ -15,8 +15,9 @@ browser, root, CUDA) skip it themselves or do not start; the table says so.
 
 reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece. It is written anew
 after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
-night. Logs are in reports/nightly/. A commit that changes nothing but reports/ does not count as another commit.
-Results with changes that are not committed count for no commit. Some hours on two cores.
+night. Logs are in reports/nightly/. What passed stays passed at a later commit if that changed nothing that the piece
+reads (ci/nightly_lane/reach.py). Results with changes that are not committed count for no commit. Three hours on two
+cores; the programs have longer runs (docs/nightly-programs.md).
 Exit codes: 0 every chosen piece passed or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, and some
 are due: use --resume; 130 interrupted.
 """
@@ -35,6 +36,7 @@ from accelerator_lane.machine import ask_torch, describe
 
 from nightly_lane.night import Night
 from nightly_lane.piece import Piece
+from nightly_lane.reach import changed_files
 from nightly_lane.stages import pieces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ALL_PASSED
     commit, changed = _commit()
     machine = describe(ask_torch(sys.executable), None)
-    night = Night(every, FOLDER, REPORT, ROOT, commit, machine, changed)
+    night = Night(every, FOLDER, REPORT, ROOT, commit, machine, changed, changed_files(ROOT, commit))
     return run(night, chosen, options.minutes, resume=options.resume)
 
 
@@ -72,10 +74,10 @@ def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) 
         print("Interrupted. Continue with --resume.")
         return INTERRUPTED
     print(f"page: {night.report}")
-    told = [results.get(piece.name) for piece in chosen]
-    if any(result and result.has_failed for result in told):
+    told = [(piece, results.get(piece.name)) for piece in chosen]
+    if any(result and result.has_failed for _, result in told):
         return SOME_FAILED
-    return ALL_PASSED if all(result and result.commit == night.state for result in told) else SOME_ARE_DUE
+    return ALL_PASSED if all(result and night.holds(piece, result) for piece, result in told) else SOME_ARE_DUE
 
 
 def _commit() -> tuple[str, bool]:
@@ -94,7 +96,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, 
     )
     add = parser.add_argument
     add("--only", action="append", default=[], metavar="STAGE", help="run only this stage or piece (repeatable)")
-    add("--resume", action="store_true", help="skip the pieces that have passed at this commit")
+    add("--resume", action="store_true", help="skip the pieces that have passed")
     add(
         "--minutes",
         type=float,

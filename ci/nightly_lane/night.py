@@ -13,6 +13,7 @@ from accelerator_lane.stage import PASSED
 
 from nightly_lane.page import page
 from nightly_lane.piece import Piece, Result, run
+from nightly_lane.reach import reaches
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Night:
 
     ``folder`` keeps logs, ``report`` is the page, and the state is beside it. ``commit`` is that of the checkout
     ``root``; ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
+    ``files_since`` returns the files that differ from those of an earlier commit, or None where nobody knows.
     """
 
     pieces: Sequence[Piece]
@@ -30,6 +32,7 @@ class Night:
     commit: str
     machine: Mapping[str, str]
     changed: bool = False
+    files_since: Callable[[str], Sequence[str] | None] = lambda _: None
     say: Callable[[str], None] = print
 
     @property
@@ -45,12 +48,12 @@ class Night:
     def run(self, chosen: Sequence[Piece], minutes: float, *, resume: bool = False) -> dict[str, Result]:
         """Run the chosen pieces, and begin none after ``minutes``; return what is known of all pieces by name.
 
-        With ``resume``, those that have passed at this commit are left out. A failure ends its own piece alone.
+        With ``resume``, those that have passed are left out. A failure ends its own piece alone.
         """
         end = time.monotonic() + 60 * minutes
         self.folder.mkdir(parents=True, exist_ok=True)
         results = self.results()
-        due = [piece for piece in chosen if not (resume and self.has_passed(results.get(piece.name)))]
+        due = [piece for piece in chosen if not (resume and self.has_passed(piece, results))]
         for piece in due:
             if not resume:
                 results.pop(piece.name, None)
@@ -66,9 +69,17 @@ class Night:
             self.say(f"{piece.name}: {told.outcome}, {told.seconds / 60:.1f} min {counts}".rstrip())
         return results
 
-    def has_passed(self, result: Result | None) -> bool:
-        """Whether a piece is green at this commit."""
-        return result is not None and not self.changed and (result.outcome, result.commit) == (PASSED, self.commit)
+    def has_passed(self, piece: Piece, results: Mapping[str, Result]) -> bool:
+        """Whether a piece is green at this commit. Nothing is where there are changes that are not committed."""
+        result = results.get(piece.name)
+        return result is not None and not self.changed and result.outcome == PASSED and self.holds(piece, result)
+
+    def holds(self, piece: Piece, result: Result) -> bool:
+        """Whether a result is of this commit, or of an earlier one that differs in nothing that the piece reads."""
+        if self.changed or result.commit == self.commit:
+            return result.commit == self.state
+        files = self.files_since(result.commit)
+        return files is not None and not reaches(files, piece)
 
     def results(self) -> dict[str, Result]:
         """Return what was written down of the pieces that there are; empty where there is nothing."""
@@ -82,7 +93,8 @@ class Night:
     def _write(self, results: Mapping[str, Result]) -> None:
         told = {name: result.to_json() for name, result in results.items()}
         _replace(self.results_file, json.dumps(told, indent=1) + "\n")
-        _replace(self.report, page(self.pieces, results, self.state, self.machine))
+        here = {piece.name for piece in self.pieces if (r := results.get(piece.name)) and self.holds(piece, r)}
+        _replace(self.report, page(self.pieces, results, here, self.state, self.machine))
 
 
 def _replace(path: Path, text: str) -> None:

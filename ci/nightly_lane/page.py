@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime, timezone
 
 from nightly_lane.piece import Piece, Result
@@ -14,16 +14,17 @@ MOST_NAMED = 30
 DUE = "due"
 
 
-def page(pieces: Sequence[Piece], results: Mapping[str, Result], state: str, machine: Mapping[str, str]) -> str:
-    """Return the page as Markdown; ``state`` is the commit that the night is about."""
+def page(
+    pieces: Sequence[Piece], results: Mapping[str, Result], here: Set[str], state: str, machine: Mapping[str, str]
+) -> str:
+    """Return the page as Markdown; ``state`` is the commit, and ``here`` names the pieces whose results hold for it."""
     known = {piece.name: results[piece.name] for piece in pieces if piece.name in results}
-    here = sum(result.commit == state for result in known.values())
     outcomes = Counter(known[piece.name].outcome if piece.name in known else DUE for piece in pieces)
     lines = [
         "# Nightly",
         "",
         f"`ci/nightly`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {state}. "
-        f"{here} of {len(pieces)} pieces ran at this commit: "
+        f"{len(here)} of {len(pieces)} pieces ran at this commit, or at one that differs in nothing that they read: "
         f"{', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}; "
         f"{sum(result.seconds for result in known.values()) / 60:.0f} minutes.",
         "",

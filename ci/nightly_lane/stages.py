@@ -54,22 +54,26 @@ def _suites(workers: int) -> Iterator[Piece]:
 
 
 def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
+    """Yield the programs of ``ci/``, with fewer draws than in the reports that are made by hand."""
     python = sys.executable
     yield Piece("gate", (python, "ci/gate.py"))
-    yield Piece("meshes", (python, "ci/mesh_table.py"))
+    yield Piece("meshes", (python, "ci/mesh_table.py", "--report={folder}/meshes.md"))
     yield Piece("own-environments", (python, "ci/mesh_table.py", "--backends=ddp", "--report={folder}/ddp.md"))
-    yield Piece("false-alarms", (python, "ci/false_alarms.py"))
-    yield Piece("faults", (python, "ci/faults.py", "--report"))
-    yield Piece("teardowns", (python, "ci/teardowns.py"), needs=("lightning", "accelerate", "ignite"))
-    yield Piece("fuzz", (python, "ci/fuzz"), needs=("atheris",))
-    yield Piece("launchers", (python, "ci/launchers.py", "--lose", "3"), needs=("ray",), cannot=3)
-    yield Piece("greetings", (python, "ci/bench_greetings.py"))
-    yield Piece("history", (python, "ci/history.py"))
+    yield Piece("false-alarms", (python, "ci/false_alarms.py", "--seeds=60"))
+    yield Piece("judge-hunt", (python, "ci/judge_hunt.py", "--minutes=6", "--folder={folder}"))
+    yield Piece("faults", (python, "ci/faults.py", "--times=1", "--report={folder}/faults.md"))
+    tearing_down = (python, "ci/teardowns.py", "--launches=30")
+    yield Piece("teardowns", tearing_down, needs=("lightning", "accelerate", "ignite"))
+    yield Piece("fuzz", (python, "ci/fuzz", "--seconds=30", "--report={folder}/fuzz.md"), needs=("atheris",))
+    yield Piece("launchers", (python, "ci/launchers.py", "--lose=3"), needs=("ray",), cannot=3)
+    yield Piece("greetings", (python, "ci/bench_greetings.py", "--report={folder}/greetings.md"))
+    yield Piece("history", (python, "ci/history.py", "--report={folder}/history.md"))
     for part in ("published", "mistakes"):
         yield Piece("scripts-by-others", (python, "ci/scripts_by_others.py", "--part", part), part)
     for part in ("scripts", "half-judged", "mistakes"):
-        yield Piece("check-scripts", (python, "ci/check_scripts.py", "--part", part, *scripts), part)
+        command = (python, "ci/check_scripts.py", "--part", part, "--jobs=2", *scripts)
+        yield Piece("check-scripts", command, part)
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py"), needs=("deepspeed",))
-    yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes", "15"))
+    yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
     yield Piece("accelerator", ("ci/accelerator",), cannot=3)

@@ -21,6 +21,7 @@ def lane():
     import nightly_lane.command
     import nightly_lane.night
     import nightly_lane.piece
+    import nightly_lane.reach
     import nightly_lane.stages
 
     yield nightly_lane
@@ -126,6 +127,71 @@ def test_what_passed_at_another_commit_runs_again_and_so_does_all_without_resume
     assert (tmp_path / "one.times").read_text().count("x") == 3
 
 
+@pytest.mark.parametrize(
+    ("file", "due"),
+    [
+        ("reports/nightly.md", set()),
+        ("tests/judge/test_margin.py", {"tests: judge", "tests: test_house.py"}),
+        ("tests/judge/parts/test_margin.py", {"tests: judge", "tests: test_house.py"}),
+        ("tests/check/test_deepspeed.py", {"tests: check", "deepspeed", "tests: test_house.py"}),
+        ("ci/history/pairs.csv", {"history", "tests: ci", "tests: test_house.py"}),
+        ("ci/nightly_lane/night.py", {"tests: ci", "tests: test_house.py"}),
+    ],
+)
+def test_a_piece_that_passed_is_due_again_where_a_file_that_it_reads_has_changed(night, piece, file, due):
+    names = ("tests: judge", "tests: check", "tests: ci", "tests: test_house.py", "history", "deepspeed", "main")
+    pieces = [piece(name) for name in names]
+    run(night(*pieces))
+    later = night(*pieces, commit="def5678", files_since=lambda _: [file])
+    ran = later.run(pieces, 60.0, resume=True)
+    assert {name for name, result in ran.items() if result.commit == "def5678"} == due
+    assert "7 of 7 pieces ran at this commit, or at one that differs in nothing" in later.report.read_text()
+
+
+@pytest.mark.parametrize(
+    "file", ["harness/plumbline/core/cell.py", "tests/conftest.py", "pyproject.toml", "ci/released.py"]
+)
+def test_a_file_that_nobody_owns_makes_every_piece_due(lane, file):
+    assert all(lane.reach.reaches([file], piece) for piece in lane.stages.pieces(ROOT, 2))
+
+
+def test_the_stages_and_files_that_own_others_are_there(lane):
+    pieces = lane.stages.pieces(ROOT, 2)
+    stages, names = {piece.stage for piece in pieces}, {piece.name for piece in pieces}
+    assert {stage for stage in lane.reach.PROGRAMS.values() if stage} <= stages
+    assert set(lane.reach.OTHER_READERS.values()) <= stages
+    assert set(lane.reach.TESTS_OF_PROGRAMS) <= names
+    assert all((ROOT / file).exists() for file in lane.reach.OTHER_READERS)
+    assert all(list(ROOT.glob(f"{start}*")) for start in lane.reach.PROGRAMS)
+
+
+def test_tests_of_other_places_do_not_read_the_programs_of_a_stage(lane):
+    """Else a change of the program would leave their pieces passed."""
+    names = [Path(start).stem for start, stage in lane.reach.PROGRAMS.items() if stage]
+    named = re.compile(rf"\b(?:{'|'.join(names)})\.py\b|\bci/(?:{'|'.join(names)})\b")
+    readers = {
+        f"tests: {file.relative_to(ROOT / 'tests').parts[0]}"
+        for file in (ROOT / "tests").rglob("*.py")
+        if named.search(file.read_text(encoding="utf-8"))
+    }
+    assert readers <= set(lane.reach.TESTS_OF_PROGRAMS)
+
+
+def test_which_files_have_changed_is_told_by_git(lane, tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("x")
+        git("add", "-A")
+        git("commit", "-qm", name)
+    changed = lane.reach.changed_files(tmp_path, "HEAD")
+    assert changed("HEAD~1") == ["two.py"]
+    assert changed("no-such-commit") is None
+
+
 def test_another_machine_continues_a_night_from_what_was_committed(lane, night, piece, tmp_path):
     one = piece("one", "echo x >> one.times")
     told = night(one)
@@ -194,7 +260,10 @@ def test_the_page_has_the_commit_the_machine_and_the_figures_of_each_piece(night
     told = night(bad, piece("main", "echo '3 passed, 1 deviates in 2.0s'"), piece("due"))
     run(told, "tests: a", "main")
     page = told.report.read_text()
-    assert "commit abc1234. 2 of 3 pieces ran at this commit: 1 failed (1), 1 passed, 1 due; " in page
+    assert (
+        "commit abc1234. 2 of 3 pieces ran at this commit, or at one that differs in nothing that they read: " in page
+    )
+    assert "read: 1 failed (1), 1 passed, 1 due; " in page
     assert "| CPU | two cores |" in page
     assert re.search(r"\| tests: a \| \*\*failed \(1\)\*\* \| 1 failed, 31 passed \| \d+\.\d \| abc1234 \|", page)
     assert re.search(r"\| main \| passed \| 3 passed, 1 deviates \| \d+\.\d \| abc1234 \|", page)
