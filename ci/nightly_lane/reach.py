@@ -24,8 +24,9 @@ PROGRAMS = {
     "ci/random_trainings.py": "joint-campaign",
     "ci/scripts_by_others": "scripts-by-others",
     "ci/teardowns": "teardowns",
+    "tests/nightly.txt": "",
 }
-"""How the names of files begin that one stage alone runs, apart from the project's own tests of them; its name."""
+"""How the names of files begin that one stage alone reads, apart from the project's own tests of them; its name."""
 
 TESTS_OF_PROGRAMS = ("tests: ci", "tests: docs", "tests: launch", "tests: test_house.py")
 """The pieces that read the programs of ``ci/``."""
