@@ -81,6 +81,7 @@ def main() -> int:
     taken = replay()
     told += ["", f"A replayed greeting was {'TAKEN' if taken else 'refused'}."]
     options.report.write_text("\n".join(told) + "\n", encoding="utf-8")
+    print(f"In all: the slowest join took {slowest:.2f} s; a replayed greeting was {'TAKEN' if taken else 'refused'}")
     return int(taken or slowest > LIMIT_S)
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("torch's test cases need expecttest: pip install expecttest")
     print("| ranks | spawned, s | marked, s | ratio | smallest | largest |")
     print("| --: | --: | --: | --: | --: | --: |", flush=True)
-    slow = False
+    slow, said = False, []
     for ranks in options.ranks:
         rounds = [measure(ranks) for _ in range(options.rounds + 1)][1:]
         ratios = [spawned / marked for spawned, marked in rounds]
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         slow |= ratio < PROMISED.get(ranks, 0.0)
         row = (f"{spawned:.2f}", f"{marked:.3f}", f"× {ratio:.0f}", f"× {min(ratios):.0f}", f"× {max(ratios):.0f}")
         print(f"| {ranks} | {' | '.join(row)} |", flush=True)
+        said.append(f"× {ratio:.0f} with {ranks} ranks")
+    print(f"In all: {', '.join(said)}")
     return int(slow)
 
 

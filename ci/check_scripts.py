@@ -50,6 +50,9 @@ def main() -> int:
         asked.report.write_text(text, encoding="utf-8")
     right = [is_right(result, script, None) for script, result in scripts]
     right += [is_right(result, script, mistake) for mistake, script, result in mistakes]
+    every = [result for _, result in scripts] + [result for *_, result in mistakes]
+    left = sum(bool(one.why_not) for one in every)
+    print(f"In all: {len(right) - left} trainings, {sum(right) - left} of them as expected; {left} cannot run here")
     return 0 if all(right) else 1
 
 

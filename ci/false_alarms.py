@@ -73,7 +73,7 @@ def main() -> int:
     print(f"{'precision':>9}  {'check':<12} {'worst right × noise':>20}  where")
     for (precision, check), (error, where) in sorted(worst.items()):
         print(f"{precision:>9}  {check:<12} {error:>20.2f}  {where}")
-    print(f"{arguments.seeds} seeds, {tried} cells trained, {len(accused)} false alarms")
+    print(f"In all: {arguments.seeds} seeds, {tried} cells trained, {len(accused)} false alarms")
     return 1 if accused else 0
 
 

@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.report:
         told = page(kept.ordered((fault.row, fault.name) for fault in FAULTS), kept.soak, alone, _command(options))
         options.report.write_text(told, encoding="utf-8")
+    injected = sum(tally.times for tally in tallies)
+    print(f"In all: {injected} faults injected, {sum(tally.is_good for tally in tallies)} of them as promised")
     if soaked is not None:
         print(*soaked.alarms, f"longest launch {soaked.longest:.2f} s, {len(soaked.alarms)} alarms", sep="\n")
     good = not (soaked and soaked.alarms) and all(tally.is_good for tally in tallies)

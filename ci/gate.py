@@ -199,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except GateError as error:
             failed, outcome = True, f"FAILED  {error}"
         rows.append(f"{name:26} {time.monotonic() - begun:5.0f} s  {outcome}")
-    print("\nThe gate:", *rows, sep="\n", flush=True)
+    bad = sum("  FAILED  " in row for row in rows)
+    print("\nThe gate:", *rows, f"In all: {len(rows)} stages, {bad} failed", sep="\n", flush=True)
     return int(failed)
 
 

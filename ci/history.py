@@ -126,6 +126,8 @@ def main() -> int:
             verdicts.append(verdict(pair, version, arguments))
             print(" | ".join(verdicts[-1].row()), flush=True)
     arguments.report.write_text(page(verdicts, arguments.torch))
+    expected_ones = sum(verdict.as_expected for verdict in verdicts)
+    print(f"In all: {len(verdicts)} releases, {expected_ones} of them judged as expected")
     return 0 if all(verdict.as_expected for verdict in verdicts) else 1
 
 

@@ -491,6 +491,12 @@ def main(arguments: list[str]) -> int:
             print(f"{result.answer}: {result.sentence} {result.causes}\n    {result.spec}", flush=True)
     print(table(results))
     print(Counter(one.answer for one in results))
+    ran = [one for one in results if one.answer != "failed"]
+    right, wrong = ([one for one in ran if bool(one.spec.mistake) is is_wrong] for is_wrong in (False, True))
+    print(
+        f"In all: {len(right)} right trainings, {sum(one.is_accused for one in right)} accused; {len(wrong)} wrong, "
+        f"{sum(one.is_accused for one in wrong)} caught, {sum(one.is_accused and one.is_named for one in wrong)} named"
+    )
     if chosen.json is not None:
         chosen.json.write_text(json.dumps([asdict(one) for one in results], indent=1), "utf-8")
     return int(any(one.is_accused and not one.spec.mistake for one in results))

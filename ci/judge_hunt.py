@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "judge_hunt"))
 
 import torch
 from hunt_page import page
-from hunt_records import Records, Tried, summary
+from hunt_records import Records, Tried, in_all, summary
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -96,7 +96,7 @@ def main() -> int:
             draw, mutation = drawn(options.seed, number)
             for tried in hunt.pair(options.seed, number, draw, mutation if due else None):
                 records.add(tried)
-    print("\n".join(summary(records.tried)))
+    print("\n".join([*summary(records.tried), "", f"In all: {in_all(records.tried)}"]))
     return int(any(one.accused for one in records.tried if one.mutation is None and one.obstacle is None))
 
 

@@ -309,7 +309,7 @@ def main() -> int:
             for name in options.only if options.lose else ():
                 good &= comparison.lose_nodes(name, options.lose)
         left = {pid for pid in Present.now(temporary).processes - before.processes if _runs(pid)}
-        print(f"left at the end: {len(left)} processes")
+        print(f"In all: {'as it must be' if good else 'NOT as it must be'}; {len(left)} processes are left")
         end_all()
     return 0 if good and not left else 1
 

@@ -84,7 +84,8 @@ def main() -> int:
     runs = [read_run(path) for path in paths]
     written = page(runs, margins(arguments.detection.read_text()))
     arguments.report.write_text(written)
-    print(support(cells_of(runs), runs))
+    print(support(cells := cells_of(runs), runs))
+    print(f"In all: {counts_in_words(cells['outcome'])}")
     return 1 if any(wrong_cells(run) for run in runs) else 0
 
 

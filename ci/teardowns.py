@@ -46,7 +46,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ[MARK] = "teardowns"
-    wrong = 0
+    launched = wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(str(SUBJECTS))
         names = [declared["name"] for declared in pool.subjects]
@@ -55,8 +55,10 @@ def main() -> int:
         print("| --- | --: | --: | --: | --: | --: | --: | --- | --: |", flush=True)
         for name in options.subject or names:
             for ranks in options.ranks:
+                launched += options.launches
                 wrong += _row(pool, name, ranks, options.launches, Path(folder))
         pool.close()
+    print(f"\nIn all: {launched} launches, {launched - wrong} of them right")
     return 1 if wrong else 0
 
 

@@ -98,7 +98,9 @@ def main() -> int:
     told = [_HEAD.format(command=command, python=platform.python_version(), cores=os.cpu_count()).rstrip("\n")]
     told += [str(rows[name]) for name in NAMES if name in rows]
     inputs, crashes = sum(row.inputs for row in rows.values()), sum(len(row.found) for row in rows.values())
-    told += ["", f"In all {inputs} inputs to {len(rows)} targets, {crashes} crashes."]
+    said = f"{inputs} inputs to {len(rows)} targets, {crashes} crashes"
+    told += ["", f"In all {said}."]
+    print(f"In all: {said}")
     options.report.write_text("\n".join(told) + "\n", encoding="utf-8")
     return 1 if bad else 0
 

@@ -173,6 +173,15 @@ def summary(tried: Iterable[Tried]) -> list[str]:
     return lines
 
 
+def in_all(tried: Iterable[Tried]) -> str:
+    """Return the counts in one line."""
+    counts = Counts.of(tried := list(tried))
+    return (
+        f"{counts.right} right trainers, {counts.accused} accused; {counts.scored} mistakes, "
+        f"{counts.scored - len(escaped(tried))} caught, {counts.named} of {counts.nameable} named"
+    )
+
+
 def percent(part: int, whole: int) -> str:
     """Format a part of a whole."""
     return f"{100 * part / max(whole, 1):.1f} %"

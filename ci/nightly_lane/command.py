@@ -13,7 +13,7 @@ test (clusters, hosts in namespaces, faults, browsers, installed environments) w
 every known-bad and known-good trainer on each of its cells. Pieces that need something that is missing (a library, a
 browser, root, CUDA) skip it themselves or do not start; the table says so.
 
-reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece. It is written anew
+reports/nightly.md has the commit, the machine, and the outcome, figures and minutes of each piece. It is written anew
 after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
 night. Logs are in reports/nightly/. What passed stays passed at a later commit if that changed nothing that the piece
 reads (ci/nightly_lane/reach.py). Results with changes that are not committed count for no commit. Three hours on two

@@ -65,8 +65,7 @@ class Night:
             self.say(f"{piece.name} …")
             results[piece.name] = told = run(piece, self.folder, self.root, self.state)
             self._write(results)
-            counts = ", ".join(f"{count} {what}" for what, count in told.counts.items())
-            self.say(f"{piece.name}: {told.outcome}, {told.seconds / 60:.1f} min {counts}".rstrip())
+            self.say(f"{piece.name}: {told.outcome}, {told.seconds / 60:.1f} min {told.figures}".rstrip())
         return results
 
     def has_passed(self, piece: Piece, results: Mapping[str, Result]) -> bool:

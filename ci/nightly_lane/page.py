@@ -32,7 +32,7 @@ def page(
         "|---|---|",
         *(f"| {name} | {_cell(value)} |" for name, value in machine.items()),
         "",
-        "| piece | outcome | counts | minutes | commit |",
+        "| piece | outcome | figures | minutes | commit |",
         "|---|---|---|--:|---|",
         *(_row(piece.name, known.get(piece.name)) for piece in pieces),
     ]
@@ -48,9 +48,8 @@ def page(
 def _row(name: str, result: Result | None) -> str:
     if result is None:
         return f"| {name} | {DUE} | – | – | – |"
-    counts = ", ".join(f"{count} {what}" for what, count in result.counts.items())
     outcome = f"**{result.outcome}**" if result.has_failed else result.outcome
-    return f"| {name} | {outcome} | {counts or '–'} | {result.seconds / 60:.1f} | {result.commit} |"
+    return f"| {name} | {outcome} | {_cell(result.figures) or '–'} | {result.seconds / 60:.1f} | {result.commit} |"
 
 
 def _cell(text: str) -> str:

@@ -51,13 +51,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a piece. ``counts`` are those of pytest's closing line, by outcome; ``said`` names what failed."""
+    """What became of a piece.
+
+    ``counts`` are those of pytest's closing line, by outcome, and ``in_all`` is what a program of ``ci/`` says in its
+    last line. ``said`` names what failed.
+    """
 
     outcome: str
     commit: str
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    in_all: str = ""
+
+    @property
+    def figures(self) -> str:
+        """What is known of the piece in numbers, "" if nothing is."""
+        return self.in_all or ", ".join(f"{count} {what}" for what, count in self.counts.items())
 
     @property
     def has_failed(self) -> bool:
@@ -80,8 +90,10 @@ def run(piece: Piece, folder: Path, root: Path, commit: str, limit_s: float = LI
     outcome = ran.outcome
     if outcome == FAILED:
         outcome = NOT_POSSIBLE if ran.exit_code == piece.cannot else f"{FAILED} ({ran.exit_code})"
-    said = [] if outcome == PASSED else failures_in(log.read_text(encoding="utf-8", errors="replace"))
-    return Result(outcome, commit, ran.seconds, ran.counts, said)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    in_all = re.findall(r"(?m)^In all: (.*)$", text)
+    said = [] if outcome == PASSED else failures_in(text)
+    return Result(outcome, commit, ran.seconds, ran.counts, said, in_all[-1] if in_all else "")
 
 
 def failures_in(text: str) -> list[str]:

@@ -83,6 +83,13 @@ def test_every_released_trainer_of_a_night_is_pinned(lane, program):
         assert released.pinned(name)[0].isdigit(), name
 
 
+def test_every_program_of_a_night_says_its_figures_in_a_line(lane):
+    for piece in lane.stages.pieces(ROOT, 2):
+        program = ROOT / piece.command[1 if len(piece.command) > 1 else 0]
+        if program.suffix == ".py" and program.parent.name == "ci" and piece.stage != "released-trainers":
+            assert "In all: " in program.read_text(encoding="utf-8"), program
+
+
 def test_pieces_have_names_and_files_of_their_own(lane):
     every = lane.stages.pieces(ROOT, 2)
     assert len({piece.name for piece in every}) == len({piece.file for piece in every}) == len(every)
@@ -257,16 +264,18 @@ def test_the_page_has_the_commit_the_machine_and_the_figures_of_each_piece(night
     summary = "echo 'FAILED tests/a.py::test_b - assert 1 == 2'"
     closing = "echo '= 1 failed, 31 passed in 61.00s (0:01:01) ='"
     bad = piece("tests: a", f"{summary}; {closing}; exit 1")
-    told = night(bad, piece("main", "echo '3 passed, 1 deviates in 2.0s'"), piece("due"))
-    run(told, "tests: a", "main")
+    hunted = piece("hunt", "echo 'In all: 3 right ones | 0 accused'")
+    told = night(bad, piece("main", "echo '3 passed, 1 deviates in 2.0s'"), hunted, piece("due"))
+    run(told, "tests: a", "main", "hunt")
     page = told.report.read_text()
     assert (
-        "commit abc1234. 2 of 3 pieces ran at this commit, or at one that differs in nothing that they read: " in page
+        "commit abc1234. 3 of 4 pieces ran at this commit, or at one that differs in nothing that they read: " in page
     )
-    assert "read: 1 failed (1), 1 passed, 1 due; " in page
+    assert "read: 1 failed (1), 2 passed, 1 due; " in page
     assert "| CPU | two cores |" in page
     assert re.search(r"\| tests: a \| \*\*failed \(1\)\*\* \| 1 failed, 31 passed \| \d+\.\d \| abc1234 \|", page)
     assert re.search(r"\| main \| passed \| 3 passed, 1 deviates \| \d+\.\d \| abc1234 \|", page)
+    assert re.search(r"\| hunt \| passed \| 3 right ones / 0 accused \| \d+\.\d \| abc1234 \|", page)
     assert "| due | due | – | – | – |" in page
     assert "## tests: a\n\n- `FAILED tests/a.py::test_b`\n" in page
 

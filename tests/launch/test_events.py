@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.launch.launch_progress import NoEventError, event_of
+from plumbline.launch.launch_progress import Children, NoEventError, event_of
 
 EXIT = {
     "event": "exit",
@@ -32,6 +32,17 @@ def test_an_event_without_one_of_its_fields_is_none(name):
         event_of(json.dumps({**EXIT, name: [1]}).encode())
     with pytest.raises(NoEventError, match=name if name != "event" else "not an event"):
         event_of(json.dumps({key: value for key, value in EXIT.items() if key != name}).encode())
+
+
+def test_an_event_about_the_end_of_a_child_has_all_that_is_kept_of_it():
+    """Else what a fork server leaves out ends the run, in place of being refused."""
+    child = {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False, "idle": False, "killed": False}
+    child |= {"orphaned": False, "out_of_memory": True, "unwritten": None}
+    gone = {"event": "gone", "launch": 1, "rank": 0, "at": 1.0, **child}
+    Children(2).update(event_of(json.dumps(gone).encode()), late=False)
+    for name in child:
+        with pytest.raises(NoEventError, match=name):
+            event_of(json.dumps({key: value for key, value in gone.items() if key != name}).encode())
 
 
 @pytest.mark.parametrize("line", [b"", b"null", b"[]", b"{}", b'"exit"', b"[" * 100_000, b"\xff", b'{"event": [1]}'])

@@ -102,6 +102,13 @@ def test_a_tensor_that_does_not_fill_its_place_is_refused(tmp_path, entry, size)
         read_file(tmp_path / "hostile")
 
 
+@pytest.mark.parametrize("header", [b"4", b"[]", b"null", b'"x"', b"{}", b'{"__metadata__": 4}'])
+def test_a_header_that_is_no_table_is_refused(tmp_path, header):
+    (tmp_path / "hostile").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(TraceError, match="not a complete trace"):
+        read_rank(tmp_path / "hostile")
+
+
 def test_a_view_is_written_as_what_it_shows(tmp_path):
     weight = torch.arange(12.0).view(3, 4).t()[::2]
     write_rank(str(tmp_path / "rank"), trace_of({"weight": weight}))

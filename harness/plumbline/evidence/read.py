@@ -87,6 +87,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
     _check(content)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table of tensors")
     values = json.loads(header.pop("__metadata__")["plumbline"])
     tensors = _tensors(header, content, 8 + size)
     # Always in one order, by which ties are broken.

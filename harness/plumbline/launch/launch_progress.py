@@ -270,6 +270,7 @@ _CHILD: dict[str, Any] = {
     "killed": bool,
     "out_of_memory": bool,
     "unwritten": _MAYBE_STR,
+    "orphaned": bool,
 }
 _FIELDS: dict[str, dict[str, Any]] = {
     "ready": {"subjects": list},
