@@ -71,6 +71,8 @@ def _environment(folder: Path) -> Environment:
 
 
 TIME_LIMIT_S = 180.0
+RUNS = 4
+"""How often a program is run at most, as long as it fails without saying why."""
 _LINES_OF_AN_ERROR = 6
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")  # how the line begins that says why a program ended
@@ -116,12 +118,13 @@ def run_program(
     """Run a program with the interpreter ``python``, in a folder of its own, and leave nothing running.
 
     torchrun starts it where it has several ``ranks``. ``modules`` is a folder of modules that the interpreter finds
-    first, for what its environment lacks. A program that fails without saying why is run once more: torch may abort
-    when a process ends.
+    first, for what its environment lacks. A program that fails without saying why is run again: torch aborts some
+    processes at their end, on a busy machine one in ten.
     """
-    run = _run(program, ranks, python, modules, time_limit)
-    if run.exit_code and not run.error:
+    for _ in range(RUNS):
         run = _run(program, ranks, python, modules, time_limit)
+        if not run.exit_code or run.error:
+            break
     return run
 
 
