@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import glob
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -275,3 +277,9 @@ def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyP
         return "found"
 
     assert sorted(one.partition("pass ")[2] for one in on_two_ranks(found)) == ["", "folder=, which all machines share"]
+
+
+def test_what_watches_a_training_is_imported_without_what_compiles_it():
+    """torch._dynamo takes a second to import, which a process without an optimizer never needs."""
+    code = "import sys, plumbline.check.attach; assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

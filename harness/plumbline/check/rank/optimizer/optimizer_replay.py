@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,8 +44,6 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dte
 
 Attributes = Callable[[str, Any], Any]
 """Replaces an attribute or an option of an optimizer, which it gets with its name."""
-
-_OF_THE_BASE_CLASS = frozenset(vars(Optimizer([torch.zeros(1)], {}))) | {"step", "grad_scale", "found_inf"}
 
 
 class NotReplayable(Exception):  # noqa: N818 - it is a statement about the optimizer, not an error of the program
@@ -106,8 +105,13 @@ def require_replayable(optimizer: Optimizer) -> None:
         raise NotReplayable(f"{name} evaluates the loss several times in a step")
     if not is_of_torch(optimizer):
         for key, value in vars(optimizer).items():
-            if key not in _OF_THE_BASE_CLASS and not (is_plain(value) or is_of_ranks(value)):
+            if key not in _of_the_base_class() and not (is_plain(value) or is_of_ranks(value)):
                 raise NotReplayable(f"{name}.{key} cannot be copied for a replay")
+
+
+@cache  # the first optimizer of a process imports torch._dynamo, which takes a second
+def _of_the_base_class() -> frozenset[str]:
+    return frozenset(vars(Optimizer([torch.zeros(1)], {}))) | {"step", "grad_scale", "found_inf"}
 
 
 def is_entry_by_entry(optimizer: Optimizer) -> bool:
