@@ -18,7 +18,13 @@ from plumbline.replay.draws import UnknownDrawError
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS, NOT_REPEATABLE, OUTSIDE
-from plumbline.replay.replay import CannotReplayError, NeedsAllRanksError, Replayed, replay
+from plumbline.replay.replay import (
+    CannotReplayError,
+    NeedsAllRanksError,
+    NoMemoryLeftError,
+    Replayed,
+    replay,
+)
 from plumbline.replay.tracked_calls import TrackedCalls
 from plumbline.replay.unsharding import is_gathered
 
@@ -41,13 +47,15 @@ class ExactPass:
     ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
     parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
     precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks.
-    ``beside`` has the parameters that the loss depends on in another way than through the outputs of calls.
+    ``out_of_memory`` names a call that needs more memory than is left, "" if none does. ``beside`` has the parameters
+    that the loss depends on in another way than through the outputs of calls.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     communicates: bool = False
+    out_of_memory: str = ""
     beside: set[Tensor] = field(default_factory=set)
 
 
@@ -147,8 +155,10 @@ class _Step:
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
-            for number in call.cotangents if isinstance(error, NeedsAllRanksError) else ():
-                self._passes[number].communicates = True
+            for number in call.cotangents:
+                self._passes[number].communicates |= isinstance(error, NeedsAllRanksError)
+                if isinstance(error, NoMemoryLeftError):
+                    self._passes[number].out_of_memory = str(error)
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
     def _exactly(self, call: TrackedCall) -> Replayed:

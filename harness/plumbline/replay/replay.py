@@ -48,6 +48,10 @@ class NeedsAllRanksError(CannotReplayError):
     """A call communicates with other ranks."""
 
 
+class NoMemoryLeftError(CannotReplayError):
+    """A call needs more memory than is left. Other ranks may have enough."""
+
+
 @dataclass(frozen=True)
 class Replayed:
     """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
@@ -98,7 +102,7 @@ def replay(
     except DrawsInBackwardError as error:
         raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
     except OutOfMemoryError as error:
-        raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
+        raise NoMemoryLeftError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
         why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
         raise CannotReplayError(why) from error

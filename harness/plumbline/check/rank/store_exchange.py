@@ -39,20 +39,32 @@ class Exchange:
         Raises:
             AbsentRankError: a rank did not come.
         """
-        rank = torch.distributed.get_rank()
         ranks = range(torch.distributed.get_world_size()) if self._ranks is None else self._ranks
-        if self._store is None:
-            c10d: Any = torch.distributed.distributed_c10d
-            self._store = c10d.PrefixStore(self._name, c10d._get_default_store())
-        self._round += 1
-        self._store.set(f"{self._round} {rank}", json.dumps(own))
+        rank = self._give({"value": own})
         keys = [f"{self._round} {other}" for other in ranks]
         try:
             self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
         except Exception as error:
             raise AbsentRankError(f"not all ranks reached the same optimizer step within {TIMEOUT_S:.0f} s") from error
         found = [json.loads(self._store.get(key)) for key in keys]
+        left = [f"rank {other}: {one['left']}" for other, one in zip(ranks, found, strict=True) if "left" in one]
+        if left:
+            raise AbsentRankError(left[0])
         # All ranks are here, so all have read what was given in the round before.
         if self._round > 1:
             self._store.delete_key(f"{self._round - 1} {rank}")
-        return found
+        return [one["value"] for one in found]
+
+    def leave(self, why: str) -> None:
+        """Tell the ranks that wait for this one, now or at a later step, that it does not come and ``why``."""
+        self._give({"left": why})
+
+    def _give(self, own: dict[str, Any]) -> int:
+        """Write what this rank has to say in the next round; return the rank."""
+        rank = torch.distributed.get_rank()
+        if self._store is None:
+            c10d: Any = torch.distributed.distributed_c10d
+            self._store = c10d.PrefixStore(self._name, c10d._get_default_store())
+        self._round += 1
+        self._store.set(f"{self._round} {rank}", json.dumps(own))
+        return rank

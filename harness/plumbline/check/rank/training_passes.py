@@ -182,7 +182,13 @@ class TrainingPasses:
                 self.uncovered |= {self._names.of_one(parameter): OUTSIDE for parameter in found.beside}
         with self._calls.paused():
             beside = {parameter for one in exact.values() for parameter in one.beside}
-            self._joint.compare(calls, passes, beside, communicates=any(one.communicates for one in exact.values()))
+            self._joint.compare(
+                calls,
+                passes,
+                beside,
+                communicates=any(one.communicates for one in exact.values()),
+                out_of_memory=next((one.out_of_memory for one in exact.values() if one.out_of_memory), ""),
+            )
 
 
 def _leave_out_hooked(found: ExactPass) -> None:

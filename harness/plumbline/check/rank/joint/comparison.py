@@ -86,9 +86,15 @@ class JointComparison:
             return found
         except AbsentRankError as error:
             self.obstacle = str(error)
-        except Exception as error:  # on this rank alone, perhaps: the others wait for it no longer than once
-            self.obstacle = f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}"
+        except Exception as error:  # on this rank alone, perhaps
+            self.leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
         return {"why": self.obstacle}
+
+    def leave(self, why: str) -> None:
+        """Compare nothing any more on this rank; others that wait for it learn why."""
+        if not self.obstacle:
+            self.obstacle = why
+            self._exchange.leave(why)
 
 
 class _Search:

@@ -76,10 +76,12 @@ class JointSteps(Observer):
         beside: Iterable[Tensor] = (),
         *,
         communicates: bool,
+        out_of_memory: str = "",
     ) -> None:
         """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does.
 
-        ``beside``: the parameters that the loss depends on in another way than through the outputs of calls.
+        ``out_of_memory``: why this rank alone could not find out whether it does. ``beside``: the parameters that the
+        loss depends on in another way than through the outputs of calls.
         """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
@@ -95,6 +97,9 @@ class JointSteps(Observer):
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names)
+        elif out_of_memory and _are_several_ranks():
+            self._comparison.leave(out_of_memory)  # other ranks may have had the memory, and wait for this one
+            self._found = {"why": self._comparison.obstacle}
         elif _are_several_ranks():
             self._compare_functions()
 
