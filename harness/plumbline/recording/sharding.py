@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,25 @@ def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds: a DTensor's shard, any other tensor itself."""
     shard = getattr(tensor, "_local_tensor", None)
     return shard if isinstance(shard, Tensor) else tensor
+
+
+def laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a DTensor's gradient with the layout of the parameter; all ranks that hold it have to ask.
+
+    Where the forward divides the rows, torch leaves in ``.grad`` a sum that is not added up yet (``Partial``), and the
+    optimizer's own operations add it up.
+    """
+    if not is_laid_out_otherwise(gradient, parameter):
+        return gradient
+    asked, like = cast("Any", gradient), cast("Any", parameter)
+    laid_out: Tensor = asked.redistribute(placements=like.placements)
+    return laid_out
+
+
+def is_laid_out_otherwise(gradient: Tensor, parameter: Tensor) -> bool:
+    """Return whether both are DTensors, but the ranks hold other parts of the gradient than of the parameter."""
+    placements, own = getattr(gradient, "placements", None), getattr(parameter, "placements", None)
+    return placements is not None and own is not None and tuple(placements) != tuple(own)
 
 
 def is_flat(parameter: Tensor) -> bool:

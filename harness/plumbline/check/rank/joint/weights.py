@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import arrival_leaves, local, whole
+from plumbline.recording.sharding import arrival_leaves, laid_out_as, local, whole
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.unsharding import is_distributed
@@ -77,7 +77,8 @@ class JointParameter:
         if self.parameter.grad is None:
             return None
         gradient = self.parameter.grad.detach()
-        gradient = local(self._laid_out(whole(gradient)) if self._is_gathered else gradient)
+        gradient = self._laid_out(whole(gradient)) if self._is_gathered else laid_out_as(gradient, self.parameter)
+        gradient = local(gradient)
         return as_real(gradient.to_dense() if gradient.is_sparse else gradient).to(torch.float64, copy=True)
 
     def described(self, gradient: Tensor | None) -> Facts:

@@ -31,7 +31,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.sharding import local
+from plumbline.recording.sharding import is_laid_out_otherwise, local
 
 
 @dataclass(eq=False)
@@ -220,6 +220,8 @@ def _replay(pending: _Pending, sample: ParameterSample) -> None:
                 continue
             if number in overlapping:
                 pending.unjudged["another parameter lies in the same memory"].append(number)
+            elif is_laid_out_otherwise(parameter.grad, parameter):
+                raise NeedsOtherRanks("the step reduces a gradient that ranks have in another layout than its weights")
             elif not _is_finite(parameter.grad):
                 pending.unjudged["its gradient is not finite"].append(number)
             else:
