@@ -44,6 +44,7 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         _after_the_step,
         _every_micro_batch,
         _before_averaging,
+        _to_other_limits,
         _shard_by_shard,
         _copies_in_parts,
     ]
@@ -154,6 +155,28 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
                 cause="clipped-before-averaging",
                 family="clipping",
                 step=first.step.number,
+            )
+    return None
+
+
+def _to_other_limits(training: RecordedTraining) -> Finding | None:
+    """Find ranks that hold one gradient, which a wrapper averaged, and clip it to different limits: they part."""
+    if not rank_layout(training).is_data_parallel:
+        return None  # each rank may train a model of its own
+    for ranks, calls in _last_calls(training, sharded=False):
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        limits = [call["limit"] for call in calls.values()]
+        factors = [call["factor"] for call in calls.values()]
+        if len(set(limits)) > 1 and _differ(factors, max(NORM_KNOWN_TO, rounding)):
+            if not _are_equal([one.step.unclipped for one in ranks.values()], rounding):
+                continue
+            return failed_with_hint(
+                "clipping",
+                f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)}), first",
+                "clip to the same limit on all ranks",
+                cause="clipped-to-another-length",
+                family="clipping",
+                step=next(iter(ranks.values())).step.number,
             )
     return None
 
