@@ -6,11 +6,11 @@
     python ci/check_scripts.py --part half-judged                # trainings that can be judged only in part
     python ci/check_scripts.py --part plain                    # no check: do the scripts run, and repeat themselves?
 
-``ci/check_scripts/`` has the tables: ``published.py``, ``libraries.py``, ``parallel.py`` and ``teaching.py`` (scripts
-of public repositories, with checkouts in FOLDER as ``owner+name``), ``rewritten.py`` (our own scripts),
-``half_judged.py`` (trainings that are wrong, or that can be judged only in part) and ``mistakes.py``. The page counts
-false praise and false accusations. Pass interpreters with more packages with ``--python``. Exits with 1 if a verdict is
-not as expected. Run it every night; it takes half an hour on two cores with ``--jobs 2``.
+``ci/check_scripts/`` has the tables: ``published.py``, ``libraries.py``, ``parallel.py``, ``pictures.py`` and
+``teaching.py`` (scripts of public repositories, with checkouts in FOLDER as ``owner+name``), ``rewritten.py`` (our own
+scripts), ``half_judged.py`` (trainings that are wrong, or that can be judged only in part) and ``mistakes.py``. The
+page counts false praise and false accusations. Pass interpreters with more packages with ``--python``. Exits with 1 if
+a verdict is not as expected. Run it every night; it takes half an hour on two cores with ``--jobs 2``.
 """
 
 from __future__ import annotations

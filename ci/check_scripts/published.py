@@ -8,6 +8,7 @@ from __future__ import annotations
 from in_parts import IN_PARTS
 from libraries import LIBRARIES
 from parallel import PARALLEL
+from pictures import SELF_SUPERVISED
 from script import PICTURES, Script
 from teaching import TEACHING
 
@@ -18,6 +19,9 @@ COMMITS = {
     "davda54/sam": "3c3afdbd71cff2462ec91c734b3d1170bd0f3707",
     "deepspeedai/DeepSpeedExamples": "45b4b7156c8794a3452a5a7d03dbd8d797068569",
     "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
+    "facebookresearch/DiT": "ed81ce2229091fd4ecc9a223645f95cf379d582b",
+    "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
+    "facebookresearch/dino": "7c446df5b9f45747937fb0d72314eb9f7b66930a",
     "facebookresearch/schedule_free": "70785b53e778d0e872c0bbb75ff4ee54ee10c291",
     "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
     "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
@@ -233,5 +237,6 @@ PUBLISHED = (
     *LIBRARIES,
     *PARALLEL,
     *IN_PARTS,
+    *SELF_SUPERVISED,
     *TEACHING,
 )
