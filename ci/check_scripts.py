@@ -139,7 +139,7 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
     """Run a script plainly and under check, and plainly again where the losses differ."""
     name = placed.script.name
     first = placed.run()
-    if first.code is None or (first.code and first.losses):
+    if first.code != 0:
         first = placed.run()  # torch may hang or abort at the end of a run: reports/teardowns.md
     if first.code != 0 or (placed.script.calls_backward and not first.losses):
         return Result(name, plain_seconds=first.seconds, failed=f"exit {first.code}\n{last_lines(first)}")
