@@ -84,6 +84,20 @@ class Drawing(nn.Module):
         return self.dropout(F.gumbel_softmax(z)) + torch.empty(4).uniform_()
 
 
+class DropPath(nn.Module):
+    """Draws in the dtype of its inputs, which is another one in a replay; and once in one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h * torch.rand((len(h), 1), dtype=h.dtype, device=h.device).add(0.5).floor()
+        h = h + torch.randn_like(h, dtype=h.dtype) + torch.rand(8, dtype=torch.float64)
+        return self.second((h * torch.rand(8, dtype=torch.float32)).to(x.dtype))
+
+
 class OwnGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -188,5 +202,6 @@ EXAMPLES = {
     "nested": Example(Nested, loss=_nested_loss),  # type: ignore[arg-type]
     "frozen": Example(Frozen),
     "old-norms": Example(_old_norms),
+    "drop-path": Example(DropPath),
     "new-norms": Example(_new_norms),
 }

@@ -41,7 +41,9 @@ def test_the_exact_gradient_is_that_of_the_training(example: Example) -> None:
         assert_exact(recorded, model)
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"drawing", "own-generator", "casting", "lists"}))
+@pytest.mark.parametrize(
+    "name", sorted(EXAMPLES.keys() - {"drawing", "drop-path", "own-generator", "casting", "lists"})
+)
 def test_the_exact_gradient_is_that_of_a_training_in_float64(name: str) -> None:
     example = EXAMPLES[name]
     torch.manual_seed(2)

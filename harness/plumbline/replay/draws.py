@@ -51,21 +51,28 @@ class Draws:
     def draw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that draws random numbers, and return its result in the precision of the replay."""
         first = leading(args)
+        dtype = self._dtype(kwargs.get("dtype"), is_made=first is None)
         if first is None:
-            return widened(func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or self._default}), self._precision)
-        dtype = self._next()
+            return widened(func(*args, **{**kwargs, "dtype": dtype}), self._precision)
         if name == _DROPOUT:
             return _dropout(func, dtype, *args)
         if name in _IN_PLACE:
             own = torch.empty_like(first, dtype=dtype)
             return first.copy_(func(own, *(_lowered(one, dtype) for one in args[1:]), **kwargs))
-        if kwargs.get("dtype") is not None:
-            dtype = kwargs["dtype"]
         named = {**kwargs, "dtype": dtype} if name in _LIKE else kwargs
         return widened(func(*(_lowered(one, dtype) for one in args), **named), self._precision)
 
-    def _next(self) -> torch.dtype:
-        dtype = self._usual if self._dtypes is None else next(self._dtypes, None)
+    def _dtype(self, asked: torch.dtype | None, *, is_made: bool) -> torch.dtype:
+        """Return the dtype of the next draw. ``asked`` may be that of a tensor, which is wider here than in training.
+
+        ``is_made``: no tensor among the arguments has a dtype.
+        """
+        if self._dtypes is not None:
+            dtype = next(self._dtypes, None)
+        elif asked is not None:
+            dtype = None if self._precision.wide(asked) is asked else asked
+        else:
+            dtype = self._default if is_made else self._usual
         if dtype is None:
             raise UnknownDrawError
         return dtype
@@ -80,6 +87,13 @@ def is_drawn(args: tuple[Any, ...]) -> bool:
 def leading(args: tuple[Any, ...]) -> Tensor | None:
     """Return the first tensor among the first two arguments, whose dtype is that of a draw."""
     return next((one for one in args[:2] if isinstance(one, Tensor)), None)
+
+
+def dtype_of_draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the dtype in which an operator in ``DRAWING`` draws."""
+    first = leading(args)
+    asked: torch.dtype | None = kwargs.get("dtype")
+    return asked or (torch.get_default_dtype() if first is None else first.dtype)
 
 
 def widened(result: Any, precision: ReplayPrecision) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
@@ -114,8 +115,9 @@ def can_be_a_derivative(every: Sequence[Terms]) -> bool:
 
 
 def normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random numbers of a tensor's shape and dtype."""
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+    """Return random numbers of a tensor's shape and dtype, which count as none of the training's own draws."""
+    with _disable_current_modes():
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
 
 
 def _generator(kind: str, draw: int, rank: int) -> torch.Generator:

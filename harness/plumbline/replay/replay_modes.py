@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
 from plumbline.replay.derivatives import Constants
-from plumbline.replay.draws import DRAWING, Draws, is_drawn, leading, widened
+from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
 from plumbline.replay.forward_draws import ForwardDraws
 from plumbline.replay.grouped_products import grouped_mm
 from plumbline.replay.precision import ReplayPrecision
@@ -136,9 +136,8 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
         self._before_write(func, args, kwargs)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
-            first = leading(args)
-            if first is not None and is_drawn(args):
-                self.drawn.append(first.dtype)
+            if is_drawn(args):
+                self.drawn.append(dtype_of_draw(args, kwargs))
         return self._note_made(func, func(*args, **kwargs))
 
 
