@@ -17,8 +17,9 @@ from torch import Tensor
 
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
-from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms, normal
+from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
 from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.own_numbers import normal_like
 
 
 class OwnDerivativeError(Exception):
@@ -182,7 +183,7 @@ def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     given, leaves = function.outputs(along, 0.0)
     if not given:
         return
-    cotangents = [normal(one, generator) for one in given]
+    cotangents = [normal_like(one, generator) for one in given]
     gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)
     changes = function.change(along)
     if collectives() != before:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.own_numbers import normal_like
 
 EPS = 1e-7
 """How far the inputs of a custom function are moved, in multiples of their size."""
@@ -48,7 +48,7 @@ class AppliedFunction:
     def directions(self, generator: torch.Generator) -> list[Tensor]:
         """Return a random direction of the size of each input."""
         sizes = [float(one.detach().square().mean().sqrt() or 1.0) for one in self.inputs]
-        return [normal(one, generator) * size for one, size in zip(self.inputs, sizes, strict=True)]
+        return [normal_like(one, generator) * size for one, size in zip(self.inputs, sizes, strict=True)]
 
     def outputs(self, directions: Sequence[Tensor], length: float) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs that have a gradient, and the leaves that stand for the inputs."""
@@ -89,7 +89,7 @@ def exchange_terms(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if not outputs:
             return {}
         generator = _generator(kind, DRAWS + draw, rank)
-        cotangents = [normal(one, generator) for one in outputs]
+        cotangents = [normal_like(one, generator) for one in outputs]
         gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
         for of_inputs in (ALIKE, APART):
             directions, moved = changes[of_inputs, draw]
@@ -112,12 +112,6 @@ def can_be_a_derivative(every: Sequence[Terms]) -> bool:
         if abs(right * received - again * given) <= noise:
             return True
     return False
-
-
-def normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random numbers of a tensor's shape and dtype, which count as none of the training's own draws."""
-    with _disable_current_modes():
-        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
 
 
 def _generator(kind: str, draw: int, rank: int) -> torch.Generator:

@@ -19,6 +19,7 @@ from plumbline.recording.pause import is_paused
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.own_numbers import normal
 from plumbline.replay.random_state import RandomState, drawn_from
 
 STEP = 1e-7
@@ -155,7 +156,7 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
     ((given, cotangents),) = call.arrived
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(1 + 1000 * seed + rank)
-    along = [_normal(one, generator) if one.requires_grad and only in (None, rank) else None for one in call.inputs]
+    along = [_direction(one, generator) if one.requires_grad and only in (None, rank) else None for one in call.inputs]
 
     def moved_by(length: float) -> list[Tensor]:
         def moved(number: int, one: Tensor) -> Tensor:
@@ -207,12 +208,12 @@ def _pairs(call: Exchanged) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)  # the same on all ranks: equal inputs are recognised
     for one in call.inputs:
         if one.requires_grad:
-            yield one, _normal(one, generator)
+            yield one, _direction(one, generator)
 
 
-def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     size = float(tensor.detach().double().square().mean().sqrt()) or 1.0
-    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) * size
+    return normal(tensor.shape, generator).to(tensor.device) * size
 
 
 def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

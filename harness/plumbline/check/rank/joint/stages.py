@@ -13,6 +13,7 @@ from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local
+from plumbline.replay.own_numbers import normal
 
 LIMIT = 2.0**7
 """How many times as large as the noise a right error may be, as in ``comparison``."""
@@ -75,5 +76,5 @@ def _digest(values: Tensor) -> str:
 def _projected(gradient: Tensor) -> tuple[float, float]:
     own = local(gradient).detach().double().cpu().reshape(-1)
     generator = torch.Generator().manual_seed(own.numel())
-    terms = own * torch.randn(own.shape, generator=generator, dtype=torch.float64)
+    terms = own * normal(own.shape, generator)
     return float(terms.sum()), float(terms.square().sum())

@@ -14,6 +14,7 @@ from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import arrival_leaves, laid_out_as, local, whole
+from plumbline.replay.own_numbers import normal
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.unsharding import is_distributed
@@ -109,7 +110,7 @@ class JointParameter:
         digest = hashlib.blake2b(seed.encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         shape = (*self.parameter.shape, 2) if self.parameter.is_complex() else tuple(self.parameter.shape)
-        along = torch.randn(shape, generator=generator, dtype=torch.float64) * size
+        along = normal(shape, generator) * size
         return local(self._laid_out(along.to(self.parameter.device)))
 
     @property

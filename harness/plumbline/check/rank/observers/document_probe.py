@@ -17,8 +17,8 @@ from plumbline.check.rank.observers.shared_statistics import shared_statistics
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.patching import attempt
 from plumbline.replay.call import TrackedCall
-from plumbline.replay.function_derivatives import normal
 from plumbline.replay.nested import map_tensors
+from plumbline.replay.own_numbers import normal_like
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
@@ -166,7 +166,7 @@ class DocumentProbe:
         if self._embedded is None or not given:
             return
         generator = torch.Generator().manual_seed(len(given))
-        cotangents = [normal(one, generator) for one in given]
+        cotangents = [normal_like(one, generator) for one in given]
         (gradient,) = torch.autograd.grad(
             given, [self._embedded], [one * real for one in cotangents], allow_unused=True
         )

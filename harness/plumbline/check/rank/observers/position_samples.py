@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.replay.nested import tensors_in
+from plumbline.replay.own_numbers import normal
 
 _NUMBERS = 4
 """Random projections that are kept of the values at each position."""
@@ -68,4 +69,4 @@ def move(one: Tensor | None, other: Tensor | None, where: Tensor, limit: float) 
 
 def _directions(size: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(size)
-    return torch.randn(size, _NUMBERS, generator=generator, dtype=torch.float64).to(device)
+    return normal((size, _NUMBERS), generator).to(device)
