@@ -4,9 +4,10 @@
     python ci/try_wheel.py dist/*.whl --torch 2.4.1 --python python3.10
 
 ``--python`` trains the scripts, and may be older than the Python that runs this program and Plumbline. Installed with
-``--no-deps`` beside torch, ``plumbline check`` must say RIGHT about a right script and WRONG about the same script with
-a mistake. Then, without ``--python``, pip installs what the wheel requires, and the suites must find the reference
-trainer right on two devices.
+``--no-deps`` beside torch, ``plumbline check`` must say RIGHT about a right script, WRONG about the same script with a
+mistake, and RIGHT about every gradient of tensor parallelism by DTensor, which older releases of torch keep elsewhere.
+Then, without ``--python``, pip installs what the wheel requires, and the suites must find the reference trainer right
+on two devices.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from mistake import DDP, FILES, changed
 from mistakes import MISTAKES
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / FILES[DDP]
+SCRIPTS = ROOT / "ci" / "check_scripts" / "scripts"
 MISTAKE, NAMED = "inner module called", "not synchronised"
-"""The mistake in ``SCRIPT``, and the words for it in the headline of ``plumbline check``."""
+"""The mistake in the script of DistributedDataParallel, and the words for it in the headline of ``plumbline check``."""
 
 SUITE = ("run", "--gpus", "2", "--accelerator", "cpu", "--workloads", "mlp", "--precisions", "32", "-m", "smoke", "-q")
 
@@ -64,11 +65,14 @@ def environment(folder: Path, torch: str, python: str | None = None) -> Path:
 
 
 def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
-    """Check a right script and the same script with a mistake, in two ranks of ``python``."""
-    right = SCRIPT.read_text(encoding="utf-8")
+    """Check a right script, the same script with a mistake, and tensor parallelism, in two ranks of ``python``."""
+    right, tensor_parallel = (
+        (SCRIPTS / name).read_text(encoding="utf-8") for name in (FILES[DDP], "tensor_parallel.py")
+    )
     wrong = changed(right, next(one for one in MISTAKES if one.name == MISTAKE).changes[DDP])
     ranks = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    for text, code, words in ((right, 0, ("RIGHT:",)), (wrong, 1, ("WRONG:", NAMED))):
+    expected = ((right, 0, ("RIGHT:",)), (wrong, 1, ("WRONG:", NAMED)), (tensor_parallel, 0, ("RIGHT: 100 %",)))
+    for text, code, words in expected:
         (folder / "train.py").write_text(text, encoding="utf-8")
         said = run([plumbline, "check", "--stop", "--", *ranks], folder, code=code)
         found = re.search(rf"^{words[0]}.*(\n.*)?", said, re.MULTILINE)  # a headline may have two lines

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -35,6 +37,21 @@ def laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
     asked, like = cast("Any", gradient), cast("Any", parameter)
     laid_out: Tensor = asked.redistribute(placements=like.placements)
     return laid_out
+
+
+def distributed(values: Tensor, mesh: Any, placements: Any) -> Tensor:
+    """Return a whole tensor, which every rank of a mesh has, as a DTensor; all of them have to ask."""
+    distribute = dtensors().distribute_tensor
+    known = inspect.signature(distribute).parameters
+    own_values = {"src_data_rank": None} if "src_data_rank" in known else {}  # torch 2.6 sends one rank's to all
+    laid_out: Tensor = distribute(values, mesh, placements, **own_values)
+    return laid_out
+
+
+def dtensors() -> Any:
+    """Return the module of ``DTensor`` and its placements, which torch 2.4 keeps elsewhere."""
+    public = import_module("torch.distributed.tensor")
+    return public if hasattr(public, "DTensor") else import_module("torch.distributed._tensor")
 
 
 def is_laid_out_otherwise(gradient: Tensor, parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import arrival_leaves, laid_out_as, local, whole
+from plumbline.recording.sharding import arrival_leaves, distributed, laid_out_as, local, whole
 from plumbline.replay.own_numbers import normal
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
@@ -127,10 +127,7 @@ class JointParameter:
     def _laid_out(self, values: Tensor) -> Tensor:
         if self._layout is None:
             return values
-        distribute: Any = torch.distributed.tensor.distribute_tensor
-        mesh, placements = self._layout
-        laid_out: Tensor = distribute(values, mesh, placements, src_data_rank=None)  # every rank has the whole
-        return laid_out
+        return distributed(values, *self._layout)
 
 
 class JointWeights(ParameterCopies):

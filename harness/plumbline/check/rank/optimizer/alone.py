@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from plumbline.recording.sharding import dtensors
+
 _RANKS = ("rank", "global_rank", "group_rank")
 _SIZES = ("world_size", "group_size")
 
@@ -74,7 +76,7 @@ def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def on_own_mesh(tensor: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     """Return a whole tensor as a DTensor of this rank alone, with placements of the same kinds."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    own = [Shard(one.dim) if hasattr(one, "dim") else Replicate() for one in placements]
-    return DTensor.from_local(tensor, mesh, own, run_check=False)
+    types = dtensors()
+    own = [types.Shard(one.dim) if hasattr(one, "dim") else types.Replicate() for one in placements]
+    whole_tensor: Tensor = types.DTensor.from_local(tensor, mesh, own, run_check=False)
+    return whole_tensor

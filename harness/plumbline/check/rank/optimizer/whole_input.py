@@ -16,7 +16,7 @@ from plumbline.check.rank.optimizer.optimizer_replay import NotReplayable
 from plumbline.check.rank.optimizer.twin import StepInput, state_of
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import local, whole
+from plumbline.recording.sharding import dtensors, local, whole
 
 Path = tuple[Any, ...]
 
@@ -153,12 +153,11 @@ class WholeInput:
 
 def like_shard(tensor: Tensor, parameter: Any) -> Tensor:
     """Return this rank's part of a tensor of a parameter's shape as a DTensor that is sharded as the parameter is."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
+    shard: Tensor = dtensors().DTensor.from_local(
         tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),
     )  # fmt: skip
+    return shard
 
 
 def _state(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
