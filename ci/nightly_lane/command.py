@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) -> int:
     """Run the chosen pieces of a night; return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would pieces
     try:
         results = night.run(chosen, minutes, resume=resume)
     except KeyboardInterrupt:
