@@ -419,7 +419,10 @@ def test_several_losses_are_told_with_their_weights() -> None:
     calls = [call(10, 1.0), {**call(10, 0.1), "function": "mse_loss"}]
     passes = [{"objective": {"calls": calls, "alone": False}}] * 3
     (finding,) = judge_objective(training(a_rank(0, passes), a_rank(1, passes)))
-    assert finding.message == "The loss of each backward pass is cross_entropy + 0.1 × mse_loss."
+    assert finding.message == (
+        "The loss of each backward pass contains cross_entropy and 0.1 × mse_loss. Whether it has other terms is not "
+        "known."
+    )
 
 
 def test_a_loss_by_hand_is_not_judged_but_its_tokens_are_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.declared_objective import judge_declared
@@ -23,9 +23,11 @@ from plumbline.check.judge.step_objective import (
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import in_words
+from plumbline.report.text import counted, in_words
 
 CHECK = "objective"
+
+_MEANS = ("mean", "batchmean")
 
 _PARTS = {0.5: "half of ", 2.0: "twice "}
 
@@ -54,6 +56,8 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     added = _added_terms(ranks)
     if objectives:
         yield information(CHECK, _optimised(objectives))
+    if (short := _short_windows(objectives)) is not None:
+        yield short
     if added is not None:
         yield information(CHECK, added)
     elif objectives:
@@ -66,12 +70,27 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
-    return _sum_of(
+    """Return the loss functions of torch in the loss, and whether it has other terms as far as its graph says."""
+    noted_passes = [(one, _noted(one)) for rank in ranks for one in passes_of(rank)]
+    added = _added(
         [
-            [(call["function"], None if call["weight"] is None else call["weight"] / one.scale) for call in calls]
-            for one, calls in ((one, _noted(one).get("calls", ())) for rank in ranks for one in passes_of(rank))
+            [
+                (call["function"], None if call["weight"] is None else call["weight"] / one.scale)
+                for call in noted.get("calls", ())
+            ]
+            for one, noted in noted_passes
         ]
     )
+    if added is None:
+        return None
+    if all(_adds_up_calls(noted) for _, noted in noted_passes):
+        return f"The loss of each backward pass is {' + '.join(added)}."
+    return f"The loss of each backward pass contains {' and '.join(added)}. Whether it has other terms is not known."
+
+
+def _adds_up_calls(noted: Facts) -> bool:
+    terms = noted.get("terms") or ()
+    return len(terms) == len(noted.get("calls", ())) and all(term["call"] for term in terms)
 
 
 def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
@@ -79,7 +98,8 @@ def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
     passes = [(one, _noted(one).get("terms") or ()) for rank in ranks for one in passes_of(rank)]
     if not all(len(terms) > 1 and any(not term["call"] for term in terms) for _, terms in passes):
         return None
-    return _sum_of([[(term["name"], term["factor"] / one.scale) for term in terms] for one, terms in passes])
+    added = _added([[(term["name"], term["factor"] / one.scale) for term in terms] for one, terms in passes])
+    return None if added is None else f"The loss of each backward pass is {' + '.join(added)}."
 
 
 def _noted(one: BackwardPass) -> Facts:
@@ -87,7 +107,8 @@ def _noted(one: BackwardPass) -> Facts:
     return noted
 
 
-def _sum_of(passes: Sequence[Sequence[tuple[str, float | None]]]) -> str | None:
+def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | None:
+    """Return each term with its weight or weights; None if passes have other terms, or a weight is not known."""
     kinds = {tuple(name for name, _ in terms) for terms in passes}
     if len(kinds) != 1 or not (names := kinds.pop()):
         return None
@@ -99,7 +120,7 @@ def _sum_of(passes: Sequence[Sequence[tuple[str, float | None]]]) -> str | None:
         same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])
         times = _weight(weights[0]) + ("" if same else f" to {_weight(weights[-1])}")
         told.append(name if times == "1" else f"{times} × {name}")
-    return f"The loss of each backward pass is {' + '.join(told)}."
+    return told
 
 
 def _tokens(ranks: Sequence[RecordedRank]) -> str:
@@ -121,25 +142,31 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
 
 def _optimised(objectives: Sequence[StepObjective]) -> str:
     worst = max(objectives, key=lambda one: spread(one.rates))
-    function, terms = worst.shares[0].function, amount(sum(share.terms for share in worst.shares))
-    if worst.is_even and all(equals(rate, 1.0) for rate in worst.rates):
+    function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
+    if worst.is_even and all(equals(rate, 1.0) for one in objectives for rate in one.rates):
         return f"The loss is the sum over all {terms} terms of {function}."
+    times = _times([one.total for one in objectives])
     if worst.is_even:
-        return f"The loss is {_times(worst.total)}the mean over all {terms} terms of {function}."
+        return f"The loss is {times}the mean over all {terms} terms of {function}."
+    terms = amount(worst.terms)
     if worst.gap is None:
         gap, apart = "The difference between its gradient and that of", "is not known"
     else:
         gap, apart = "Its gradient differs from that of", f"by {in_words(worst.gap, 'share')}"
     return (
-        f"The loss is {_times(worst.total)}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "
+        f"The loss is {times}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "
         f"over all {terms} terms {apart}."
     )
 
 
-def _times(total: float) -> str:
-    """Return what stands before a mean that is multiplied by this, "" where that is 1 or not known."""
-    if math.isnan(total) or abs(total - 1) <= NEAR:
+def _times(totals: Sequence[float]) -> str:
+    """Return what stands before a mean that steps multiply by these, "" where that is 1 or not known."""
+    known_totals = sorted(one for one in totals if not math.isnan(one))
+    if not known_totals or all(abs(one - 1) <= NEAR for one in known_totals):
         return ""
+    total = known_totals[-1]
+    if abs(total - known_totals[0]) > NEAR * abs(total):
+        return f"{_from_to(_weight, known_totals)} × "
     known = next((words for factor, words in _PARTS.items() if abs(total / factor - 1) <= NEAR), None)
     return known or f"{_weight(total)} × "
 
@@ -153,6 +180,10 @@ def _over(objective: StepObjective) -> str:
 def _ratio(objective: StepObjective) -> str:
     ratio = spread(objective.rates)
     return "" if ratio in (1.0, math.inf) else f": a term counts up to {ratio:.3g} × as much as another"
+
+
+def _from_to(words: Callable[[float], str], numbers: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys((words(min(numbers)), words(max(numbers)))))
 
 
 def _weight(number: float) -> str:
@@ -173,10 +204,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
         return None  # gradients are divided, or their length is changed, after the backward passes
     if len(counts) > 1 or count < 2 or not all(one.batches_differ for one in objectives):
         return None
-    if len({(share.function, share.reduction) for share in shares}) > 1 or shares[0].reduction not in (
-        "mean",
-        "batchmean",
-    ):
+    if len({(share.function, share.reduction) for share in shares}) > 1 or shares[0].reduction not in _MEANS:
         return None
     if all(equals(share.weight, 1.0) for share in shares):
         return failed_with_hint(
@@ -196,6 +224,34 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
             family="accumulation",
         )
     return None
+
+
+def _short_windows(objectives: Sequence[StepObjective]) -> HeadlineNote | None:
+    """Return the note on steps over fewer micro-batches, whose mean losses weigh less together than those of others."""
+    if any(share.reduction not in _MEANS for one in objectives for share in one.shares):
+        return None
+    totals: dict[int, list[float]] = {}
+    for one in objectives:
+        counts = {len(rank) for rank in one.ranks}
+        if len(counts) > 1 or math.isnan(one.total):
+            return None
+        totals.setdefault(counts.pop(), []).append(one.total)
+    if len(totals) < 2:
+        return None
+    if not all(map(_are_alike, totals.values())) or _are_alike([own[0] for own in totals.values()]):
+        return None
+    fewest, most = min(totals), max(totals)
+    less, whole = totals[fewest][0], totals[most][0]
+    return headline_note(
+        CHECK,
+        f"The losses of a step over {counted(fewest, 'micro-batch', 'micro-batches')} weigh {_weight(less)} together, "
+        f"and those of a step over {most} weigh {_weight(whole)}. If each step takes a mean, divide each loss by the "
+        "number of micro-batches in its step.",
+    )
+
+
+def _are_alike(totals: Sequence[float]) -> bool:
+    return max(totals) - min(totals) <= NEAR * max(map(abs, totals))
 
 
 def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:

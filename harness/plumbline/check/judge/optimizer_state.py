@@ -1,24 +1,61 @@
-"""Did each rank's optimizer begin its steps with the state of its own last step?"""
+"""Did each rank's optimizer begin its steps with the state of the last one?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.report.text import listed
 
 OBSERVER = "optimizer-state"
 
+FEWEST_OTHERS = 2
+"""Chosen: an optimizer that is replaced once may be meant, after warming up or thawing."""
+
 
 def judge_optimizer_state(training: RecordedTraining) -> Iterator[Finding]:
-    """Find states that ranks have exchanged, and those that only some ranks began anew."""
+    """Find states that ranks have exchanged, those that only some ranks began anew, and those lost at each step."""
+    if (lost := _lost_at_each_step(training)) is not None:
+        yield lost
+        return
     for ranks in side_by_side(training, OBSERVER):
         finding = _permuted(ranks) or _begun_anew(ranks)
         if finding is not None:
             yield finding
             return
+
+
+def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
+    """Find parameters to which each step is taken by another optimizer, made after the step before.
+
+    One that is made now and then may be meant, and so is one that evaluates the loss several times within a step, or
+    begins from weights that were changed as well.
+    """
+    for rank in training.ranks:
+        takers: dict[tuple[str, ...], list[ObserverFacts]] = {}
+        for one in noted(training, OBSERVER):
+            if one.rank == rank.rank and not one.step.skipped:
+                takers.setdefault(one.parameters, []).append(one)
+        for first, *others in takers.values():
+            if len(others) >= FEWEST_OTHERS and all(map(_begins_anew, others)):
+                kind = first.step.facts["update"]["class"]
+                return others[0].failed(
+                    "update",
+                    f"each of {1 + len(others)} steps is taken by another {kind}, made after the step before, so the "
+                    f"state of the one before is lost",
+                    "create the optimizer once, before the loop over batches",
+                    cause="made-for-each-step",
+                    family="optimizer",
+                )
+    return None
+
+
+def _begins_anew(one: ObserverFacts) -> bool:
+    update = one.step.facts.get("update") or {}
+    is_replayed = bool(update) and not update["why"] and not update["outside"]
+    return is_replayed and bool(one.facts["anew"])
 
 
 def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:

@@ -21,6 +21,7 @@ BY_TURNS = (
 )
 AT_TIMES = "the step moves a parameter at some steps only, as optimizers of one block after the other do"
 BY_PLACE = "the step scales the updates of some parameters, and of others of the same shape it does not"
+CHANGED = "the script also changes the weights between two optimizer steps, and that was not judged"
 ADDED_UP = (
     "the step adds up the ranks' gradients, which is right only if each rank divides its loss by the number of ranks; "
     "the loss is not known"
@@ -73,7 +74,7 @@ class ReplayedUpdates:
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
         reasons: dict[str, list[int]] = {one.facts["why"] or doubt: one.numbers}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
-        self._note(one, reasons)
+        self._note(one, reasons | {CHANGED: one.facts["outside"]})
         if why := one.facts["why"]:
             self.why[why].update()
             return

@@ -67,6 +67,11 @@ class StepObjective:
         return sum(share.weight for share in self.shares) / len(self.ranks)
 
     @property
+    def terms(self) -> float:
+        """How many terms the step has."""
+        return sum(share.terms for share in self.shares)
+
+    @property
     def rates(self) -> list[float]:
         """The weight of a single term in each call that has any."""
         return [share.weight / share.terms for share in self.shares if share.terms]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.optimizer_replay import stepping
@@ -22,7 +24,9 @@ class StateContinuity(Observer):
     """Notes fingerprints of the state of each parameter: of tensors of several entries that are not all zero.
 
     Facts of a step: ``held``, the numbers of the parameters that have such a state before it; ``changed``, for each
-    whose state changed since the last step its number and both fingerprints, 0 where there is no such state.
+    whose state changed since the last step its number and both fingerprints, 0 where there is no such state; ``anew``,
+    the numbers of those without such a state to which another optimizer of this class, which had one, took a step
+    before this one was made.
     """
 
     name = "optimizer-state"
@@ -30,6 +34,13 @@ class StateContinuity(Observer):
     def __init__(self) -> None:
         self._last: WeakKeyDictionary[Optimizer, dict[int, int]] = WeakKeyDictionary()
         self._facts: WeakKeyDictionary[Optimizer, Facts] = WeakKeyDictionary()
+        self._kinds: Any = WeakTensorKeyDictionary()  # parameter with such a state: the class of its last optimizer
+        self._replaces: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Note which parameters it takes over from another optimizer of its class."""
+        kind, parameters = type(optimizer), parameters_of(optimizer)
+        self._replaces[optimizer] = {n for n, one in enumerate(parameters) if self._kinds.get(one) is kind}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the state with that after the last step."""
@@ -38,16 +49,21 @@ class StateContinuity(Observer):
         numbers = {id(one): number for number, one in enumerate(parameters_of(optimizer))}
         changed = [[numbers[one], last[one], now[one]] for one in now if one in last and last[one] != now[one]]
         held = [numbers[one] for one, state in now.items() if state or last.get(one)]
-        self._facts[optimizer] = {"held": held, "changed": changed}
+        replaced = self._replaces.pop(optimizer, set())
+        anew = [number for one, number in numbers.items() if number in replaced and not now[one]]
+        self._facts[optimizer] = {"held": held, "changed": changed, "anew": anew}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        self._last[optimizer] = _states(optimizer)
+        now = self._last[optimizer] = _states(optimizer)
+        self._kinds.update({one: type(optimizer) for one in parameters_of(optimizer) if now[id(one)]})
         return self._facts.pop(optimizer, None)
 
     def stop(self) -> None:
         """Forget the states."""
         self._last.clear()
         self._facts.clear()
+        self._kinds.clear()
+        self._replaces.clear()
 
 
 def _states(optimizer: Optimizer) -> dict[int, int]:

@@ -6,11 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts, segment
 from plumbline.check.rank.optimizer.optimizer_replay import (
@@ -80,7 +81,7 @@ class UpdateReplay(Observer):
     ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what
     it makes of the parameter, and the distance of that from the right one.
     ``unjudged``: numbers of parameters by the reason.
-    ``outside``: parameters that changed since this optimizer's last step ended.
+    ``outside``: parameters that changed since the last step of an optimizer that has them.
     ``shared``: places in shared memory, by parameter.
     ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
 
@@ -97,7 +98,7 @@ class UpdateReplay(Observer):
         self._sample = sample or ParameterSample(0)
         self._together = ReplayTogether()
         self._open: list[_Pending] = []
-        self._prints: WeakKeyDictionary[Optimizer, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
+        self._prints: Any = WeakTensorKeyDictionary()  # parameter: its fingerprint after the last step
 
     def start(self) -> None:
         """Forget what was seen of steps before."""
@@ -119,9 +120,8 @@ class UpdateReplay(Observer):
         self._open.append(pending)
         parameters = parameters_of(optimizer)
         pending.prints = list(map(weights_print, parameters))
-        last = self._prints.get(optimizer, {}).get(tuple(map(id, parameters)))
-        if last is not None:
-            pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
+        known = zip(parameters, pending.prints, strict=True)
+        pending.outside = [number for number, (one, now) in enumerate(known) if self._prints.get(one, now) != now]
         try:
             require_replayable(stepping(optimizer))
             try:
@@ -141,7 +141,7 @@ class UpdateReplay(Observer):
             return None
         parameters = parameters_of(optimizer)
         prints = list(map(weights_print, parameters))
-        self._prints.setdefault(optimizer, {})[tuple(map(id, parameters))] = prints
+        self._prints.update(zip(parameters, prints, strict=True))
         places = shared_places(map(local, parameters))
         if not self._is_whole(pending, parameters, skipped=skipped):
             pending.why = pending.why or "not all ranks took the step"
