@@ -140,6 +140,26 @@ HALF_JUDGED_SCRIPTS = (
         (WRONG,),
         (r" +sampler\.set_epoch\(epoch\)\n", ""),
     ),
+    with_mistake(
+        LONG_EPOCHS,
+        "decayed by hand as well",
+        "weights decay by hand beside AdamW, which decays them too",
+        UNTRUE_OF_A_PART,
+        (
+            r"( +)optimizer\.step\(\)",
+            r"\1optimizer.step()\n\1with torch.no_grad():\n\1    for p in model.parameters():\n\1        p.mul_(0.999)",
+        ),
+    ),
+    with_mistake(
+        LONG_EPOCHS,
+        "optimizer made for each step",
+        "a new AdamW takes each step, so that its averages are always those of one gradient",
+        (WRONG,),
+        (
+            r"( +)optimizer\.step\(\)",
+            r"\1optimizer.step()\n\1optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        ),
+    ),
     PIPELINE,
     with_mistake(
         PIPELINE,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
 from plumbline.check.judge.exchanges import with_losses, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
@@ -23,6 +23,7 @@ from plumbline.check.judge.judged_gradients import (
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
@@ -36,7 +37,7 @@ from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 from plumbline.replay.reasons import STALE
-from plumbline.report.text import listed
+from plumbline.report.text import counted, listed
 
 CHECK = "gradients"
 
@@ -65,6 +66,8 @@ _WITH_MASTERS: Mapping[str, str] = {
     ),
 }
 """The same where the optimizer holds copies of the model's parameters."""
+
+_OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
 
 
 def _is_held_back(case: ReceivedGradient) -> bool:
@@ -253,6 +256,8 @@ def _stale(training: RecordedTraining) -> Finding | None:
 
 def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     layouts = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    if finding.cause in _OVER_TOO_FEW and (why := _why_unreduced(training, layouts)):
+        return with_hint(finding, why)
     if any(one.get("wrapped") for one in layouts):
         return finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
@@ -260,6 +265,23 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     advice = {**_WITHOUT_WRAPPER, **(_SHARDED if is_sharded else {}), **(_WITH_MASTERS if has_masters else {})}
     other = advice.get(str(finding.cause))
     return finding if other is None else with_hint(finding, other)
+
+
+def _why_unreduced(training: RecordedTraining, layouts: Sequence[Facts]) -> str:
+    """Return what keeps DistributedDataParallel from averaging over all ranks, "" if that is not known."""
+    wrappers = [module["wrapper"] for one in layouts for module in one.get("modules", ()) if module["wrapper"]]
+    fewest = min((one.get("ranks", training.world_size) for one in wrappers), default=training.world_size)
+    if fewest < training.world_size:
+        return (
+            f"DistributedDataParallel averages over {counted(fewest, 'rank')} of {training.world_size}; pass the "
+            "process group of all ranks that train the model"
+        )
+    if hooks := (training.ranks[0].facts.get(PRECISION) or {}).get("hooks"):
+        return (
+            f"check that the communication hook {listed(hooks)} averages gradients over the ranks, and that the "
+            "DistributedDataParallel object is called outside no_sync()"
+        )
+    return ""
 
 
 def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:

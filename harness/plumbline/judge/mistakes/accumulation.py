@@ -53,6 +53,17 @@ def _last_missing(case: GradientCase) -> Predictions:
         yield from _kept(0, kept, case)
 
 
+def _last_one_step_late(case: GradientCase) -> Predictions:
+    """Predict that the first micro-batches are reduced with those that the step before left."""
+    for kept in range(1, case.micro_batches):
+        first: Weight = lambda r, b, n, kept=kept: float(b < kept)  # type: ignore[misc]  # noqa: E731
+        last: Weight = lambda r, b, n, kept=kept: float(b >= kept)  # type: ignore[misc]  # noqa: E731
+        if case.has_earlier_step:
+            yield Combination(first, earlier=last)
+        elif case.index == 0:
+            yield Combination(first)
+
+
 def _middle_missing(case: GradientCase) -> Predictions:
     count = case.micro_batches
     for lost in range(1, count - 1):
@@ -131,6 +142,9 @@ register(
     GradientMistake("divided-twice", "accumulation", multiplied(lambda case: [1 / n for n in several(case.accumulate)]),
         "divided by the number of micro-batches, and again by that of a full window",
         "divide once: in the loss, or after the backward pass", 640),
+    GradientMistake("last-micro-batches-one-step-late", "accumulation", _last_one_step_late,
+        "those of the first of {micro_batches} micro-batches, and of the last ones of the step before",
+        "synchronise gradients at the last micro-batch of each step", 608),
     PREVIOUS_STEP_NOT_ZEROED,
     GradientMistake("micro-batch-missing", "accumulation", _some_only_last,
         "those of the last of {micro_batches} micro-batches for some parameters",

@@ -31,8 +31,8 @@ def _not_synchronised(case: GradientCase) -> Predictions:
 
 
 def _anothers(case: GradientCase) -> Predictions:
-    for rank in range(case.world):
-        if rank != case.rank and case.has_shares[rank]:
+    for rank in range(case.world):  # its own gradient as well: the one that it broadcasts
+        if case.world > 1 and case.has_shares[rank]:
             yield Combination(only({rank}, case.world))
 
 
@@ -40,7 +40,8 @@ def _some_ranks(case: GradientCase) -> Predictions:
     """Predict the mean over ranks with consecutive or equally spaced numbers, with or without this one."""
     for chosen in dict.fromkeys(_sets_of_ranks(case)):
         if 0 < len(chosen) < case.world and all(case.has_shares[rank] for rank in chosen):
-            yield Combination(only(set(chosen), case.world / len(chosen)))
+            if len(chosen) > 1:
+                yield Combination(only(set(chosen), case.world / len(chosen)))
             yield Combination(only(set(chosen)))  # divided by the world size all the same
 
 
@@ -104,7 +105,7 @@ register(
         "they were never all-reduced: call the DistributedDataParallel object and not the module in it, outside "
         "no_sync()", 685),
     GradientMistake("another-ranks-gradient", "sync", _anothers,
-        "those of another rank's samples alone",
+        "those of a single rank's samples",
         "average gradients over ranks instead of broadcasting them", 680),
     *LATE,
     GradientMistake("averaged-over-some-ranks", "sync", _some_ranks,
