@@ -122,7 +122,7 @@ MADE_FOR_EACH_STEP = {"Adam": adam, "SGD with momentum": momentum}
 def test_an_optimizer_made_for_each_step_loses_its_state(plumbline, make):
     checked = plumbline.check(fit(make, made=STEPS), ranks=1, steps=STEPS)
     (wrong,) = (one for one in checked.trainings[0].findings if one.outcome.is_bad)
-    assert wrong.cause == "made-for-each-step"
+    assert wrong.cause == "optimizer-made-for-each-step"
 
 
 ACCEPTED = {

@@ -46,7 +46,7 @@ def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
                     f"each of {1 + len(others)} steps is taken by another {kind}, made after the step before, so the "
                     f"state of the one before is lost",
                     "create the optimizer once, before the loop over batches",
-                    cause="made-for-each-step",
+                    cause="optimizer-made-for-each-step",
                     family="optimizer",
                 )
     return None

@@ -12,7 +12,7 @@ import torch
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
-from plumbline.check.judge.noted import ObserverFacts, information, not_judged, noted, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, headline_note, not_judged, noted, side_by_side
 from plumbline.check.judge.optimizer_state import judge_optimizer_state
 from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
 from plumbline.core.finding import Finding
@@ -253,8 +253,9 @@ def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
     if changed:
         first = changed[0]
         names = [first.parameter(number) for number in first.facts["outside"]]
-        yield information(
+        yield headline_note(
             "update",
             f"{counted(len(names), 'parameter')} changed between two optimizer steps, first before {first.name} on "
-            f"rank {first.rank}: {listed(names)}. Possible reasons: weight clipping, averaging, a checkpoint",
+            f"rank {first.rank}: {listed(names)}. This change was not judged. Possible reasons: weight clipping, "
+            "averaging, a checkpoint.",
         )

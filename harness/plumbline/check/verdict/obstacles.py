@@ -124,7 +124,9 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
             f"{counts[most]}; only the steps that all ranks took are judged"
         )
     elif (steps := describe(training).steps) < options.steps and not checked.shows_later_window:
-        yield f"the script took only {steps} of the {options.steps} steps to record"
+        optimizers = len({step.optimizer for rank in training.ranks for step in rank.steps})
+        took = "the script took only" if optimizers == 1 else f"none of {optimizers} optimizers took more than"
+        yield f"{took} {steps} of the {options.steps} steps to record"
     for rank in training.ranks:
         if rank.error:
             yield f"rank {rank.rank}: {shortened(rank.error, 300)}"

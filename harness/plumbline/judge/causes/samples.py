@@ -294,7 +294,7 @@ RANKS_ALIKE = SampleHypothesis("ranks-alike", "data", _ranks_alike,
 
 SET_EPOCH_NEVER_CALLED = SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
     "each epoch repeats the order of the first",
-    "call sampler.set_epoch(epoch) before each epoch, and do not reuse a loader's output",
+    "call sampler.set_epoch(epoch) before each epoch, and keep no batches for later epochs",
     150)  # fmt: skip
 
 SHARDS_OVERLAP = SampleHypothesis("shards-overlap", "data", _shards_overlap,
