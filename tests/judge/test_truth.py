@@ -16,6 +16,7 @@ OF_RANKS = ((1.0, -2.0, 0.5), (3.0, 1.0, 4.0), (-1.0, 2.5, 1.0))
 """What each of three ranks adds to the scalar products of the mean with three directions, times three."""
 
 MEAN = tuple(sum(products) / 3 for products in zip(*OF_RANKS, strict=True))
+MEAN_OF_TWO = [(one + other) / 2 for one, other in zip(OF_RANKS[0], OF_RANKS[1], strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,8 @@ class Directions(Truth[Projected]):
         ([[3 * product for product in MEAN]] * 3, "summed-over-ranks"),
         ([MEAN, [product / 3 for product in MEAN], MEAN], "averaged-twice"),
         ([OF_RANKS[1], OF_RANKS[2], OF_RANKS[0]], "another-ranks-gradient"),
+        ([OF_RANKS[0]] * 3, "another-ranks-gradient"),
+        ([MEAN_OF_TWO, MEAN_OF_TWO, OF_RANKS[2]], "averaged-over-some-ranks"),
         ([(7.0, 7.0, 7.0)] * 3, "unexplained"),
     ],
 )

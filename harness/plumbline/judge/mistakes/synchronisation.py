@@ -40,8 +40,7 @@ def _some_ranks(case: GradientCase) -> Predictions:
     """Predict the mean over ranks with consecutive or equally spaced numbers, with or without this one."""
     for chosen in dict.fromkeys(_sets_of_ranks(case)):
         if 0 < len(chosen) < case.world and all(case.has_shares[rank] for rank in chosen):
-            if len(chosen) > 1:
-                yield Combination(only(set(chosen), case.world / len(chosen)))
+            yield Combination(only(set(chosen), case.world / len(chosen)))
             yield Combination(only(set(chosen)))  # divided by the world size all the same
 
 
