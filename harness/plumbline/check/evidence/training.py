@@ -126,8 +126,8 @@ class RecordedStep:
     @property
     def weights_move_between_passes(self) -> bool:
         """Whether the optimizer's parameters were written to between the backward passes of the step."""
-        known = (one.facts.get("versions", ()) for one in self.passes)
-        return len({versions[self.optimizer] for versions in known if self.optimizer < len(versions)}) > 1
+        known = (one.facts.get("weights", ()) for one in self.passes)
+        return len({prints[self.optimizer] for prints in known if self.optimizer < len(prints)}) > 1
 
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step as it concerns the parameters with these numbers; its norm and facts stay the whole one's."""

@@ -16,6 +16,7 @@ from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradient
 from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
 from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer.weights_print import written
 from plumbline.check.rank.optimizer_gradients import has_gradient_hooks
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
@@ -142,7 +143,7 @@ class TrainingPasses:
             leaves[id(parameter)] = parameter, leaf
         copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
         self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
-        one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
+        one.facts["weights"] = [hash(tuple(map(written, parameters_of(each)))) for each in self._optimizers]
         self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:

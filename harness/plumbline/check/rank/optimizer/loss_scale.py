@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.optimizer.update_replay import weights_print
+from plumbline.check.rank.optimizer.weights_print import weights_print
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.recording.grad_scaler import follow_scaled_steps, skips_in_its_kernel
 from plumbline.recording.parameters import parameters_of

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
 from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
 from plumbline.check.rank.optimizer.shared_memory import shared_places
 from plumbline.check.rank.optimizer.twin import norm_in_float64
+from plumbline.check.rank.optimizer.weights_print import weights_print
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.sharding import is_laid_out_otherwise, local
+from plumbline.recording.sharding import is_data_parallel_shard, is_laid_out_otherwise, local
 
 
 @dataclass(eq=False)
@@ -81,7 +82,8 @@ class UpdateReplay(Observer):
     ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what
     it makes of the parameter, and the distance of that from the right one.
     ``unjudged``: numbers of parameters by the reason.
-    ``outside``: parameters that changed since the last step of an optimizer that has them.
+    ``outside``: parameters that changed since the last step of an optimizer that has them, or before the first one
+    since the first backward pass.
     ``shared``: places in shared memory, by parameter.
     ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
 
@@ -98,6 +100,7 @@ class UpdateReplay(Observer):
         self._sample = sample or ParameterSample(0)
         self._together = ReplayTogether()
         self._open: list[_Pending] = []
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._prints: Any = WeakTensorKeyDictionary()  # parameter: its fingerprint after the last step
 
     def start(self) -> None:
@@ -108,6 +111,15 @@ class UpdateReplay(Observer):
         """Free the copies of weights."""
         self._open.clear()
         self._prints.clear()
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Keep the fingerprints of weights that no recorded step has left."""
+        for parameter in (one for optimizer in self._optimizers for one in parameters_of(optimizer)):
+            if parameter not in self._prints and not is_data_parallel_shard(parameter):
+                self._prints[parameter] = weights_print(parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Replay the step that is to come."""
@@ -192,15 +204,6 @@ class UpdateReplay(Observer):
                 del self._open[place:]
                 return pending
         return None
-
-
-def weights_print(parameter: Tensor) -> int:
-    """Return the fingerprint of what this rank holds of a parameter; 0 of tensors that do not show their bits."""
-    try:
-        own = _real(parameter)
-        return fingerprint(own.view(torch.uint8) if own.element_size() == 1 else own)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return 0
 
 
 def _replay(pending: _Pending, sample: ParameterSample) -> None:
