@@ -328,7 +328,7 @@ def test_weight_clipping_between_steps_is_information():
 
     findings = list(judge_update(recorded(script)))
     assert {finding.outcome for finding in findings} == {Outcome.PASSED}
-    assert any("changed between two optimizer steps" in finding.message for finding in findings)
+    assert any("changed between optimizer steps" in finding.message for finding in findings)
 
 
 def _sam() -> None:

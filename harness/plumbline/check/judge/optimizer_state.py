@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import RecordedTraining, ScriptStep
 from plumbline.check.judge.noted import ObserverFacts, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.report.text import listed
@@ -15,16 +15,18 @@ FEWEST_OTHERS = 2
 """Chosen: an optimizer that is replaced once may be meant, after warming up or thawing."""
 
 
-def judge_optimizer_state(training: RecordedTraining) -> Iterator[Finding]:
+def judge_optimizer_state(training: RecordedTraining) -> list[Finding]:
     """Find states that ranks have exchanged, those that only some ranks began anew, and those lost at each step."""
     if (lost := _lost_at_each_step(training)) is not None:
-        yield lost
-        return
-    for ranks in side_by_side(training, OBSERVER):
-        finding = _permuted(ranks) or _begun_anew(ranks)
-        if finding is not None:
-            yield finding
-            return
+        return [lost]
+    found = (_permuted(ranks) or _begun_anew(ranks) for ranks in side_by_side(training, OBSERVER))
+    return [*filter(None, found)][:1]
+
+
+def changed_state(one: ScriptStep) -> list[int]:
+    """Return the numbers of the parameters whose state is another one than the last step left, or is begun anew."""
+    facts = one.step.facts.get(OBSERVER) or {}
+    return sorted({*(number for number, *_ in facts.get("changed", ())), *facts.get("anew", ())})
 
 
 def _lost_at_each_step(training: RecordedTraining) -> Finding | None:

@@ -10,6 +10,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
+from plumbline.check.judge.optimizer_state import changed_state
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 
@@ -21,7 +22,8 @@ BY_TURNS = (
 )
 AT_TIMES = "the step moves a parameter at some steps only, as optimizers of one block after the other do"
 BY_PLACE = "the step scales the updates of some parameters, and of others of the same shape it does not"
-CHANGED = "the script also changes the weights between two optimizer steps, and that was not judged"
+CHANGED = "the script also changes the weights between optimizer steps, and that was not judged"
+STATE_CHANGED = "the script also changes the optimizer's state between steps, and that was not judged"
 ADDED_UP = (
     "the step adds up the ranks' gradients, which is right only if each rank divides its loss by the number of ranks; "
     "the loss is not known"
@@ -74,7 +76,7 @@ class ReplayedUpdates:
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
         reasons: dict[str, list[int]] = {one.facts["why"] or doubt: one.numbers}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
-        self._note(one, reasons | {CHANGED: one.facts["outside"]})
+        self._note(one, reasons | {STATE_CHANGED: changed_state(one), CHANGED: one.facts["outside"]})
         if why := one.facts["why"]:
             self.why[why].update()
             return

@@ -12,8 +12,8 @@ import torch
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
-from plumbline.check.judge.noted import ObserverFacts, headline_note, not_judged, noted, side_by_side
-from plumbline.check.judge.optimizer_state import judge_optimizer_state
+from plumbline.check.judge.noted import HeadlineNote, ObserverFacts, headline_note, not_judged, noted, side_by_side
+from plumbline.check.judge.optimizer_state import changed_state, judge_optimizer_state
 from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -38,8 +38,8 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged("update", "no optimizer step was replayed")
     for why, parameters in steps.why.items():
         yield not_judged("update", f"{why}: {listed(parameters)}" if parameters else why)
-    yield from judge_optimizer_state(training)
-    yield from _changed_outside(training)
+    yield from _changed_weights(training)
+    yield from judge_optimizer_state(training) or _changed_states(training)
 
 
 def _compared(steps: ReplayedUpdates) -> Finding:
@@ -248,14 +248,24 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
     return None
 
 
-def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
-    changed = [one for one in noted(training, OBSERVER) if one.facts["outside"]]
-    if changed:
-        first = changed[0]
-        names = [first.parameter(number) for number in first.facts["outside"]]
+def _changed_weights(training: RecordedTraining) -> Iterator[Finding]:
+    changed = [(one, one.facts["outside"]) for one in noted(training, OBSERVER)]
+    yield from _note_change(changed, "", "weight clipping, averaging, a checkpoint")
+
+
+def _changed_states(training: RecordedTraining) -> Iterator[Finding]:
+    changed = [(one, changed_state(one)) for one in noted(training, OBSERVER) if not one.step.skipped]
+    yield from _note_change(changed, "The optimizer's state of ", "a new optimizer, a reset, a checkpoint")
+
+
+def _note_change(
+    steps: Sequence[tuple[ObserverFacts, Sequence[int]]], what: str, reasons: str
+) -> Iterator[HeadlineNote]:
+    first, numbers = next(((one, numbers) for one, numbers in steps if numbers), (None, ()))
+    if first is not None:
+        names = [first.parameter(number) for number in numbers]
         yield headline_note(
             "update",
-            f"{counted(len(names), 'parameter')} changed between two optimizer steps, first before {first.name} on "
-            f"rank {first.rank}: {listed(names)}. This change was not judged. Possible reasons: weight clipping, "
-            "averaging, a checkpoint.",
+            f"{what}{counted(len(names), 'parameter')} changed between optimizer steps, first before {first.name} on "
+            f"rank {first.rank}: {listed(names)}. This change was not judged. Possible reasons: {reasons}.",
         )
