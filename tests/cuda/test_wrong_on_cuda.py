@@ -51,7 +51,12 @@ def test_tf32_is_no_32_bits(trainer, cuda_cell, wrong):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("TF32 came with compute capability 8.0")
     found = wrong(trainer("torch.backends.cuda.matmul.allow_tf32 = True"), cuda_cell("wrong", "mlp", "none", "1x1"))
-    assert any("computed-in-lower-precision" in check for check in found), found
+    assert any("computed-in-tf32" in check for check in found), found
+
+
+def test_a_training_on_the_cpu_is_none_on_cuda(trainer, cuda_cell, wrong):
+    found = wrong(trainer("job.device = torch.device('cpu')"), cuda_cell("wrong", "mlp", "none", "1x1"))
+    assert [*found] == ["launch trained-on-another-device"]
 
 
 def test_gradients_that_were_never_averaged(trainer, cuda_cell, wrong):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,6 +143,31 @@ class HalfInBfloat16(Mistake):
         rough = Oracle(WORKLOADS["mlp"], self.cell.topology.devices, PRECISIONS["bf16"])
         rough.load({n: p.detach() for n, p in oracle.parameters.items()})
         return rough.gradient((((share,),),))
+
+
+class ElevenBits(torch.autograd.Function):
+    """A linear layer whose products read eleven bits of each number."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias):
+        ctx.save_for_backward(rows, weight)
+        return ElevenBits.of(rows) @ ElevenBits.of(weight).T + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weight = map(ElevenBits.of, ctx.saved_tensors)
+        return ElevenBits.of(gradient) @ weight, ElevenBits.of(gradient).T @ rows, gradient.sum(0)
+
+    @staticmethod
+    def of(values):
+        mantissa, exponent = values.frexp()
+        return (mantissa * 2**11).trunc() / 2**11 * 2.0**exponent
+
+
+class InTf32(Mistake):
+    def own(self, oracle, rank, share, step):
+        with patch.object(torch.nn.functional, "linear", ElevenBits.apply):
+            return super().own(oracle, rank, share, step)
 
 
 class StoodStill(Mistake):
@@ -303,6 +329,7 @@ MISTAKES = {
     Noisy: UNEXPLAINED,
     SlightlyNoisy: UNEXPLAINED,
     EntriesDropped: UNEXPLAINED,
+    InTf32: ("computed-in-tf32",),
     HalfInBfloat16: (*UNEXPLAINED, "computed-in-lower-precision"),
     SummedAndSteppedTooFar: ("summed-over-ranks",),
 }

@@ -302,6 +302,15 @@ def test_ranks_share_devices_and_the_replicas_of_one_rank_do_not(shared):
     assert not [one for one in plan(simulated, [declared(backends=("dp",))]) if one.refusal and "share" in one.refusal]
 
 
+def test_a_trainer_whose_ranks_cannot_share_a_device_is_refused_on_shared_ones():
+    mine = replace(declared(backends=("none", "ddp")), behavior=TrainingBehavior(shares_devices=False))
+    asked = Matrix(2, workloads=("mlp",), precisions=("32",), accelerator="cuda", shared=1)
+    refused = {one.cell.processes: one.refusal for one in plan(asked, [mine]) if one.cell.backend in mine.backends}
+    assert refused[1] is None
+    assert "each rank needs a CUDA device, so run it without --oversubscribe" in refused[2]
+    assert not any(one.refusal for one in plan(replace(asked, shared=None), [mine]) if one.cell.backend == "ddp")
+
+
 def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypatch):
     monkeypatch.setattr(type(WORKLOADS["mlp"]), "needs", frozenset({"clipping"}))
     subjects = [declared("plain"), declared("clips", capabilities=["clipping"])]

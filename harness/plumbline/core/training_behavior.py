@@ -39,6 +39,7 @@ class TrainingBehavior:
     stages_per_rank: int = 1
     max_stages: int | None = None
     divides: tuple[str, ...] = ()
+    shares_devices: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

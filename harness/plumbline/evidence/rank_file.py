@@ -171,6 +171,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "stack": trace.stack,
         "torch": trace.torch,
         "holds_nothing": trace.holds_nothing,
+        "devices": trace.devices,
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
@@ -233,6 +234,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         stack=values.get("stack", ""),
         torch=values.get("torch", ""),
         holds_nothing=values.get("holds_nothing", False),
+        devices=tuple(map(str, values.get("devices", ()))),
         final=finals[values["final"]],
         final_buffers=parts.get((len(steps), "final buffers"), {}),
         evaluations=tuple(

@@ -208,6 +208,7 @@ class RankTrace:
     ``torch`` is the rank's version of torch, "" where the trace is older than this field.
     ``holds_nothing`` says that the rank held no parameter while it trained, such as a stage that only computes.
     ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None without a model.
+    ``devices`` has the types of the devices of the model's outputs, none where it had no tensors as outputs.
     ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors have replaced shards.
     """
 
@@ -224,6 +225,7 @@ class RankTrace:
     torch: str = ""
     blocks: dict[str, Block] = field(default_factory=dict)
     holds_nothing: bool = False
+    devices: tuple[str, ...] = ()
 
     @property
     def step_records(self) -> list[TraceStep]:

@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
          origin_causes={"frozen-parameter-trained"}),
     Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
          causes={"stored-in-lower-precision"},
-         origin_causes={"computed-in-lower-precision", "rounded-to-16-bits"}),
+         origin_causes={"computed-in-lower-precision", "computed-in-tf32", "rounded-to-16-bits"}),
     *(
         Rule(check, "precision", "the model computes with other weights than those that the optimizer steps",
              origin_causes={"not-copied-back"})

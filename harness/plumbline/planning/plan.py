@@ -157,14 +157,21 @@ class Matrix:
     def _topologies_of(self, meshes: Iterable[MeshChoice]) -> list[Topology]:
         return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in meshes))
 
-    def refusal(self, cell: Cell) -> Refusal | None:
-        """Return why ``cell`` cannot be trained on shared devices, None if it can.
+    def refusal(self, cell: Cell, behavior: TrainingBehavior) -> Refusal | None:
+        """Return why a trainer with this ``behavior`` cannot train ``cell`` on shared devices, None if it can.
 
         The replicas of one process cannot share a device: torch's DataParallel would give some of them the same
         buffers, and a correct trainer would fail.
         """
+        if self.shared is None or cell.accelerator == "cpu":
+            return None
+        if not behavior.shares_devices and cell.processes > 1:
+            return Refusal(
+                f"{cell.subject} declares shares_devices=False for backend {cell.backend!r}: each rank needs "
+                f"{device_type(cell.accelerator).one}, so run it without --oversubscribe"
+            )
         replicas = cell.contract.devices_per_process(cell.topology)
-        if self.shared is None or cell.accelerator == "cpu" or replicas <= self.shared:
+        if replicas <= self.shared:
             return None
         return Refusal(
             f"{cell.backend} on {cell.topology} has {replicas} replicas in one rank, which need "
@@ -250,7 +257,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
 
 
 def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
-    refusal = declared.refusal(cell) or matrix.refusal(cell)
+    refusal = declared.refusal(cell) or matrix.refusal(cell, declared.behavior)
     if refusal is None:
         return Planned(cell, None, declared.behavior)
     return Planned(cell, refusal.sentence, declared.behavior, refusal.undeclared)

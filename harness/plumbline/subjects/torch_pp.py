@@ -42,7 +42,14 @@ class Schedule:
         return list(range(rank, self.stages_per_rank * ranks, ranks))
 
 
-@subject(name="torch", backends=["pp"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
+@subject(
+    name="torch",
+    backends=["pp"],
+    precisions=PRECISIONS,
+    capabilities=CAPABILITIES,
+    library="torch",
+    shares_devices=False,
+)
 def train(job):
     train_with(Schedule(Schedule1F1B), job)
 

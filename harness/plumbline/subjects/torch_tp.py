@@ -149,7 +149,14 @@ def pairs(sequence: nn.Sequential, parts: int) -> Iterator[tuple[str, str]]:
             first = None
 
 
-@subject(name="torch", backends=["sp"], precisions=PRECISIONS, capabilities=CAPABILITIES - REFUSED, library="torch")
+@subject(
+    name="torch",
+    backends=["sp"],
+    precisions=PRECISIONS,
+    capabilities=CAPABILITIES - REFUSED,
+    library="torch",
+    shares_devices=False,
+)
 def train_sp(job):
     fit(job, Sp(job))
 

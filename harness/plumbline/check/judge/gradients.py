@@ -289,9 +289,9 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
     expected, received = case.value(RIGHT), case.received
     size, length = float(expected.norm()), float(received.norm())
     cosine = float(expected @ received) / (size * length) if size and length else 0.0
-    noise = case.in_noise(RIGHT, 1.0)
-    if noise is not None and noise.is_right:  # one wrong parameter, among many larger ones
-        noise = case.in_noise(RIGHT, 1.0, fit.worst) or noise
+    # One parameter may be wrong among many larger ones.
+    deviations = case.in_noise(RIGHT, 1.0), case.in_noise(RIGHT, 1.0, fit.worst)
+    noise = next((one for one in deviations if one is not None and not one.is_right), None)
     where = f"{case.location} (and {len(wrong) - 1} more)" if len(wrong) > 1 else case.location
     finding = Finding(
         CHECK,

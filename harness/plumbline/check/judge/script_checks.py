@@ -11,6 +11,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
+from plumbline.check.judge.discarded_passes import without_discarded_passes
 from plumbline.check.judge.documents import judge_documents
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.experts import judge_experts
@@ -78,7 +79,7 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
     It raises ``TraceError`` if evidence cannot be read.
     """
-    return [_judged(one, folder) for one in read_trainings(folder)]
+    return [_judged(without_discarded_passes(one), folder) for one in read_trainings(folder)]
 
 
 def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[CheckedTraining]:

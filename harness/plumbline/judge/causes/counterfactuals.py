@@ -11,6 +11,7 @@ from torch import nn
 from plumbline.core.precision import Precision
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import fit, flat, total_distance
+from plumbline.judge.causes.tf32 import ProductsInTf32, nearest, truncated
 from plumbline.judge.oracle.layout import Layout, draws
 from plumbline.judge.oracle.noise import length, norm
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient
@@ -186,6 +187,12 @@ class Counterfactuals:
 
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
+
+    def with_products_in_tf32(self, index: int) -> Iterator[Tensors]:
+        """Yield the step's gradient if a CUDA device computes products in TF32, for each way to round to it."""
+        for rounded in (truncated, nearest):
+            with self.at(index) as oracle, ProductsInTf32(rounded):
+                yield oracle.gradient(self.layout(index))
 
     def with_loss_in(self, index: int, dtype: torch.dtype) -> Iterator[Tensors]:
         """Yield the step's gradient if the model's outputs are cast to ``dtype`` before the loss is computed.

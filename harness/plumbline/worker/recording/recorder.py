@@ -45,6 +45,7 @@ class Recorder(StepHooks):
         self.logged: list[Logged] = []
         self._tensors = ModelTensors(store)
         self._watched: list[nn.Module] = []
+        self._devices: set[str] = set()
         self._passes = Passes()
         self._evaluating = Lock()
         self._before: Tensors = {}
@@ -107,6 +108,7 @@ class Recorder(StepHooks):
             logged=tuple(self.logged),
             torch=torch.__version__,
             holds_nothing=self._tensors.holds_nothing,
+            devices=tuple(sorted(self._devices)),
         )
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,10 +137,13 @@ class Recorder(StepHooks):
             return
         if self._off_masters is None and self._tensors.has_masters and not is_paused():
             self._off_masters = self._tensors.off_masters()
+        tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
+        if not is_paused():
+            self._devices.update(one.device.type for one in tensors if not one.is_meta)
         if module.training:
             return
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+        for output in tensors:
+            if output.requires_grad:
                 forward = self._passes.last_on(output.device.index or 0)
                 if forward is not None:
                     register: Any = output.register_hook

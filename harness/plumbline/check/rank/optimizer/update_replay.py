@@ -82,8 +82,8 @@ class UpdateReplay(Observer):
     ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what
     it makes of the parameter, and the distance of that from the right one.
     ``unjudged``: numbers of parameters by the reason.
-    ``outside``: parameters that changed since the last step of an optimizer that has them, or before the first one
-    since the first backward pass.
+    ``outside``: parameters with a gradient that changed since the last step of an optimizer that has them, or before
+    the first one since the first backward pass.
     ``shared``: places in shared memory, by parameter.
     ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
 
@@ -132,8 +132,13 @@ class UpdateReplay(Observer):
         self._open.append(pending)
         parameters = parameters_of(optimizer)
         pending.prints = list(map(weights_print, parameters))
+        # One without a gradient is the script's to change, as a correction that a forward keeps.
         known = zip(parameters, pending.prints, strict=True)
-        pending.outside = [number for number, (one, now) in enumerate(known) if self._prints.get(one, now) != now]
+        pending.outside = [
+            number
+            for number, (one, now) in enumerate(known)
+            if one.grad is not None and self._prints.get(one, now) != now
+        ]
         try:
             require_replayable(stepping(optimizer))
             try:

@@ -18,6 +18,10 @@ ROUGH = 10.0
 """Roundings to 16 bits add up to more than this part of half a unit in the last place: their root mean square is 0.6 of
 it. It says only by which name wrong gradients are called."""
 
+NEAR = 4.0
+"""A gradient that was computed otherwise is so many times nearer to that one. It only decides how a wrong one is named.
+"""
+
 FIRST_SCALE = 2.0**16
 """The initial scale of torch.amp.GradScaler."""
 
@@ -141,6 +145,19 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
         yield Match() if alike and (coarse or total_distance(case.observed, computed) < error) else computed
 
 
+def _products_in_tf32(case: OracleGradientCase) -> Gradients:
+    """Match if the gradient is far nearer to one of products in TF32 than to the right one.
+
+    A value that is nearly half-way between two TF32 numbers may be rounded otherwise, so bits cannot be predicted.
+    """
+    arithmetic = case.counterfactuals.cell.arithmetic
+    if arithmetic.storage != "float32" or arithmetic.autocast is not None:
+        return
+    error = total_distance(case.observed, case.expected.contract)
+    for computed in case.counterfactuals.with_products_in_tf32(case.index):
+        yield Match() if total_distance(case.observed, computed) < error / NEAR else computed
+
+
 def _below(precision: Precision) -> Iterable[Precision]:
     if not precision.is_16_bit:
         if precision.storage == "float64":
@@ -169,6 +186,9 @@ register(
     GradientHypothesis("rounded-to-16-bits", "amp", _rounded_on_the_way,
         "right to 16 bits: each entry is off by the rounding of its parts or of their partial sums",
         "check whether the all-reduce, or the buffer in which gradients accumulate, adds in 16 bits", 62),
+    GradientHypothesis("computed-in-tf32", "amp", _products_in_tf32,
+        "those of products in TF32, which has 10 bits where float32 has 23",
+        "set torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32 to False", 61),
     GradientHypothesis("computed-in-lower-precision", "amp", _lower_precision,
         "as far from the right ones as those of a lower precision",
         "check for an autocast, a cast or TF32 that this precision does not ask for", 60),
