@@ -41,6 +41,34 @@ def test_ranks_that_share_it_are_judged_as_those_of_any_other_device(run, tmp_pa
     assert every <= judged
 
 
+STAYS_ON_THE_CPU = """
+import torch
+from torch.utils.data import DataLoader
+from plumbline import subject
+
+@subject(name="elsewhere", backends=["none"])
+def train(job):
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    generator = torch.Generator()
+    for epoch in range(job.epochs):
+        generator.manual_seed(job.seed + epoch)
+        for batch in DataLoader(job.dataset, job.batch_size, shuffle=job.shuffle, generator=generator):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_a_trainer_that_stays_on_the_cpu_is_not_right_on_it(run, tmp_path):
+    (tmp_path / "elsewhere.py").write_text(STAYS_ON_THE_CPU)
+    options = ["--gpus", "1", "--workloads", "mlp", "--precisions", "32", "--subject", "elsewhere.py", "-q"]
+    done = run("-m", "plumbline.cli.main", "run", "--accelerator", "own", *options)
+    assert done.returncode == 1, done.stdout
+    assert "trained-on-another-device" in done.stdout
+    assert "rank 0 trained on cpu instead of own" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(("called", "code", "said"), [("ddp", 0, "RIGHT"), ("inner", 1, "never all-reduced")])
 def test_check_judges_a_script_on_it(run, called, code, said):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

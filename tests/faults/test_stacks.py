@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.launch.stacks import calls_of, collective_of
+from plumbline.launch.stacks import CALLERS, calls_of, collective_of
+from plumbline.ranks import rank_main
+from plumbline.worker import rank
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
+CALLS = [(one.__code__.co_filename, one.__name__) for one in (rank.call_subject, rank_main.call)]
 HARNESS = [
-    ("/here/harness/plumbline/worker/rank.py", 55, "call"),
+    (CALLS[0][0], 55, CALLS[0][1]),
     ("/here/harness/plumbline/worker/server.py", 130, "_fork"),
 ]
 SUBJECT = [("/home/somebody/mine.py", 7, "train"), *HARNESS]
@@ -45,6 +48,17 @@ def test_the_thread_that_trains_is_read_and_no_home_is_named():
     calls = calls_of(other + dumped(SUBJECT))
     assert [str(call) for call in calls] == ["somebody/mine.py:7 in train"]
     assert not any("/home" in str(call) for call in calls)
+
+
+def test_both_callers_of_users_code_are_known():
+    assert all(file.endswith(end) and name == known for (file, name), (end, known) in zip(CALLS, CALLERS, strict=True))
+
+
+@pytest.mark.parametrize("head", ["Current thread", "Thread"])
+def test_the_thread_that_trains_is_found_among_others(head):
+    late = dumped([("/usr/lib/python3.11/enum.py", 1147, "__new__")])
+    trains = dumped(SUBJECT, f"{head} 0x00007f0000000000 (most recent call first):")
+    assert [call.name for call in calls_of(late + trains)] == ["train"]
 
 
 @pytest.mark.parametrize("text", ["", "rubbish", '  File "x", line 1 in y', "Current thread 0xzz"])

@@ -305,6 +305,10 @@ class Trace:
         """Whether every rank left a trace, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
 
+    def elsewhere(self, accelerator: str) -> list[RankTrace]:
+        """Return the ranks whose model computed on other types of devices than this one."""
+        return [rank for rank in self.ranks if rank.devices and accelerator not in rank.devices]
+
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return the name of a dtype without the module's, as ``bfloat16``; "" for None."""

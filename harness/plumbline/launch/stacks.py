@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 _CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
-_CALLERS = ("worker/rank.py", "ranks/rank_main.py")
-"""The files whose function ``call`` calls the user's code."""
+CALLERS = (("worker/rank.py", "call_subject"), ("ranks/rank_main.py", "call"))
+"""The functions that call the user's code, each with the end of its file's name."""
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WRAPPER = "torch/nn/parallel/distributed.py"
@@ -41,7 +41,7 @@ def calls_of(text: str) -> tuple[PendingCall, ...]:
             threads[-1].append(PendingCall(found["file"], int(found["line"]), found["name"]))
     for calls in threads:
         for place, call in enumerate(calls):
-            if call.file.endswith(_CALLERS) and call.name == "call":
+            if any(call.file.endswith(file) and call.name == name for file, name in CALLERS):
                 return tuple(calls[:place])
     return tuple(current or (threads[-1] if threads else ()))
 

@@ -49,21 +49,15 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
             family="launch",
             rank=alone[0].rank,
         )
-    return _on_another_device(trace, cell)
-
-
-def _on_another_device(trace: Trace, cell: Cell) -> Finding | None:
-    for rank in trace.ranks:
-        if rank.devices and cell.accelerator not in rank.devices:
-            return Finding(
-                "launch",
-                Outcome.FAILED,
-                f"rank {rank.rank} trained on {' and '.join(rank.devices)} instead of {cell.accelerator}: move the "
-                "model and each batch to job.device",
-                cause="trained-on-another-device",
-                family="launch",
-                rank=rank.rank,
-            )
+    if elsewhere := trace.elsewhere(cell.accelerator):
+        found = f"trained on {' and '.join(elsewhere[0].devices)} instead of {cell.accelerator}"
+        return Finding(
+            "launch",
+            Outcome.FAILED,
+            f"rank {elsewhere[0].rank} {found}",
+            family="launch",
+            rank=elsewhere[0].rank,
+        )
     return None
 
 
