@@ -71,7 +71,7 @@ def stages(gpus: int, modules: frozenset[str] = frozenset(), accelerator: str = 
         stage(
             "cuda-tests",
             "the project's own tests that are skipped without a CUDA device",
-            ("pytest", *_cuda_tests(), "-m", "cuda", "-ra", "-p", "no:cacheprovider", "-n", "4"),
+            ("pytest", *_cuda_tests(), "-m", "cuda", "-ra", "-p", "no:cacheprovider", "-n", "4", "--disable-warnings"),
         ),
         stage("main-job", "README's main job on this machine's devices", (*judged, *here)),
         stage("oversubscribe", f"{ranks}, in float32", (*judged, *shared, "--precisions", "32", *own)),
