@@ -303,7 +303,7 @@ def test_ranks_share_devices_and_the_replicas_of_one_rank_do_not(shared):
 
 
 def test_a_trainer_whose_ranks_cannot_share_a_device_is_refused_on_shared_ones():
-    mine = replace(declared(backends=("none", "ddp")), behavior=TrainingBehavior(shares_devices=False))
+    mine = replace(declared(backends=("none", "ddp")), behavior=TrainingBehavior(devices="own"))
     asked = Matrix(2, workloads=("mlp",), precisions=("32",), accelerator="cuda", shared=1)
     refused = {one.cell.processes: one.refusal for one in plan(asked, [mine]) if one.cell.backend in mine.backends}
     assert refused[1] is None

@@ -146,7 +146,7 @@ def test_the_page_is_walked_through_by_keyboard(browser: Browser, page: Path) ->
     """Tab reaches every link, field and fold in the order of the page; what has the focus is seen."""
     browser.open(page, WIDE, scripts=True)
     reached = []
-    for _ in range(12):
+    for _ in range(40):
         for kind in ("keyDown", "keyUp"):
             browser.ask("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
         reached.append(

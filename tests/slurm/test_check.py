@@ -54,7 +54,7 @@ def words(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "code", "first"),
     [
-        ([], 0, "RIGHT: 3 steps on 2 ranks"),
+        ([], 0, "judged in 3 steps on 2 ranks, none wrong"),
         (["inner"], 1, "WRONG: gradients: not synchronised"),
         (["fails"], 2, "NOT JUDGED: the command failed: exit code 7"),
     ],

@@ -90,7 +90,7 @@ def test_without_a_job_it_says_how_to_get_one():
 def test_more_nodes_than_the_job_has_are_refused(allocation):
     launcher = find_launcher("slurm")
     check_nodes(2, launcher)
-    with pytest.raises(PlanError, match="the job has 2: take --nodes 2"):
+    with pytest.raises(PlanError, match="the job has 2: use --nodes 2"):
         check_nodes(3, launcher)
 
 

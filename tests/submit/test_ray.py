@@ -32,7 +32,7 @@ ray.shutdown()
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Return the address of a cluster of one node, which ends with this module's tests; this process has its token."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("aiohttp") is None:
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("aiohttp_cors") is None:
         pytest.skip("needs ray[default]")
     command = [sys.executable, "-c", CLUSTER, str(tmp_path_factory.mktemp("ray"))]
     with pytest.MonkeyPatch.context() as environment:

@@ -13,6 +13,7 @@ CHOICES = {
     "loss": ("job", "labels"),
     "model": ("job", "adapters"),
     "gradients": ("weights", "float32"),
+    "devices": ("shared", "own"),
 }
 """The values of each declaration. The first is the default."""
 
@@ -39,7 +40,7 @@ class TrainingBehavior:
     stages_per_rank: int = 1
     max_stages: int | None = None
     divides: tuple[str, ...] = ()
-    shares_devices: bool = True
+    devices: str = "shared"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -85,6 +86,10 @@ class TrainingBehavior:
     @property
     def adapters_only(self) -> bool:
         return self.model == "adapters"
+
+    @property
+    def needs_own_devices(self) -> bool:
+        return self.devices == "own"
 
     def shuffles(self, asked: bool) -> bool:
         """Return whether the order of samples changes each epoch; ``asked`` is ``job.shuffle``."""

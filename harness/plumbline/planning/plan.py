@@ -165,9 +165,9 @@ class Matrix:
         """
         if self.shared is None or cell.accelerator == "cpu":
             return None
-        if not behavior.shares_devices and cell.processes > 1:
+        if behavior.needs_own_devices and cell.processes > 1:
             return Refusal(
-                f"{cell.subject} declares shares_devices=False for backend {cell.backend!r}: each rank needs "
+                f"{cell.subject} declares devices='own' for backend {cell.backend!r}: each rank needs "
                 f"{device_type(cell.accelerator).one}, so run it without --oversubscribe"
             )
         replicas = cell.contract.devices_per_process(cell.topology)

@@ -104,7 +104,7 @@ def subject(
     stages_per_rank: int = 1,
     max_stages: int | None = None,
     divides: Collection[str] = (),
-    shares_devices: bool = True,
+    devices: str = "shared",
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
@@ -140,8 +140,9 @@ def subject(
         max_stages: the maximum number of stages of a pipeline. None: any number.
         divides: what the number of ranks must divide that hold parts of a model, a sequence or experts: ``heads`` of
             attention, ``features`` of linear layers, ``experts``. Other cells are not trained.
-        shares_devices: whether several of its ranks can share a device (``--oversubscribe``). On CUDA they communicate
-            over gloo, which sends no CUDA tensors from one rank to another and gathers none into one tensor.
+        devices: ``shared``: several of its ranks can share a device (``--oversubscribe``). ``own``: each needs one. On
+            CUDA, ranks that share a device communicate over gloo, and torch neither sends CUDA tensors from one rank to
+            another over it nor gathers them into one tensor.
 
     Raises:
         SubjectError: a value is unknown, or the name cannot be part of a test id and a file name.
@@ -172,7 +173,7 @@ def subject(
             stages_per_rank,
             max_stages,
             tuple(sorted(divides)),
-            shares_devices,
+            devices,
         )
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None

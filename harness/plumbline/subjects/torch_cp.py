@@ -24,7 +24,7 @@ HEADS = 2
     precisions={"cuda": ["32", "bf16"]},  # its kernels do not support float64
     capabilities=CAPABILITIES - REFUSED,
     library="torch",
-    shares_devices=False,
+    devices="own",
 )
 def train(job):
     fit(job, Cp(job))

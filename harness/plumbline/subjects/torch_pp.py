@@ -48,7 +48,7 @@ class Schedule:
     precisions=PRECISIONS,
     capabilities=CAPABILITIES,
     library="torch",
-    shares_devices=False,
+    devices="own",
 )
 def train(job):
     train_with(Schedule(Schedule1F1B), job)

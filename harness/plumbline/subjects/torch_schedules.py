@@ -39,7 +39,7 @@ def trainer_with(name):
         library="torch",
         stages_per_rank=stages_per_rank,
         max_stages=MAX_STAGES.get(name),
-        shares_devices=False,
+        devices="own",
     )
     def train(job):
         train_with(schedule, job)

@@ -155,7 +155,7 @@ def pairs(sequence: nn.Sequential, parts: int) -> Iterator[tuple[str, str]]:
     precisions=PRECISIONS,
     capabilities=CAPABILITIES - REFUSED,
     library="torch",
-    shares_devices=False,
+    devices="own",
 )
 def train_sp(job):
     fit(job, Sp(job))
