@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,9 @@ CLAIMS: Mapping[str, Claim] = {
 RELEASED: Mapping[str, str] = {"lightning": "accumulation", "accelerate": "accumulation", "transformers": "uneven"}
 """Released libraries, each with a workload on which it is expected to fail."""
 
+
+MOST_RUNS = 3
+"""torch may hang or abort at the end of a run, one in some twenty under load: reports/teardowns.md."""
 
 CALLBACKS: Mapping[str, Sequence[str]] = {
     "lightning": (),
@@ -123,8 +127,16 @@ def callback(name: str, python: str) -> None:
     """Train with Plumbline's callback of a library: a right training, and one that never zeroes its gradients."""
     words = [python, *CALLBACKS[name], str(ROOT / "ci" / "callback_scripts" / f"with_{name}.py")]
     for more, headline in (([], "RIGHT: "), (["wrong"], "WRONG: gradients: previous step not zeroed")):
-        if headline not in run([*words, *more], PYTHONPATH=str(ROOT / "harness")):
+        if headline not in _despite_aborts([*words, *more]):
             raise GateError(f"the callback of {name} does not say {headline}")
+
+
+def _despite_aborts(command: Sequence[str]) -> str:
+    """Run a script with Plumbline, again where torch aborts a rank at the end, and return what it prints."""
+    for _ in range(MOST_RUNS - 1):
+        with suppress(GateError):
+            return run(command, PYTHONPATH=str(ROOT / "harness"))
+    return run(command, PYTHONPATH=str(ROOT / "harness"))
 
 
 def conformance(claim: Claim) -> tuple[dict[str, int], int]:
