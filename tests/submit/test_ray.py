@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -30,12 +31,13 @@ ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address():
     """Return the address of a cluster of one node, which ends with this module's tests; this process has its token."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("aiohttp_cors") is None:
         pytest.skip("needs ray[default]")
-    command = [sys.executable, "-c", CLUSTER, str(tmp_path_factory.mktemp("ray"))]
-    with pytest.MonkeyPatch.context() as environment:
+    # Ray names sockets in it, whose paths may have 107 bytes: pytest's own folders are too deep for them.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder, pytest.MonkeyPatch.context() as environment:
+        command = [sys.executable, "-c", CLUSTER, folder]
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
