@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -74,8 +73,7 @@ def _source_of(one: CheckedTraining) -> SourceLines | None:
     except OSError:  # it ran elsewhere, or is gone
         lines = []
     shown = range(max(number - LINES_AROUND, 1), min(number + LINES_AROUND, len(lines)) + 1)
-    text = textwrap.dedent("\n".join(lines[each - 1] for each in shown)).split("\n")
-    return SourceLines(Path(file).name, number, tuple(zip(shown, text, strict=False)))
+    return SourceLines(Path(file).name, number, tuple((each, lines[each - 1]) for each in shown))
 
 
 def _name_of(finding: Finding) -> str:
