@@ -62,7 +62,7 @@ MISTAKES = (
     Mistake(
         "averaged twice",
         "DDP's mean is divided by the world size again",
-        ("averaged-twice",),
+        ("averaged-twice", "divided-twice"),  # which are the same for as many ranks as micro-batches
         before_step(f"torch._foreach_div_({GRADIENTS}, 2.0)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(

@@ -35,7 +35,7 @@ def gan(name: str, covers: str, **more: object) -> Script:
 
 
 TEACHING = (
-    lesson("01-basics/linear_regression", "a full batch in every step"),
+    lesson("01-basics/linear_regression", "a full batch in every step", needs=("matplotlib",)),
     lesson("01-basics/logistic_regression", "SGD on flattened pictures"),
     lesson("01-basics/feedforward_neural_network", "Adam over several epochs"),
     lesson("02-intermediate/convolutional_neural_network", "BatchNorm"),
