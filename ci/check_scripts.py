@@ -30,7 +30,7 @@ from mistake import FILES, Mistake, changed
 from mistakes import MISTAKES
 from page import Mistakes, Scripts, number, page
 from published import PUBLISHED
-from result import Result, is_right, last_lines, losses_of, read, write
+from result import UNSTEADY, Result, is_right, last_lines, losses_of, read, write
 from rewritten import REWRITTEN_SCRIPTS
 from running import CannotRunError, Placed, interpreter, prepare
 from script import Script
@@ -151,7 +151,7 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
         return Result(name, plain_seconds=first.seconds, losses=losses_of(first, placed.run(), None))
     recorded, verdict = placed.check(asked.steps)
     second = placed.run() if recorded.losses != first.losses else None
-    losses = losses_of(first, recorded, second)
+    losses = UNSTEADY if placed.script.races else losses_of(first, recorded, second)
     failed = "" if verdict else last_lines(recorded)
     return Result(name, "", first.seconds, recorded.seconds, losses, verdict, failed)
 

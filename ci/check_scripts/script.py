@@ -33,6 +33,7 @@ class Script:
         because: why the script is wrong, proven by hand, or why it cannot be judged, or not all of it.
         is_wrong: the training is wrong, whatever can be judged of it.
         calls_backward: False where losses are differentiated otherwise, so that they cannot be compared.
+        races: processes write to the same weights without waiting, so that no two runs have the same losses.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Script:
     because: str = ""
     is_wrong: bool = False
     calls_backward: bool = True
+    races: bool = False
 
     @property
     def is_unmodified(self) -> bool:
