@@ -1,6 +1,7 @@
 """Tries a built wheel in fresh environments: with torch alone, then with everything that it requires.
 
-    python ci/try_wheel.py dist/*.whl                     # this Python, the newest torch
+    python ci/try_wheel.py                                # of this checkout; this Python, the newest torch
+    python ci/try_wheel.py dist/*.whl
     python ci/try_wheel.py dist/*.whl --torch 2.4.1 --python python3.10
 
 ``--python`` trains the scripts, and may be older than the Python that runs this program and Plumbline. Installed with
@@ -54,6 +55,13 @@ def run(command: Sequence[str | Path], folder: Path, *, code: int = 0) -> str:
     return done.stdout
 
 
+def built(folder: Path) -> Path:
+    """Build the wheel of this checkout into ``folder``; return it."""
+    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def environment(folder: Path, torch: str, python: str | None = None) -> Path:
     """Make an environment with torch alone; return the folder of its programs."""
     if python:
@@ -85,25 +93,27 @@ def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try a wheel; print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, nargs="?", help="a built wheel (default: that of this checkout)")
     parser.add_argument("--torch", default="", help="a release of torch, as 2.4.1 (default: the newest)")
     parser.add_argument("--python", help="an interpreter that trains (default: the one that runs Plumbline)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="plumbline-wheel-") as place:
         folder = Path(place)
         try:
+            wheel = (options.wheel or built(folder / "dist")).resolve()
             ours = environment(folder / "ours", options.torch)
             theirs = environment(folder / "theirs", options.torch, options.python) if options.python else ours
             install = [str(ours / "python"), "-m", "pip", "install", "-q"]
-            run([*install, "--no-deps", options.wheel.resolve()], folder)
+            run([*install, "--no-deps", wheel], folder)
             version = run([ours / "plumbline", "--version"], folder).strip()
-            if version.split()[-1] != options.wheel.name.split("-")[1]:
-                raise TryError(f"{options.wheel.name} says that it is {version}")
+            if version.split()[-1] != wheel.name.split("-")[1]:
+                raise TryError(f"{wheel.name} says that it is {version}")
             print(version, flush=True)
             check(ours / "plumbline", theirs / "python", folder)
             if not options.python:
-                run([*install, options.wheel.resolve()], folder)
+                run([*install, wheel], folder)
                 print(run([ours / "plumbline", *SUITE], folder).splitlines()[-1])
+            print(f"In all: {version}, torch {options.torch or 'of today'}: as it must be")
         except TryError as error:
             print(error, file=sys.stderr)
             return 1

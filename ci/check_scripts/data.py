@@ -254,7 +254,8 @@ def texts() -> None:
     chats = [
         [{"role": "user", "content": one}, {"role": "assistant", "content": said[-i]}] for i, one in enumerate(said)
     ]
-    write_rows(Path("chats/train.jsonl"), [{"messages": messages} for messages in chats])
+    for split in ("train", "test"):
+        write_rows(Path(f"chats/{split}.jsonl"), [{"messages": messages} for messages in chats])
     pairs = [
         {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{"role": "assistant", "content": "is a wall"}]}
         for chat in chats

@@ -65,6 +65,38 @@ def trl(kind: str, dataset: str, covers: str, options: str = "", batch: int = 2,
     return Script(command=command, covers=covers, **settings)  # type: ignore[arg-type]
 
 
+PEFT_SFT = (
+    "accelerate launch --num_processes 2 --main_process_port 0 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy "
+    "TRANSFORMER_BASED_WRAP train.py --model_name_or_path tiny-llama --dataset_name chats --splits train,test "
+    "--chat_template_format chatml --dataset_text_field content --add_special_tokens False --append_concat_token False "
+    "--max_length 64 --max_steps 4 --use_cpu --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
+    "--max_grad_norm 1.0 --bf16 False --use_peft_lora True --lora_r 8 --lora_alpha 16 --lora_dropout 0.1 "
+    "--lora_target_modules all-linear --gradient_checkpointing True --report_to none --output_dir out "
+    "--save_strategy no"
+)
+FSDP_ON_THE_CPU = (
+    "train.py",
+    r"    set_seed\(training_args\.seed\)",
+    "    set_seed(training_args.seed)\n"
+    "    from accelerate.state import DistributedType, PartialState\n"
+    "    PartialState._shared_state['distributed_type'] = DistributedType.MULTI_GPU",
+)
+
+
+def peft_sft(name: str, covers: str, *changes: tuple[str, str, str], **more: object) -> Script:
+    """Return PEFT's example of fine-tuning with TRL under FSDP2, which Accelerate uses on accelerators only."""
+    settings: dict[str, object] = {
+        "folder": "examples/sft",
+        "also": ("examples/sft",),
+        "needs": ("datasets", "trl", "peft"),
+        "data": ("llama", "texts"),
+        "changes": (FSDP_ON_THE_CPU, *changes),
+        "ranks": 2,
+        **more,
+    }
+    return Script(name, PEFT_SFT, covers, "huggingface/peft", **settings)  # type: ignore[arg-type]
+
+
 LIBRARIES = (
     accelerated("by_feature/gradient_accumulation.py", "accumulate()", "--gradient_accumulation_steps 2"),
     accelerated(
@@ -222,6 +254,16 @@ LIBRARIES = (
         needs=("datasets", "peft"),
         data=("llama", "texts"),
         steps=6,
+    ),
+    peft_sft("peft sft fsdp2", "LoRA under FSDP2, activation checkpointing with dropout, a fused head, clipping"),
+    peft_sft(
+        "peft sft fsdp2 with a trained head",
+        "LoRA under FSDP2, and a head that is trained whole",
+        ("utils.py", r'bias="none",', 'bias="none", modules_to_save=["lm_head"],'),
+        accepted=("wrong",),
+        is_wrong=True,
+        because="TRL gathers the head's weight with full_tensor(), so each rank's part has the gradient of the rank's "
+        "own samples: reports/findings/trl-head-is-trained-in-parts.md",
     ),
     Script(
         "ignite reinforce",

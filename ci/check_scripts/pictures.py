@@ -102,4 +102,28 @@ SELF_SUPERVISED = (
         ),
         ranks=2,
     ),
+    Script(
+        "mae",
+        f"{TWO} main_pretrain.py --device cpu --data_path data --model mae_vit_base_patch16 "
+        "--batch_size 4 --accum_iter 2 --epochs 1 --warmup_epochs 1 --num_workers 0 --no_pin_mem",
+        "a random mask drawn in the forward, a loss over hidden patches, accumulation, a disabled loss scale",
+        "facebookresearch/mae",
+        also=("main_pretrain.py", "engine_pretrain.py", "models_mae.py", "util"),
+        needs=(*PICTURES, "timm", "tensorboard"),
+        changes=(
+            ("util/misc.py", r"torch\.cuda\.set_device\(args\.gpu\)", "pass"),
+            ("util/misc.py", "'nccl'", "'gloo'"),
+            ("util/misc.py", r"from torch\._six import inf", "from math import inf"),
+            ("util/misc.py", r"torch\.tensor\(x\)\.cuda\(\)", "torch.tensor(x)"),
+            ("util/misc.py", r"device='cuda'", "device='cpu'"),
+            ("util/pos_embed.py", r"np\.float\)", "float)"),
+            ("main_pretrain.py", r"device_ids=\[args\.gpu\]", "device_ids=None"),
+            ("main_pretrain.py", r", scale=\(0\.2, 1\.0\), interpolation=3", ""),
+            ("engine_pretrain.py", r"torch\.cuda\.synchronize\(\)", "pass"),
+            ("engine_pretrain.py", r"torch\.cuda\.amp\.autocast\(\)", "torch.autocast('cpu', torch.bfloat16)"),
+            ("models_mae.py", "embed_dim=768, depth=12, num_heads=12", "embed_dim=64, depth=2, num_heads=2"),
+            ("models_mae.py", r"embed_dim=512, decoder_depth=8(.*)heads=16", r"embed_dim=32, decoder_depth=1\1heads=2"),
+        ),
+        ranks=2,
+    ),
 )

@@ -22,6 +22,7 @@ COMMITS = {
     "facebookresearch/DiT": "ed81ce2229091fd4ecc9a223645f95cf379d582b",
     "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
     "facebookresearch/dino": "7c446df5b9f45747937fb0d72314eb9f7b66930a",
+    "facebookresearch/mae": "efb2a8062c206524e35e47d04501ed4f544c0ae8",
     "facebookresearch/schedule_free": "70785b53e778d0e872c0bbb75ff4ee54ee10c291",
     "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
     "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",

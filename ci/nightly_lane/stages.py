@@ -9,6 +9,7 @@ from pathlib import Path
 from nightly_lane.piece import Piece
 
 RIGHT_TRAINERS = ("reference", "train-loop", "torch")
+OLD_TORCH = ("2.4.1", "2.6.0")
 RELEASED = ("lightning", "fabric", "accelerate", "transformers", "ignite")
 
 BY_PARTS = (
@@ -76,4 +77,6 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py", "-m", ""), needs=("deepspeed",))
     yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
+    for torch in OLD_TORCH:
+        yield Piece("wheel", (python, "ci/try_wheel.py", "--torch", torch), f"torch {torch}", needs=("hatchling",))
     yield Piece("accelerator", ("ci/accelerator",), cannot=3)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plumbline.check.attach import attach
+    from plumbline.check.callbacks.checked import checked
     from plumbline.check.callbacks.lightning_callback import LightningCallback as LightningCallback
     from plumbline.check.callbacks.transformers_callback import TransformersCallback as TransformersCallback
     from plumbline.core.mesh import FlatPart, Part
@@ -28,6 +29,7 @@ __all__ = [
     "TrainLoop",
     "Trainer",
     "attach",
+    "checked",
     "current_job",
     "subject",
 ]
@@ -35,6 +37,7 @@ __all__ = [
 # The callbacks are not in __all__, which everybody can import: they need the library whose callbacks they are.
 _HOMES = {
     "attach": "plumbline.check.attach",
+    "checked": "plumbline.check.callbacks.checked",
     "LightningCallback": "plumbline.check.callbacks.lightning_callback",
     "TransformersCallback": "plumbline.check.callbacks.transformers_callback",
     "FlatPart": "plumbline.core.mesh",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -230,6 +231,34 @@ class Block(nn.Module):
         return self.last(values + self.down(functional.gelu(self.up(self.norm(values)))))
 
 
+class GatheredHead(nn.Module):
+    """A sharded head whose weight is gathered without its module's forward, as losses in chunks do it."""
+
+    def __init__(self, *, is_frozen: bool = False, replicas: int = 1) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        ranks = dist.get_world_size()
+        shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        self.net, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.Linear(WIDTH, 4, bias=False)
+        self.head.requires_grad_(not is_frozen)
+        for one in (self.net, self.head, self):
+            fully_shard(one, mesh=mesh)
+
+    def forward(self, values: Tensor) -> Tensor:
+        weight: Any = self.head.weight
+        kept = MISTAKE == "head-not-reduced"
+        if hasattr(weight, "full_tensor"):
+            weight = weight.full_tensor(grad_placements=None if kept else [Partial()] * weight.device_mesh.ndim)
+        return functional.linear(self.net(values), weight)
+
+
+def _divided(model: Any) -> None:
+    if MISTAKE != "head-not-reduced":
+        model.head.weight.grad /= dist.get_world_size()
+
+
 def _averaged(parameters: Iterator[nn.Parameter]) -> None:
     for number, parameter in enumerate(parameters):
         if MISTAKE == "first-not-reduced" and not number:
@@ -285,6 +314,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "quantised": (Quantised, _nothing, 0),
     "reversed": (Reversed, _nothing, 0),
     "ring": (RingAttention, lambda model: _averaged(model.parameters()), 1),
+    "gathered-head": (GatheredHead, _divided, 1),
+    "sharded-gathered-head": (lambda: GatheredHead(replicas=2), _divided, 1),
+    "gathered-frozen-head": (lambda: GatheredHead(is_frozen=True), _nothing, 1),
     "tensor-parallel": (_tensor_parallel, _nothing, 0),
     "sharded-tensor-parallel": (_sharded_tensor_parallel, _nothing, 2),
 }

@@ -283,3 +283,51 @@ def test_what_watches_a_training_is_imported_without_what_compiles_it():
     """torch._dynamo takes a second to import, which a process without an optimizer never needs."""
     code = "import sys, plumbline.check.attach; assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SPAWNED = """
+import sys
+
+import torch
+from torch import distributed, nn
+
+import plumbline
+
+OPTIONS = {"steps": 2, "stop_when_wrong": True}
+
+
+def train(rank, store, bypass):
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        rows, labels = torch.randn(8, 4), torch.randint(3, (8,))
+        nn.functional.cross_entropy((model.module if bypass else model)(rows), labels).backward()
+        optimizer.step()
+    distributed.destroy_process_group()
+
+
+@plumbline.checked(**OPTIONS)
+def decorated(rank, store, bypass):
+    train(rank, store, bypass)
+
+
+if __name__ == "__main__":
+    how, store, mistake = sys.argv[1:]
+    function = decorated if how == "decorated" else plumbline.checked(**OPTIONS)(train)
+    torch.multiprocessing.spawn(function, (store, mistake == "bypass"), 2)
+"""
+
+
+@pytest.mark.parametrize(("how", "mistake", "answer"), [("decorated", "bypass", "WRONG"), ("handed on", "", "RIGHT")])
+def test_a_function_is_checked_whatever_starts_it(tmp_path: Any, how: str, mistake: str, answer: str) -> None:
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED, encoding="utf-8")
+    command = [sys.executable, str(script), how, str(tmp_path / "store"), mistake]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.stderr.count(f"{answer}: ") == 1 + bool(mistake), done.stderr  # the error has it as well
+    assert (done.returncode != 0) == bool(mistake)

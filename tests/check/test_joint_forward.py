@@ -17,7 +17,8 @@ from plumbline.ranks.run import run_on_ranks
 
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
-    "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch",
+    "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "gathered-head",
+    "sharded-gathered-head",
 )  # fmt: skip
 
 WRONG = {
@@ -34,6 +35,8 @@ WRONG = {
     ("ring", "no-gradient-to-neighbours"): "backward-wrong",
     ("ring", "first-not-reduced"): "some-parameters-not-synchronised",
     ("pipeline-by-hand", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("gathered-head", "head-not-reduced"): "of-the-holders-samples",
+    ("sharded-gathered-head", "head-not-reduced"): "of-the-holders-samples",
 }
 
 
@@ -54,7 +57,14 @@ def test_all_of_a_right_training_is_judged(scene: str) -> None:
     training = checked(scene)
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
     _, recomputed, *_ = coverage_lines(training.coverage, "float32")
-    assert recomputed.endswith("of gradients were compared with a recomputation in float64")
+    assert recomputed.startswith("recomputed in float64 by all ranks together: ")
+
+
+def test_a_rank_computes_again_alone_where_the_script_gathers_a_frozen_weight() -> None:
+    training = checked("gathered-frozen-head")
+    assert answer_of(training) is Answer.RIGHT
+    (gradients,) = (one for one in training.findings if one.check == "gradients")
+    assert "is the mean over 2 ranks of what the backward passes computed" in gradients.message
 
 
 @pytest.mark.parametrize("scene", ["quantised", "reversed"])

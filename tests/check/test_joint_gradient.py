@@ -33,6 +33,7 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
         "began_alike": False,
         "copies": 1,
         "one_gradient": False,
+        "parts": [],
     }
     found = {"wrong": [{**measured(1.0, 0.5, 1.5), **named}], "right": list(right), "limit": LIMIT, "judged": []}
     return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])

@@ -92,7 +92,7 @@ def test_a_note_for_the_headline_stands_right_under_it_everywhere():
 def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
     assert "judged: 100 % of gradients and 100 % of updates, of 8 trainable entries" in text
-    assert "75 % of gradients were compared with a recomputation in float64" in text
+    assert "recomputed in float64 on each rank: 75 % of the backward passes' gradients" in text
     assert "not computed again: 25 %, scale: it is used outside of any recorded call" in text
 
 

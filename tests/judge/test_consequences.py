@@ -85,6 +85,13 @@ def test_consequences_of_consequences_name_the_root():
     }  # fmt: skip
 
 
+def test_a_rank_that_begins_after_another_has_stepped_in_the_same_memory_is_a_consequence():
+    told = origins(
+        bad("initial-weights", "initialised-anew", "sync"), bad("update", "applied-once-a-rank", "averaging", 0)
+    )
+    assert told == {"initial-weights": "update", "update": None}
+
+
 @pytest.mark.parametrize("cause", ["optimizer-state-altered", "weights-not-restored"])
 def test_a_rank_that_parted_and_resumes_with_what_another_saved_is_a_consequence(cause):
     told = origins(

@@ -59,6 +59,11 @@ class Attachment:
         """Whether all steps that were asked for are recorded on this rank, or recording has failed."""
         return self._recorder.is_over
 
+    @property
+    def rank(self) -> int:
+        """The rank of this process, also after its process group is gone."""
+        return self._recorder.rank
+
     def __enter__(self) -> Attachment:
         return self
 

@@ -143,6 +143,8 @@ RULES: tuple[Rule, ...] = (
              origin_causes={"applied-once-a-rank"})
         for origin in ("initial-weights", "update")
     ),
+    Rule("initial-weights", "update", "a rank may begin with what another one has stepped in the same memory",
+         causes={"initialised-anew", *NONE}, origin_causes={"applied-once-a-rank"}),
     Rule("ranks-agree", "gradients", "ranks that step with different gradients part",
          causes={"not-synchronised", "tied-gradients-not-added"}),
     Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes={"rates-differ"}),

@@ -96,6 +96,11 @@ def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]
             yield one.sharded_param, leaf
 
 
+def shards_of_fsdp2(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield each parameter that ``fully_shard`` shards, also where it was never unsharded."""
+    return (one.sharded_param for one in _sharded(roots))
+
+
 def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -> dict[int, torch.dtype]:
     """Return the dtype in which gradients are reduced over ranks, by the id of each parameter that is sharded.
 

@@ -18,7 +18,7 @@ from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units
 from plumbline.recording.module_calls import ModuleCalls
 from plumbline.recording.running_modules import run_noted
-from plumbline.recording.sharding import arrival_leaves
+from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
 from plumbline.replay.autocast_state import AutocastState
@@ -269,7 +269,9 @@ class TrackedCalls:
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
         given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
-        known = set(map(id, sharded.values()))
+        # What trains and is not unsharded is gathered by the script, and its gradient arrives in parts.
+        frozen = (one for one in shards_of_fsdp2([call.module]) if not one.requires_grad)
+        known = {*map(id, sharded.values()), *map(id, frozen)}
         call.is_distributed = any(is_distributed(one) and id(one) not in known for one in parameters) or any(
             is_distributed(leaf) for _, leaf in arrival_leaves([call.module])
         )

@@ -199,7 +199,8 @@ def one_screen(run: Run) -> str:
     if undeclared := unsupported(run, cells):
         lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(found['run'])}: {markdown_code(shortened(found.get('command', ''), 200))}")
-    below = [*_support(grids(run)), *_speed(measured.measured_cells(run), simulated=SIMULATED in by)]
+    parts = [*_support(grids(run)), *_speed(measured.measured_cells(run), simulated=SIMULATED in by)]
+    below = "\n".join(parts).split("\n") if parts else []
     lines += _wrong(groups, subject_causes(run), room=MOST_LINES - len(lines) - len(below))
     return "\n".join([*lines, *below]) + "\n"
 

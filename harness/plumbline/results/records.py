@@ -307,11 +307,13 @@ def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
     """Return the outcome of a cell with these findings, at least one: the worst outcome that was not expected.
 
-    It is ``known`` if all bad findings were expected, and an ``unexpected pass`` if a finding is better than expected.
+    What follows from another finding counts only where nothing else is bad. It is ``known`` if all bad findings were
+    expected, and an ``unexpected pass`` if a finding is better than expected.
     """
     unknown = [result.outcome for result in results if not result.is_known]
-    if unknown and worst(unknown).is_bad:
-        return worst(unknown)
+    bad = [result for result in results if result.outcome.is_bad and not result.is_known]
+    if bad:
+        return worst(result.outcome for result in [one for one in bad if one.consequence_of is None] or bad)
     if any(result.is_unexpectedly_good for result in results):
         return UNEXPECTED_PASS
     return KNOWN if len(unknown) < len(results) else worst(unknown)

@@ -8,7 +8,6 @@ from typing import Any
 from plumbline.check.attach import Attachment, attach
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.check.verdict.verdict import Answer
-from plumbline.recording.process import rank_and_world
 
 LONGEST_WAIT_S = 60.0
 """How long rank 0 waits for the others, which go on training: communication libraries end those that wait longer."""
@@ -39,6 +38,13 @@ class ToldVerdict:
         self._attached: Attachment | None = None
         self.verdict: TrainingVerdict | None = None
 
+    def __enter__(self) -> ToldVerdict:
+        self._begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._end(has_failed=error is not None)
+
     def _begin(self) -> None:
         if self._attached is not None:  # a training before this one has raised
             self._attached.close()
@@ -48,14 +54,15 @@ class ToldVerdict:
         if self._attached is not None and self._attached.is_complete:
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, has_failed: bool = False) -> None:
         attached, self._attached = self._attached, None
         if attached is None:
             return
         attached.close()
-        if (rank_and_world() or (0, 1))[0] == 0:
+        if attached.rank == 0:
             self._tell(attached)
-            if self._stop_when_wrong and self.verdict is not None and self.verdict.answer is Answer.WRONG:
+            stops = self._stop_when_wrong and not has_failed
+            if stops and self.verdict is not None and self.verdict.answer is Answer.WRONG:
                 raise WrongTrainingError(str(self.verdict))
 
     def _tell(self, attached: Attachment) -> None:

@@ -43,26 +43,25 @@ CHECK = "gradients"
 
 _WITHOUT_WRAPPER: Mapping[str, str] = {
     "not-synchronised": (
-        "they were never all-reduced: wrap the model in DistributedDataParallel, or average the gradients over ranks "
-        "between the backward pass and the step"
+        "wrap the model in DistributedDataParallel, or average the gradients over ranks between the backward pass and "
+        "the step"
     ),
-    "averaged-twice": "they are averaged already: remove one of the two divisions",
+    "averaged-twice": "remove one of the two divisions",
     "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
 }
 """What to do in a script that has no DistributedDataParallel, by the cause: advice about one would mislead."""
 
 _SHARDED: Mapping[str, str] = {
     "not-synchronised": (
-        "they were never reduced: run the last backward pass of each step outside no_sync(), or with "
-        "set_requires_gradient_sync(True)"
+        "run the last backward pass of each step outside no_sync(), or with set_requires_gradient_sync(True)"
     ),
 }
 """The same where FSDP shards the model."""
 
 _WITH_MASTERS: Mapping[str, str] = {
     "not-synchronised": (
-        "they were never all-reduced: average the gradients of the model over ranks before they are copied to those "
-        "that the optimizer holds; under DeepSpeed, run the last backward pass of each step outside no_sync()"
+        "average the gradients of the model over ranks before they are copied to those that the optimizer holds; under "
+        "DeepSpeed, run the last backward pass of each step outside no_sync()"
     ),
 }
 """The same where the optimizer holds copies of the model's parameters."""
@@ -292,7 +291,8 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
     # One parameter may be wrong among many larger ones.
     deviations = case.in_noise(RIGHT, 1.0), case.in_noise(RIGHT, 1.0, fit.worst)
     noise = next((one for one in deviations if one is not None and not one.is_right), None)
-    where = f"{case.location} (and {len(wrong) - 1} more)" if len(wrong) > 1 else case.location
+    several = f" (the first of {len(wrong)} over all ranks and steps)" if len(wrong) > 1 else ""
+    where = f"{case.location}{several}"
     finding = Finding(
         CHECK,
         Outcome.FAILED,

@@ -24,7 +24,8 @@ class JointGradient(GradientCase):
     parameter of this name, and received another gradient for it: ``copies`` of it have a gradient each.
     ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
-    forward, and their backward is not its derivative.
+    forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
+    received for it, what the rank's own loss adds to the right one, and the noise of both.
     """
 
     index: int
@@ -44,6 +45,7 @@ class JointGradient(GradientCase):
     one_gradient: bool = False
     functions: tuple[str, ...] = ()
     own_path: str = ""
+    parts: Sequence[Sequence[float]] = ()
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -74,6 +76,7 @@ class JointGradient(GradientCase):
             wrong["copies"],
             wrong["one_gradient"],
             tuple(found.get("not_derivatives", ())),
+            parts=wrong["parts"],
         )
 
     @property
@@ -81,6 +84,15 @@ class JointGradient(GradientCase):
         """Whether each of several copies received its own share of the gradient only."""
         own = SomeParameters(scaled(float(self.copies)))
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
+
+    @property
+    def is_of_the_holders_samples(self) -> bool:
+        """Whether each rank's part has the gradient of that rank's own loss alone, or of its share in the mean."""
+        limit = self.limit_x_noise
+        return any(abs(own) > 2 * limit * noise for _, own, noise in self.parts) and any(
+            all(abs(received - factor * own) <= limit * factor * noise for received, own, noise in self.parts)
+            for factor in (1, self.world)
+        )
 
     @property
     def world(self) -> int:
@@ -193,6 +205,10 @@ register(
     Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_a_copy and len(case.ranks) > 1),
         "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
+    Hypothesis("of-the-holders-samples", "sync", holds(lambda case: case.is_of_the_holders_samples),
+        "each rank's part of {name} has the gradient of that rank's own samples only",
+        "call the module that holds the weight, so that its hooks gather it and reduce its gradient, or gather it with "
+        "full_tensor(grad_placements=[Partial()]) and divide the gradient by the number of ranks", 694),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "

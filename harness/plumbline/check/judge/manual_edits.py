@@ -15,6 +15,7 @@ from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
+from plumbline.judge.findings import with_hint
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
 
@@ -92,7 +93,14 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if objectives and all(abs(one.of_losses - 1) <= NEAR for one in objectives):
-        return finding  # the losses had the weight 1 in total before
+        factor = ((wrong[0].step.facts.get("clipping") or {}).get("by_hand") or {}).get("factor")
+        if factor is None:  # a reduction by hand multiplies each rank's own gradient by another number
+            return finding
+        return with_hint(
+            finding,
+            f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass: "
+            "its losses have the weight 1 without it",
+        )
     return not_judged(
         check,
         f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); it is not known "

@@ -240,8 +240,8 @@ def _lacking(
     are = "is" if len(names) == 1 else "are"
     return failed_with_hint(
         CHECK,
-        f"{counted(len(names), 'parameter')} {are} in the optimizer of some ranks, but not on "
-        f"{'rank' if len(lacking) == 1 else 'ranks'} {listed(lacking)}, {effect}: {listed(sorted(names))}",
+        f"{counted(len(names), 'parameter')} ({listed(sorted(names))}) {are} in the optimizer of some ranks, but not "
+        f"on {'rank' if len(lacking) == 1 else 'ranks'} {listed(lacking)}, {effect}",
         "give the optimizer of every rank the same parameters",
         cause="missing-on-some-ranks",
         family="optimizer",

@@ -19,6 +19,7 @@ from plumbline.check.judge.rank_weights import (
 )
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, UnequalStartCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import Information, failed, failed_with_hint, passed
@@ -26,6 +27,8 @@ from plumbline.judge.hypothesis import Match, explain
 from plumbline.report.text import counted, listed
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
+
+_INTENDED = "; this may be intended: "
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
@@ -195,9 +198,17 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     else:
         yield information(
             AFTER_STEPS,
-            f"ranks hold different weights after {differing_steps} of {compared} steps; this may be intended: "
-            f"{layout.reason}",
+            f"ranks hold different weights after {differing_steps} of {compared} steps{_INTENDED}{layout.reason}",
         )
+
+
+def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings that do not excuse ranks that part where gradients are wrong: that they part follows from it."""
+    wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
+    return [
+        replace(one, message=one.message.partition(_INTENDED)[0]) if wrong and one.check == AFTER_STEPS else one
+        for one in findings
+    ]
 
 
 def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:

@@ -24,7 +24,7 @@ from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
 from plumbline.check.judge.precision_used import judge_precision_used
-from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
+from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree, without_excuse
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.judge.resplit import Rerun, judge_resplit
 from plumbline.check.judge.resumption import CHECK as RESUMPTION
@@ -106,5 +106,5 @@ def with_resumption(
 
 
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
-    findings = list(judge(training))
+    findings = without_excuse(judge(training))
     return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))

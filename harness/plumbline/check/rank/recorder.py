@@ -162,6 +162,11 @@ class TrainingRecorder:
         return self._ended
 
     @property
+    def rank(self) -> int:
+        """The rank that this process has, or had when it recorded its last step."""
+        return self._world[0] if self.has_steps else _world()[0]
+
+    @property
     def has_steps(self) -> bool:
         """Whether this process has written a step."""
         return self._first_writer.has_steps

@@ -50,13 +50,18 @@ class Line:
 
 
 def lines_of(one: CheckedTraining, above: Collection[Finding] = ()) -> list[Line]:
-    """Return a line for each finding but the notes and those that stand ``above``, at least the first accusation."""
+    """Return a line for each finding but the notes and those that stand ``above``, at least the first accusation.
+
+    What a check found right is left out where the same check found a mistake.
+    """
     told = [*above, *islice(accusations(one), 1)]
-    return [
+    accused = {each.check for each in accusations(one)}
+    lines = [
         _line(each)
         for each in one.findings
         if not any(each is other for other in told) and not isinstance(each, HeadlineNote)
     ]
+    return [line for line in lines if line.sign is not Sign.RIGHT or line.check not in accused]
 
 
 def _line(finding: Finding) -> Line:
@@ -106,7 +111,8 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
     )
     if replays.entries:
         precision = "float64" if coverage.is_joint else truth
-        yield f"{percent(replays.part)} of gradients were compared with a recomputation in {precision}"
+        whose = "by all ranks together" if coverage.is_joint else "on each rank"
+        yield f"recomputed in {precision} {whose}: {percent(replays.part)} of the backward passes' gradients"
     elif gradients.entries:
         yield "gradients were compared with what the script's own backward passes computed"
     for what, share in (("gradients", gradients), ("updates", updates)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -73,7 +74,8 @@ def _source_of(one: CheckedTraining) -> SourceLines | None:
     except OSError:  # it ran elsewhere, or is gone
         lines = []
     shown = range(max(number - LINES_AROUND, 1), min(number + LINES_AROUND, len(lines)) + 1)
-    return SourceLines(Path(file).name, number, tuple((each, lines[each - 1]) for each in shown))
+    text = textwrap.dedent("\n".join(lines[each - 1] for each in shown)).split("\n")
+    return SourceLines(Path(file).name, number, tuple(zip(shown, text, strict=False)))
 
 
 def _name_of(finding: Finding) -> str:

@@ -13,7 +13,15 @@ from plumbline.check.judge.estimate import estimate_lines
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
 from plumbline.check.verdict.obstacles import why_no_estimate
-from plumbline.check.verdict.verdict import Answer, Verdict, accusations, answer_of, notes_on, sentence_on
+from plumbline.check.verdict.verdict import (
+    MOST_MISTAKES,
+    Answer,
+    Verdict,
+    answer_of,
+    mistakes,
+    notes_on,
+    sentence_on,
+)
 from plumbline.core.finding import Finding
 from plumbline.report.text import counted, location, printable, settings_in_words, shortened
 
@@ -145,12 +153,12 @@ class _Screen:
 
 
 def _show_training(screen: _Screen, one: CheckedTraining, truth: str) -> None:
-    wrong = next(accusations(one), None)
-    if wrong is not None:
-        _show_first(screen, wrong)
+    shown = mistakes(one)[:MOST_MISTAKES]
+    for wrong in shown:
+        _show_mistake(screen, wrong, is_one_of_several=len(shown) > 1)
     for note in notes_on(one):
         screen.indented(f"Note: {note}", "cyan")
-    if lines := lines_of(one):
+    if lines := lines_of(one, shown):
         screen.blank()
         screen.questions(lines)
     screen.blank()
@@ -158,7 +166,11 @@ def _show_training(screen: _Screen, one: CheckedTraining, truth: str) -> None:
         screen.indented(line)
 
 
-def _show_first(screen: _Screen, wrong: Finding) -> None:
-    if place := ", ".join(location(wrong)):
-        screen.indented(f"first at {place}" if wrong.step is not None else place, "bold")
+def _show_mistake(screen: _Screen, wrong: Finding, *, is_one_of_several: bool) -> None:
+    place = ", ".join(location(wrong))
+    where = f"first at {place}" if wrong.step is not None else place
+    if is_one_of_several:
+        where = f"{wrong.check}: {where}" if where else wrong.check
+    if where:
+        screen.indented(where, "bold")
     screen.indented(wrong.message)

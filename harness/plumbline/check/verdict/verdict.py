@@ -8,6 +8,7 @@ from enum import Enum
 
 from plumbline.check.command.checked_command import CheckedCommand, JudgedWindow
 from plumbline.check.command.running import EndedBy
+from plumbline.check.judge.coverage import ZERO_GRADIENT, Coverage
 from plumbline.check.judge.gradients import CHECK as GRADIENTS
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import CHECK as OBJECTIVE
@@ -137,11 +138,17 @@ def sentence_on(one: CheckedTraining) -> str:
     if passed is None:
         return gradients[0].message.removeprefix("not judged: ")
     if one.coverage.nothing_moved:
-        return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
+        return _nothing_moved(one.coverage)
     left_out = one.coverage.gradients.left_out
     if left_out and not one.coverage.gradients.entries:
         return f"no gradient was judged in full: {left_out[0].why}"
     return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}{_recomputed(one)}"
+
+
+def _nothing_moved(coverage: Coverage) -> str:
+    if not coverage.gradients.entries and all(one.why == ZERO_GRADIENT for one in coverage.gradients.left_out):
+        return "every gradient is zero in the recorded steps: check the loss, or record later steps with --after"
+    return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
 
 
 def _judged_shares(one: CheckedTraining) -> str:
@@ -152,9 +159,11 @@ def _judged_shares(one: CheckedTraining) -> str:
 
 
 def _recomputed(one: CheckedTraining) -> str:
-    """Say which share of gradients was recomputed: the rest was compared with the script's own backward passes."""
+    """Say which share of gradients was recomputed where that is less than what was judged."""
     part = one.coverage.replays.part
-    return "" if part >= ENOUGH else f"; {percent(part)} of gradients recomputed"
+    if part >= min(ENOUGH, one.coverage.gradients.part):
+        return ""
+    return f"; {percent(part)} of gradients recomputed, the others taken as the script's backward passes computed them"
 
 
 def extent(one: CheckedTraining) -> str:

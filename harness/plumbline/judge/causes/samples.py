@@ -289,7 +289,7 @@ NO_SAMPLER = SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
 
 RANKS_ALIKE = SampleHypothesis("ranks-alike", "data", _ranks_alike,
     "every rank uses the same samples",
-    "pass the rank to the sampler, not the local rank",
+    "pass each rank's own number to the sampler: the rank among all ranks, not the one on its node",
     165)  # fmt: skip
 
 SET_EPOCH_NEVER_CALLED = SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,

@@ -121,10 +121,7 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
     if repeats >= max(world, 1):
         sample, times = counts.most_common(1)[0]
         message = f"{repeats} draws of epoch {number} were repeats (sample {sample} was drawn {times} times)"
-        if not unseen:
-            return message
-        shared = "ranks share samples, and " if world > 1 else ""
-        return f"{message}; {shared}{unseen} of {expected} samples were never drawn"
+        return f"{message}, and {unseen} of {expected} samples were not drawn" if unseen else message
     if len(epoch) == windows and unseen > 0:
         return f"{unseen} of {expected} samples were never drawn in epoch {number}"
     return None

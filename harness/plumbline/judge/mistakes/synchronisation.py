@@ -100,9 +100,8 @@ LATE = (
 register(
     GradientCase,
     GradientMistake("not-synchronised", "sync", _not_synchronised,
-        "those of rank {rank}'s own samples",
-        "they were never all-reduced: call the DistributedDataParallel object and not the module in it, outside "
-        "no_sync()", 685),
+        "those of rank {rank}'s own samples, never all-reduced",
+        "call the DistributedDataParallel object, not the module in it, and not inside no_sync()", 685),
     GradientMistake("another-ranks-gradient", "sync", _anothers,
         "those of a single rank's samples",
         "average gradients over ranks instead of broadcasting them", 680),

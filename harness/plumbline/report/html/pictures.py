@@ -99,7 +99,8 @@ def heat_map(finding: Result, *, wrong: bool) -> HeatMap | None:
     of += f" over {counted(len(grid.steps), 'step')}"
     sentence = f"None of {of} is above the limit of {x_noise(limit)}."
     if above:
-        first, worst = min(above), max(above, key=lambda place: place[2])
+        first = min(above, key=lambda place: (place[0], -place[2]))
+        worst = max(above, key=lambda place: place[2])
         sentence = (
             f"{len(above)} of {of} are above the limit of {x_noise(limit)}: first at step {first[0]} in "
             f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in "

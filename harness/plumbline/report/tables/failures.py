@@ -225,6 +225,17 @@ def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCaus
     return SubjectCauses(subject, len(cells), cause, examples[0], explained, others, other_causes, contradicting)
 
 
+def _extent(found: Sequence[Result]) -> str:
+    """Return which cells these are: what they combine where it is all combinations of that, else each."""
+    cells = list(
+        dict.fromkeys((one.workload, one.backend, f"{one.num_nodes}×{one.gpus}", one.precision) for one in found)
+    )
+    kinds = [list(dict.fromkeys(kind)) for kind in zip(*cells, strict=True)]
+    if len(cells) == math.prod(map(len, kinds)):
+        return " · ".join(listed(kind, MOST_NAMES) for kind in kinds)
+    return listed(map(" ".join, cells), MOST_NAMES)
+
+
 def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[str]:
     rows = parameter_rows(parameters, limit)
     if not rows:
@@ -312,13 +323,6 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
     advice = "" if is_named else _ADVICE.get(finding.outcome, "")
     if finding.hint or finding.is_unexpectedly_good:
         advice = finding.hint or "Remove the expectation."
-    kinds = (
-        [one.workload for one in found],
-        [one.backend for one in found],
-        [f"{one.num_nodes}×{one.gpus}" for one in found],
-        [one.precision for one in found],
-    )
-    extent = " · ".join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)
 
     def likeness(one: Result) -> tuple[bool, ...]:
         place, own = one.coordinates, finding.coordinates
@@ -333,7 +337,7 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
         size(finding),
         certainty(finding),
         advice,
-        f"{counted(len(found), 'cell')}: {extent}",
+        f"{counted(len(found), 'cell')}: {_extent(found)}",
         max(right, key=likeness, default=None) if finding.error_grid is not None else None,
     )
 
@@ -345,7 +349,9 @@ def size(finding: Result) -> str:
     allowed = (
         "" if limit is None else f"; a correct trainer stays below {compact(limit)}" if limit else "; it must be 0"
     )
-    return f"{x_noise(finding.error_x_noise)}{allowed}"
+    # The largest error may be at another step, or in all parameters together.
+    most = f"up to {x_noise(finding.error_x_noise)} over all steps" if finding.parameters else None
+    return f"{most or x_noise(finding.error_x_noise)}{allowed}"
 
 
 def certainty(finding: Result) -> str:
@@ -364,7 +370,7 @@ def certainty(finding: Result) -> str:
     if finding.cause_x_noise is not None:
         sentences.append(f"The cause predicts the recorded numbers within {x_noise(finding.cause_x_noise)}.")
     elif finding.cause not in (None, UNEXPLAINED):
-        sentences.append("The cause explains all that was recorded.")
+        sentences.append("The cause explains what this check recorded.")
     elif finding.outcome is Outcome.FAILED:
         sentences.append("It is certainly wrong, but the cause is unknown.")
     return " ".join(sentences)

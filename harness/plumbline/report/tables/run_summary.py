@@ -9,6 +9,7 @@ from typing import Final, Literal
 import pandas as pd
 
 from plumbline.core.backend import BACKENDS
+from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
@@ -67,7 +68,15 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
     if run.incomplete:
         return RunVerdict("unclear", "The run did not finish.", _how_cells_ended(counts))
     sentence = "Nothing unexpected happened in" if KNOWN in counts else "Nothing went wrong in"
-    return RunVerdict("good", f"{sentence} {counted(tried, 'cell')}.", _how_cells_ended(counts))
+    detail = " ".join(filter(None, [_how_cells_ended(counts), _largest_error(run)]))
+    return RunVerdict("good", f"{sentence} {counted(tried, 'cell')}.", detail)
+
+
+def _largest_error(run: Run) -> str:
+    """Return the largest error of a gradient that is right; "" where none was compared."""
+    right = (one for one in run.results if one.check == "gradients" and one.outcome is Outcome.PASSED)
+    error = max((one.error_x_noise for one in right if one.error_x_noise is not None), default=None)
+    return "" if error is None else f"The largest error of a gradient that passed is {x_noise(error)}."
 
 
 def mistakes_in_words(run: Run) -> str:

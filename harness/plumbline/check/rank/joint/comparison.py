@@ -287,7 +287,24 @@ class _Search:
             "one_gradient": have_one_gradient(
                 self._every, self._groups, place, self._derivative.unit, self._beginnings
             ),
+            "parts": self._parts_of(place),
         }
+
+    def _parts_of(self, place: int) -> list[list[float]]:
+        """Return what each rank received for its part, what the rank's own loss adds to the right one, and the noise.
+
+        Empty where ranks hold no parts, or a rank has no loss.
+        """
+        group = self._groups[place]
+        held = {rank: self._every[rank][number] for rank, number in group.instances[0]}
+        are_parts = all(one["copies"] < len(one["ranks"]) for one in held.values())
+        if not are_parts or self._derivative.losses < len(self._every):
+            return []
+        found = {rank: self._derivative.difference([place], f"part {rank}", part_of=rank) for rank in sorted(held)}
+        return [
+            [one.received[place] * held[rank]["copies"], math.fsum(one.shares[rank]), one.noise]
+            for rank, one in found.items()
+        ]
 
 
 def _measured(difference: Difference, places: Iterable[int]) -> Facts:

@@ -199,7 +199,7 @@ def have_one_gradient(
 ) -> bool:
     """Return whether different parts of a parameter have the same gradient: DTensor's, or those that began apart."""
     group, most = groups[place], largest_rounding(unit)
-    are_parts = any(held[rank][number]["in_parts"] for rank, number in group.keys)
+    are_parts = any(one["copies"] < len(one["ranks"]) for one in (held[rank][number] for rank, number in group.keys))
     if not are_parts and beginnings.began_alike(group.kind):
         return False
     if are_parts:

@@ -160,8 +160,18 @@ class JointDerivative:
             raise NoAgreementError(failed)
         return [terms for terms, _ in found]
 
-    def difference(self, places: Sequence[int], seed: str, instead: Mapping[int, Group] | None = None) -> Difference:
-        """Return the derivative of S along a direction through some of the parameters."""
+    def difference(
+        self,
+        places: Sequence[int],
+        seed: str,
+        instead: Mapping[int, Group] | None = None,
+        *,
+        part_of: int | None = None,
+    ) -> Difference:
+        """Return the derivative of S along a direction through some of the parameters.
+
+        ``part_of``: the direction goes only through the parts that this rank holds.
+        """
         groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
@@ -170,6 +180,8 @@ class JointDerivative:
                 if rank == self._rank:
                     one = self._held[number]
                     along = one.direction(f"{seed} {place}", group.size)
+                    if part_of not in (None, rank):
+                        along = torch.zeros_like(along)
                     directions[id(one.parameter)] = along
                     if (rank, number) in group.instances[0]:
                         left, _ = product(self._left.get(id(one.parameter)), along, one.copies)

@@ -86,8 +86,8 @@ class JointParameter:
         """Return what a rank says about the parameter, as JSON values.
 
         ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections, ``square``
-        is a part of the gradient's squared norm. ``constant``: all entries are equal. ``in_parts``: the ranks that hold
-        the parameter together have different parts of it.
+        is a part of the gradient's squared norm. ``constant``: all entries are equal. ``copies``: how many of the ranks
+        that hold the parameter together hold the same part.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
@@ -102,7 +102,7 @@ class JointParameter:
             "weights": segment(values).tolist(),
             "gradient": [] if gradient is None else segment(gradient).tolist(),
             "square": self.square(gradient),
-            "in_parts": self.copies < len(self.ranks),
+            "copies": self.copies,
         }
 
     def direction(self, seed: str, size: float) -> Tensor:

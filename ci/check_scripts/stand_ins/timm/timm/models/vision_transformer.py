@@ -46,3 +46,17 @@ class Mlp(nn.Module):
     def forward(self, hidden):
         """Return vectors of the same shape."""
         return self.fc2(self.act(self.fc1(hidden)))
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each after a norm and beside the identity."""
+
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, qkv_bias=False, qk_scale=None, norm_layer=nn.LayerNorm):
+        super().__init__()
+        self.norm1, self.attn = norm_layer(dim), Attention(dim, num_heads, qkv_bias)
+        self.norm2, self.mlp = norm_layer(dim), Mlp(dim, int(dim * mlp_ratio))
+
+    def forward(self, hidden):
+        """Return vectors of the same shape."""
+        hidden = hidden + self.attn(self.norm1(hidden))
+        return hidden + self.mlp(self.norm2(hidden))

@@ -1,0 +1,10 @@
+"""Groups of parameters."""
+
+
+def add_weight_decay(model, weight_decay):
+    """Return a group of vectors without decay, and one of the rest; frozen parameters are in neither."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [one for one in trained if one.ndim > 1], "weight_decay": weight_decay},
+    ]

@@ -1,0 +1,67 @@
+"""A training function that is checked whenever it is called, whatever starts it: Ray Train, Accelerate, a spawn."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from plumbline.check.callbacks.told_verdict import ToldVerdict
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CheckedFunction(Generic[P, R]):
+    """A function whose calls are checked; ``verdict`` is that of the last call in this process, on rank 0."""
+
+    def __init__(self, train: Callable[P, R], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, train)
+        self._train, self._options = train, options
+        self._told = ToldVerdict(**options)
+
+    @property
+    def verdict(self) -> Any:
+        return self._told.verdict
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._told = ToldVerdict(**self._options)
+        with self._told:
+            return self._train(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickle by name where this object has replaced its function, as a decorator does: so it can be spawned."""
+        module, name = self._train.__module__, self._train.__qualname__
+        if _named(module, name) is self:
+            return _named, (module, name)
+        return CheckedFunction, (self._train, self._options)
+
+
+@overload
+def checked(train: Callable[P, R], /) -> CheckedFunction[P, R]: ...
+
+
+@overload
+def checked(**options: Any) -> Callable[[Callable[P, R]], CheckedFunction[P, R]]: ...
+
+
+def checked(train: Any = None, /, **options: Any) -> Any:
+    """Return a training function that records its first steps; rank 0 judges them at its end, and prints the verdict.
+
+    It is a decorator, with or without options, or called where the function is handed on::
+
+        TorchTrainer(plumbline.checked(train), …).fit()
+        accelerate.notebook_launcher(plumbline.checked(steps=8)(train), num_processes=2)
+
+    ``options`` are those of ``ToldVerdict``: ``steps``, ``after``, ``objective``, ``folder`` and ``stop_when_wrong``,
+    with which a call whose training is wrong raises ``WrongTrainingError`` on rank 0.
+    """
+    return functools.partial(CheckedFunction, options=options) if train is None else CheckedFunction(train, options)
+
+
+def _named(module: str, name: str) -> Any:
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):  # made inside of a function
+        return None
