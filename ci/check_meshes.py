@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
-from check_scripts import line, place
+from check_scripts import line, place, tried
 from mesh_bases import BASES
 from mesh_mistakes import MESH_MISTAKES, MeshMistake
-from result import Result, last_lines, read, write
+from result import Result, read, write
 from running import CannotRunError
 from script import Script
 
@@ -67,9 +67,7 @@ def outcome(script: Script, asked: argparse.Namespace, kept: dict[str, Result]) 
         return kept[script.name]
     try:
         with place(script, asked) as placed:
-            recorded, verdict = placed.check(asked.steps)
-        failed = "" if verdict else last_lines(recorded)
-        result = Result(script.name, "", None, recorded.seconds, "", verdict, failed)
+            result = tried(placed, "", asked.steps)
     except CannotRunError as error:
         result = Result(script.name, why_not=str(error))
     print(line(result, True), file=sys.stderr, flush=True)

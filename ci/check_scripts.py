@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
 from half_judged import HALF_JUDGED_SCRIPTS
@@ -34,10 +35,9 @@ from result import UNSTEADY, Result, is_right, last_lines, losses_of, read, writ
 from rewritten import REWRITTEN_SCRIPTS
 from running import CannotRunError, Placed, interpreter, prepare
 from script import Script
+from torch_aborts import despite_aborts
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_RUNS = 10
-"""torch 2.13 may hang or abort at the end of a run: of FSDP2 trainings beside another one, four in ten did."""
 
 SCRIPTS = {script.name: script for script in (*PUBLISHED, *REWRITTEN_SCRIPTS, *HALF_JUDGED_SCRIPTS)}
 
@@ -129,7 +129,7 @@ def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, 
         return Result(script.name, mistake.name if mistake else "", why_not="not this time")
     try:
         with place(script, asked, mistake) as placed:
-            result = tried(placed, mistake, asked) if mistake else checked(placed, asked)
+            result = tried(placed, mistake.name, mistake.steps or asked.steps) if mistake else checked(placed, asked)
     except CannotRunError as error:
         result = Result(script.name, mistake.name if mistake else "", why_not=str(error))
     print(line(result, is_right(result, script, mistake)), file=sys.stderr, flush=True)
@@ -141,26 +141,23 @@ def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, 
 def checked(placed: Placed, asked: argparse.Namespace) -> Result:
     """Run a script plainly and under check, and plainly again where the losses differ."""
     name = placed.script.name
-    for _ in range(MOST_RUNS):
-        first = placed.run()
-        if first.code == 0:
-            break
+    first = despite_aborts(placed.run)
     if first.code != 0 or (placed.script.calls_backward and not first.losses):
         return Result(name, plain_seconds=first.seconds, failed=f"exit {first.code}\n{last_lines(first)}")
     if asked.part == "plain":
         return Result(name, plain_seconds=first.seconds, losses=losses_of(first, placed.run(), None))
-    recorded, verdict = placed.check(asked.steps)
+    recorded = despite_aborts(lambda: placed.check(asked.steps))
     second = placed.run() if recorded.losses != first.losses else None
     losses = UNSTEADY if placed.script.races else losses_of(first, recorded, second)
-    failed = "" if verdict else last_lines(recorded)
-    return Result(name, "", first.seconds, recorded.seconds, losses, verdict, failed)
+    failed = "" if recorded.verdict else last_lines(recorded)
+    return Result(name, "", first.seconds, recorded.seconds, losses, recorded.verdict, failed)
 
 
-def tried(placed: Placed, mistake: Mistake, asked: argparse.Namespace) -> Result:
-    """Run a script with a mistake in it under check."""
-    recorded, verdict = placed.check(mistake.steps or asked.steps)
-    failed = "" if verdict else last_lines(recorded)
-    return Result(placed.script.name, mistake.name, None, recorded.seconds, "", verdict, failed)
+def tried(placed: Placed, mistake: str, steps: int) -> Result:
+    """Run a script under check; ``mistake`` names what was changed in it."""
+    recorded = despite_aborts(lambda: placed.check(steps))
+    failed = "" if recorded.verdict else last_lines(recorded)
+    return Result(placed.script.name, mistake, None, recorded.seconds, "", recorded.verdict, failed)
 
 
 @contextmanager

@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from released import in_own_environment, pinned
+from torch_aborts import despite_aborts
 from try_wheel import TryError
 from try_wheel import check as check_both
 
@@ -72,10 +72,6 @@ CLAIMS: Mapping[str, Claim] = {
 
 RELEASED: Mapping[str, str] = {"lightning": "accumulation", "accelerate": "accumulation", "transformers": "uneven"}
 """Released libraries, each with a workload on which it is expected to fail."""
-
-
-MOST_RUNS = 3
-"""torch may hang or abort at the end of a run, one in some twenty under load: reports/teardowns.md."""
 
 CALLBACKS: Mapping[str, Sequence[str]] = {
     "lightning": (),
@@ -127,16 +123,9 @@ def callback(name: str, python: str) -> None:
     """Train with Plumbline's callback of a library: a right training, and one that never zeroes its gradients."""
     words = [python, *CALLBACKS[name], str(ROOT / "ci" / "callback_scripts" / f"with_{name}.py")]
     for more, headline in (([], "RIGHT: "), (["wrong"], "WRONG: gradients: previous step not zeroed")):
-        if headline not in _despite_aborts([*words, *more]):
-            raise GateError(f"the callback of {name} does not say {headline}")
-
-
-def _despite_aborts(command: Sequence[str]) -> str:
-    """Run a script with Plumbline, again where torch aborts a rank at the end, and return what it prints."""
-    for _ in range(MOST_RUNS - 1):
-        with suppress(GateError):
-            return run(command, PYTHONPATH=str(ROOT / "harness"))
-    return run(command, PYTHONPATH=str(ROOT / "harness"))
+        ended = despite_aborts(partial(execute, [*words, *more], PYTHONPATH=str(ROOT / "harness")))
+        if ended.code or headline not in ended.output:
+            raise GateError(f"the callback of {name} does not say {headline} (exit code {ended.code})")
 
 
 def conformance(claim: Claim) -> tuple[dict[str, int], int]:
@@ -176,6 +165,22 @@ def run(command: Sequence[str], *, code: int = 0, **environment: str) -> str:
     Raises:
         GateError: it did not exit with ``code``.
     """
+    ended = execute(command, **environment)
+    if ended.code != code:
+        raise GateError(f"exit code {ended.code} instead of {code}: {shlex.join(command)}")
+    return ended.output
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: its exit status, and what it printed."""
+
+    code: int
+    output: str
+
+
+def execute(command: Sequence[str], **environment: str) -> Ended:
+    """Run a command as ``run`` does, whatever its exit status."""
     lines = []
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -185,9 +190,7 @@ def run(command: Sequence[str], *, code: int = 0, **environment: str) -> str:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    if process.returncode != code:
-        raise GateError(f"exit code {process.returncode} instead of {code}: {shlex.join(command)}")
-    return "".join(lines)
+    return Ended(process.returncode, "".join(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

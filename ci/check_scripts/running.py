@@ -49,12 +49,14 @@ class Ran:
         seconds: from start to end.
         losses: what each rank differentiated, with all its digits, by rank.
         output: what it printed.
+        verdict: what check says of it; None without check, or if it says nothing.
     """
 
     code: int | None
     seconds: float
     losses: dict[str, tuple[str, ...]]
     output: str
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ class Placed:
             found = {file.stem: tuple(file.read_text().split()) for file in sorted((private / "losses").iterdir())}
         return Ran(code, seconds, found, output)
 
-    def check(self, steps: int) -> tuple[Ran, Verdict | None]:
-        """Run the script under check; return the run and the verdict, None if there is none."""
+    def check(self, steps: int) -> Ran:
+        """Run the script under check."""
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             file = Path(name) / "verdict.json"
             command = str(Path(sys.executable).with_name("plumbline"))
             options = ("--steps", str(steps), "--time-limit", str(self.limit), "--json", str(file))
             ran = replace(self, limit=self.limit + JUDGING).run((command, "check", *options, "--"))
-            return ran, read_verdict(file) if file.exists() else None
+            return replace(ran, verdict=read_verdict(file) if file.exists() else None)
 
     def _environment(self, at: Path, private: Path) -> dict[str, str]:
         """Return the environment of a run in ``at``; what it writes for us goes to ``private``."""
