@@ -114,7 +114,9 @@ def fuzzed(name: str, inputs: int, seconds: int) -> Row:
     place = Path(tempfile.mkdtemp(prefix=f"plumbline-fuzz-{name}-"))
     started = time.monotonic()
     command = [sys.executable, __file__, "--inside", name, f"--inputs={inputs}", f"--seconds={seconds}"]
-    ended = subprocess.run(command, cwd=place, capture_output=True, text=True, errors="replace")
+    # libFuzzer ends the process without its exit handlers: whatever it leaves is to lie in the folder.
+    environment = os.environ | {"TMPDIR": str(place)}
+    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, errors="replace")
     given = re.findall(r"^(?:#|Done )(\d+)\s", ended.stderr, re.MULTILINE)
     covered = re.findall(r"cov: (\d+)", ended.stderr)
     found: tuple[str, ...] = ()
