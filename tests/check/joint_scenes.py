@@ -23,6 +23,9 @@ ROWS = 8
 MISTAKE = ""
 """What the present training does wrong; "" is a right one."""
 
+SEEN: list[float] = []
+"""What models have seen."""
+
 
 class Copied(torch.autograd.Function):
     """The same activations on every rank: their gradient is the sum over ranks."""
@@ -122,6 +125,21 @@ class Megatron(nn.Module):
         middle = functional.gelu(functional.linear(Copied.apply(values), self.up, self.bias))
         result = self.last(values + Summed.apply(functional.linear(middle, self.down)))
         return Copied.apply(result) if MISTAKE.startswith("last-counted") else result
+
+
+def once(model: nn.Module) -> nn.Module:
+    """Return a model that refuses on rank 1 to see a batch again, before it communicates."""
+    forward = model.forward
+
+    def refusing(values: Tensor) -> Any:
+        total = float(values.double().sum())
+        if dist.get_rank() == 1 and any(abs(total - one) < 1e-6 for one in SEEN):
+            raise ValueError("this batch was seen before")
+        SEEN.append(total)
+        return forward(values)
+
+    model.forward = refusing  # type: ignore[method-assign]
+    return model
 
 
 class Deep(nn.Module):
@@ -306,6 +324,8 @@ def _sharded_tensor_parallel() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
     "megatron": (Megatron, _nothing, 0),
+    "once-megatron": (lambda: once(Megatron()), _nothing, 0),
+    "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),
     "deep": (Deep, _nothing, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),

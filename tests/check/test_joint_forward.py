@@ -111,3 +111,12 @@ def test_ranks_train_as_they_do_unchecked(scene: str) -> None:
     losses = [end.value for end in run_on_ranks(alone, 2, timeout=120)]
     assert len(losses[0]) == joint_scenes.STEPS
     assert check(scene).values == losses
+
+
+@pytest.mark.parametrize("scene", ["once-megatron", "once-tensor-parallel"])
+def test_a_forward_that_fails_on_one_rank_when_it_is_run_again_does_not_end_the_training(scene: str) -> None:
+    training = checked(scene)
+    assert answer_of(training) is Answer.NOT_JUDGED
+    reasons = [one.why for one in training.coverage.gradients.left_out] + [one.message for one in training.findings]
+    assert any("rank 1: " in one and "this batch was seen before" in one for one in reasons)
+    assert check(scene).values == check(scene.removeprefix("once-")).values

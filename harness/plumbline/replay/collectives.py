@@ -1,4 +1,4 @@
-"""How often this process has communicated."""
+"""What communicates, and how often this process has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any
 import torch.distributed
 
 from plumbline.replay.call import TrackedCall
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether an operator communicates, or waits for what does."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES
+
+
+def members_of_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group that this rank is in, by the group's name."""
+    world: Any = torch.distributed.distributed_c10d._world
+    ranks_of = world.pg_group_ranks
+    return {str(name): sorted(ranks_of[group]) for group, name in world.pg_names.items() if group in ranks_of}
 
 
 def collectives() -> dict[str, int]:

@@ -20,8 +20,8 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS, NOT_REPEATABLE, OUTSIDE
 from plumbline.replay.replay import (
     CannotReplayError,
+    FailedReplayError,
     NeedsAllRanksError,
-    NoMemoryLeftError,
     Replayed,
     replay,
 )
@@ -47,15 +47,15 @@ class ExactPass:
     ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
     parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
     precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks.
-    ``out_of_memory`` names a call that needs more memory than is left, "" if none does. ``beside`` has the parameters
-    that the loss depends on in another way than through the outputs of calls.
+    ``failure`` says which call failed when it was run again, "" if none did: whether it communicates is not known.
+    ``beside`` has the parameters that the loss depends on in another way than through the outputs of calls.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     communicates: bool = False
-    out_of_memory: str = ""
+    failure: str = ""
     beside: set[Tensor] = field(default_factory=set)
 
 
@@ -157,8 +157,8 @@ class _Step:
             self._uncover(call, call.trainable, str(error))
             for number in call.cotangents:
                 self._passes[number].communicates |= isinstance(error, NeedsAllRanksError)
-                if isinstance(error, NoMemoryLeftError):
-                    self._passes[number].out_of_memory = str(error)
+                if isinstance(error, FailedReplayError):
+                    self._passes[number].failure = str(error)
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
     def _exactly(self, call: TrackedCall) -> Replayed:

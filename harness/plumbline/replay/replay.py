@@ -48,8 +48,8 @@ class NeedsAllRanksError(CannotReplayError):
     """A call communicates with other ranks."""
 
 
-class NoMemoryLeftError(CannotReplayError):
-    """A call needs more memory than is left. Other ranks may have enough."""
+class FailedReplayError(CannotReplayError):
+    """A call failed, or found no memory left, before it came to communicate. It may succeed on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def replay(
     except DrawsInBackwardError as error:
         raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
     except OutOfMemoryError as error:
-        raise NoMemoryLeftError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
+        raise FailedReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
         why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
-        raise CannotReplayError(why) from error
+        raise FailedReplayError(why) from error
     finally:
         state.restore()
 

@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
+from plumbline.replay.collectives import is_collective
 from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
 from plumbline.replay.forward_draws import ForwardDraws
 from plumbline.replay.grouped_products import grouped_mm
 from plumbline.replay.precision import ReplayPrecision
-
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
 class CommunicatesError(Exception):
@@ -244,7 +243,7 @@ def _kind(func: Any) -> _Kind:
     if not isinstance(func, torch._ops.OpOverload):
         return _Kind.PLAIN  # an operator with functions as arguments, such as flex_attention
     name = _name(func)
-    if func.namespace in _COLLECTIVES:
+    if is_collective(func):
         return _Kind.COMMUNICATES
     if name in DRAWING:
         return _Kind.DRAWS

@@ -188,7 +188,7 @@ class TrainingPasses:
                 passes,
                 beside,
                 communicates=any(one.communicates for one in exact.values()),
-                out_of_memory=next((one.out_of_memory for one in exact.values() if one.out_of_memory), ""),
+                failure=next((one.failure for one in exact.values() if one.failure), ""),
             )
 
 

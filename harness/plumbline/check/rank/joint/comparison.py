@@ -17,6 +17,7 @@ from plumbline.check.rank.joint.copies_and_parts import (
 )
 from plumbline.check.rank.joint.derivative import Difference, JointDerivative, Reading
 from plumbline.check.rank.joint.forward import RecordedCall
+from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.weights import JointParameter
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.recording.observer import Facts
@@ -41,8 +42,9 @@ class JointComparison:
     step whose gradients were wrong. The first step with gradients that show it decides on the reading.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, meetings: Meetings) -> None:
         self._exchange = exchange
+        self._meetings = meetings
         self._beginnings = Beginnings()
         self._left: dict[int, Tensor | None] = {}
         self._reading: Reading | None = None
@@ -74,7 +76,7 @@ class JointComparison:
                 left_out = {name for names in self._exchange.values(list(beside)) for name in names}
                 held = [one for one in held if one.name not in left_out]
                 derivative = JointDerivative(
-                    self._exchange, self._beginnings, calls, held, self._left, losses, divisors
+                    self._exchange, self._meetings, self._beginnings, calls, held, self._left, losses, divisors
                 )
                 search = _Search(derivative, self._beginnings, self._reading)
                 found, self._reading = search.facts(), search.known
@@ -95,6 +97,7 @@ class JointComparison:
         if not self.obstacle:
             self.obstacle = why
             self._exchange.leave(why)
+            self._meetings.leave(why)
 
 
 class _Search:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
+from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
+from plumbline.replay.collectives import members_of_groups
 from plumbline.replay.derivatives import InPlace
 from plumbline.replay.function_derivatives import can_be_a_derivative
 from plumbline.replay.precision import ReplayPrecision
@@ -77,6 +79,7 @@ class JointDerivative:
     def __init__(
         self,
         exchange: Exchange,
+        meetings: Meetings,
         beginnings: Beginnings,
         calls: Sequence[RecordedCall],
         held: Sequence[JointParameter],
@@ -85,6 +88,7 @@ class JointDerivative:
         divisors: Collection[float],
     ) -> None:
         self._exchange = exchange
+        self._meetings = meetings
         self._rank = torch.distributed.get_rank()
         self._held = held
         self._left = left
@@ -121,7 +125,9 @@ class JointDerivative:
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
-        self._still = self._all(lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered)))
+        self._still = self._rehearsed(
+            lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
+        )
         # A loss that is summed over ranks only to be printed has one value as well.
         self.has_one_loss = losses_alike and all(
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
@@ -132,22 +138,26 @@ class JointDerivative:
         self.unit = max([self.unit, *(spread / SPREAD for _, spread, _ in measured)])
         self.in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
         self.limit = LIMIT if self.unit < COARSE else LIMIT_16_BIT
-        self._all(lambda: self._forward.rehearse_roughly(self.unit))
+        self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
 
     def _agree(self, collectives: Mapping[str, list[int]]) -> None:
         """Make sure that the members of each process group used it as often in each of their calls."""
-        groups: Any = torch.distributed.distributed_c10d._world
-        members = {
-            str(groups.pg_names[one]): sorted(ranks)
-            for one, ranks in groups.pg_group_ranks.items()
-            if one in groups.pg_names
-        }
+        members = members_of_groups()
         counts = {name: [members[name], [one for one in given if one]] for name, given in collectives.items()}
         everywhere = self._exchange.values(counts)
         for own in everywhere:
             for name, (ranks, given) in own.items():
                 if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
                     raise NoAgreementError("ranks called different numbers of collectives in the forward")
+
+    def _rehearsed(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
+        """Compute together for the first time: what fails on one rank alone fails here. See ``_all``."""
+
+        def met() -> list[Any]:
+            with self._meetings.held():
+                return compute()
+
+        return self._all(met)
 
     def _all(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
         """Compute together, and return what each rank has; all ranks give up where one of them failed."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.store_exchange import Exchange
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts
@@ -121,7 +122,7 @@ class ExchangeFunctions:
         node.register_hook(arrived)
 
 
-def compared(exchange: Exchange, calls: Sequence[Exchanged]) -> list[Facts]:
+def compared(exchange: Exchange, meetings: Meetings, calls: Sequence[Exchanged]) -> list[Facts]:
     """Return what came of comparing the backward of each function with differences of its forward, on all ranks.
 
     Functions that every rank gives the same inputs are left out: what their gradient is depends on what follows.
@@ -131,19 +132,20 @@ def compared(exchange: Exchange, calls: Sequence[Exchanged]) -> list[Facts]:
         return []
     found = []
     for number, call in enumerate(calls):
-        every = exchange.values(_attempted(call, number))
+        every = exchange.values(_attempted(meetings, call, number))
         fact = _found(call.name, every) if all(every) else None
         if fact is not None and fact["is"] == "" and len(every) <= MOST:
-            alone = [exchange.values(_attempted(call, number, only=rank))[rank] for rank in range(len(every))]
+            alone = [exchange.values(_attempted(meetings, call, number, only=rank))[rank] for rank in range(len(every))]
             if all(alone) and all(_agree(one, one["received"], one["right"]) for one in alone):
                 fact["is"] = OWN
         found += [fact] if fact is not None else []
     return found
 
 
-def _attempted(call: Exchanged, seed: int, only: int | None = None) -> dict[str, float] | None:
+def _attempted(meetings: Meetings, call: Exchanged, seed: int, only: int | None = None) -> dict[str, float] | None:
     try:
-        return _terms(call, seed, only)
+        with meetings.held():
+            return _terms(call, seed, only)
     except Exception:
         return None
 

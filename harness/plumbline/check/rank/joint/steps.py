@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.exchanges import ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
+from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
@@ -44,7 +45,8 @@ class JointSteps(Observer):
         self._pipelines = Pipelines()
         self._exchange = Exchange()
         self._functions = ExchangeFunctions()
-        self._comparison = JointComparison(self._exchange)
+        self._meetings = Meetings()
+        self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
         self._found: Facts | None = None
         self._communicates = False
@@ -76,12 +78,12 @@ class JointSteps(Observer):
         beside: Iterable[Tensor] = (),
         *,
         communicates: bool,
-        out_of_memory: str = "",
+        failure: str = "",
     ) -> None:
         """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does.
 
-        ``out_of_memory``: why this rank alone could not find out whether it does. ``beside``: the parameters that the
-        loss depends on in another way than through the outputs of calls.
+        ``failure``: why this rank alone could not find out whether it does. ``beside``: the parameters that the loss
+        depends on in another way than through the outputs of calls.
         """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
@@ -97,8 +99,8 @@ class JointSteps(Observer):
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names)
-        elif out_of_memory and _are_several_ranks():
-            self._comparison.leave(out_of_memory)  # other ranks may have had the memory, and wait for this one
+        elif failure and _are_several_ranks():
+            self._comparison.leave(failure)  # other ranks may have come further, and wait for this one
             self._found = {"why": self._comparison.obstacle}
         elif _are_several_ranks():
             self._compare_functions()
@@ -108,7 +110,7 @@ class JointSteps(Observer):
         calls = self._functions.take()
         if calls and not self._comparison.obstacle:
             try:
-                self._found = {"functions": compared(self._exchange, calls)}
+                self._found = {"functions": compared(self._exchange, self._meetings, calls)}
             except AbsentRankError as error:
                 self._comparison.obstacle = str(error)
 

@@ -1,0 +1,99 @@
+"""Ranks meet before each collective of a forward that they run again, so that none waits for one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
+from plumbline.recording.sharding import dtensors
+from plumbline.replay.collectives import is_collective, members_of_groups
+
+MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
+"""Operators in which two ranks take part. Both may begin by sending, so neither can wait for the other before."""
+
+
+class Meetings:
+    """Where the members of a process group meet before each of their collectives: in the store.
+
+    A collective waits for all ranks of its group. Without a meeting, those of a rank that failed before would wait
+    until the group's time limit, and this would end the training.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._groups: dict[str, Exchange] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold meetings inside the block; all ranks enter it together. The others learn of an error that leaves it.
+
+        Raises:
+            NoAgreementError: another rank failed.
+        """
+        self._number += 1
+        self._groups = {}
+        try:
+            with _BeforeCollectives(self):
+                yield
+        except Exception as error:
+            self._leave(str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}")
+            raise
+
+    def leave(self, why: str) -> None:
+        """Tell ranks that meet next why this one does not come."""
+        self._number += 1
+        self._groups = {}
+        self._leave(why)
+
+    def meet(self, group: str) -> None:
+        """Wait for all members of a process group, or learn that one of them has failed."""
+        try:
+            self._exchange(group, members_of_groups()[group]).values(None)
+        except AbsentRankError as error:
+            raise NoAgreementError(str(error)) from error
+
+    def _leave(self, why: str) -> None:
+        for group, members in members_of_groups().items():
+            self._exchange(group, members).leave(why)
+
+    def _exchange(self, group: str, members: list[int]) -> Exchange:
+        if group not in self._groups:
+            self._groups[group] = Exchange(f"plumbline meeting {self._number} {group}", members)
+        return self._groups[group]
+
+
+class _BeforeCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meets before each operator that communicates; those inside operators on DTensors go through it, too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, meetings: Meetings) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meetings = meetings
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, dtensors().DTensor) for one in types):
+            return NotImplemented
+        if is_collective(func) and func._schema.name.partition("::")[2] not in MESSAGES:
+            for group in _groups((*args, *(kwargs or {}).values())):
+                self._meetings.meet(group)
+        return func(*args, **(kwargs or {}))
+
+
+def _groups(arguments: tuple[Any, ...]) -> list[str]:
+    """Return the name of the process group among the arguments of a collective; none of those that only wait."""
+    known = members_of_groups()
+    groups: Any = torch.distributed.ProcessGroup
+    named = [one for one in arguments if isinstance(one, str) and one in known]
+    boxed = [one for one in arguments if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    return [*named, *(str(groups.unbox(one).group_name) for one in boxed)]
