@@ -138,13 +138,18 @@ class Script(BaseModel):
 
 
 class CheckDocument(BaseModel):
-    """What ``plumbline check --json`` writes. ``settings`` are the options that ``pyproject.toml`` gave."""
+    """What ``plumbline check --json`` writes.
+
+    ``next_step``: what to do to have more of it judged, "" where nothing is known or needed. ``settings`` are the
+    options that ``pyproject.toml`` gave.
+    """
 
     version: Literal[1] = VERSION
     command: tuple[Text, ...]
     exit_code: int
     verdict: Answer
     sentence: Text
+    next_step: Text
     incidents: tuple[Text, ...]
     script: Script
     judging_seconds: float
@@ -160,6 +165,7 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
         exit_code=verdict.exit_code,
         verdict=verdict.answer,
         sentence=verdict.sentence,
+        next_step=verdict.next_step,
         incidents=tuple(verdict.incidents),
         script=Script.of(checked.end),
         judging_seconds=checked.judging_s,

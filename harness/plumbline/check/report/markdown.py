@@ -19,6 +19,7 @@ def verdict_markdown(checked: CheckedCommand, verdict: Verdict) -> str:
     blocks = [
         f"### {_headline(verdict.answer, verdict.sentence)}",
         *(f"**{markdown(incident)}**" for incident in verdict.incidents),
+        *([f"What to do: {markdown(verdict.next_step)}"] if verdict.next_step else []),
     ]
     for place, one in enumerate(checked.trainings, 1):
         if len(checked.trainings) > 1:

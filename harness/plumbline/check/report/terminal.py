@@ -19,6 +19,7 @@ from plumbline.check.verdict.verdict import (
     Verdict,
     answer_of,
     mistakes,
+    next_step_after,
     notes_on,
     sentence_on,
 )
@@ -54,7 +55,7 @@ def verdict_screen(
         screen.headline(verdict.answer, f"{verdict.sentence}{also}")
         return screen.text
     screen = _Screen(width, colour)
-    screen.verdict(verdict.answer, verdict.sentence, verdict.incidents)
+    screen.verdict(verdict.answer, verdict.sentence, verdict.incidents, verdict.next_step)
     screen.trainings(checked.trainings, checked.options.truth)
     return screen.ended(checked)
 
@@ -64,7 +65,8 @@ def trainings_screen(
 ) -> str:
     """Return the screen on trainings that no command has started; ``obstacle`` is what went wrong, if anything did."""
     screen = _Screen(width, colour=False)
-    screen.verdict(answer, sentence, [obstacle] if obstacle else [])
+    step = next_step_after(answer, sentence, trainings)
+    screen.verdict(answer, sentence, [obstacle] if obstacle else [], step)
     screen.trainings(trainings, RecordingOptions().truth)
     return screen.text
 
@@ -107,10 +109,12 @@ class _Screen:
         self._lines.append(before + self._styled(found, f"bold {_COLOURS[answer]}") + self._styled(after, "bold"))
         self._lines += [self._styled(line, "bold") for line in others]
 
-    def verdict(self, answer: Answer, sentence: str, incidents: Sequence[str]) -> None:
+    def verdict(self, answer: Answer, sentence: str, incidents: Sequence[str], next_step: str) -> None:
         self.headline(answer, sentence)
         for incident in incidents:
             self.indented(f"! {incident}", "yellow")
+        if next_step:
+            self.indented(f"What to do: {next_step}", "cyan")
 
     def trainings(self, trainings: Sequence[CheckedTraining], truth: str) -> None:
         for place, one in enumerate(trainings, 1):

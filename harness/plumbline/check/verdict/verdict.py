@@ -15,6 +15,7 @@ from plumbline.check.judge.objective import CHECK as OBJECTIVE
 from plumbline.check.judge.resumption import CHECK as RESUMPTION
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
+from plumbline.check.verdict.next_steps import next_step
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, by_themselves, is_unexplained
@@ -47,12 +48,16 @@ class Answer(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, a sentence that gives its reason, what went wrong beside it, and the exit code."""
+    """The answer, a sentence that gives its reason, what went wrong beside it, and the exit code.
+
+    ``next_step``: what to do to have more of it judged, "" where nothing is known or needed.
+    """
 
     answer: Answer
     sentence: str
     incidents: tuple[str, ...]
     exit_code: int
+    next_step: str = ""
 
 
 def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdict:
@@ -69,7 +74,13 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
     also = list(incidents(checked))
     if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
         answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; before that, {sentence}"
-    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
+    code = _exit_code(answer, checked, require_full=require_full)
+    return Verdict(answer, sentence, tuple(also), code, next_step_after(answer, sentence, checked.trainings))
+
+
+def next_step_after(answer: Answer, sentence: str, trainings: Sequence[CheckedTraining]) -> str:
+    """Return what to do after an answer that leaves something open, "" where nothing is known or needed."""
+    return next_step(sentence, trainings) if answer in (Answer.NOT_JUDGED, Answer.RIGHT_IN_PART) else ""
 
 
 def worst(trainings: Sequence[CheckedTraining]) -> tuple[Answer, str]:

@@ -1,0 +1,56 @@
+"""What to do where a training could not be judged, or only in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from plumbline.check.judge.script_checks import CheckedTraining
+
+NEXT_STEPS: Final[Mapping[str, str]] = {
+    "the command failed": "run the command without Plumbline, and mend what it raises",
+    "the script failed": "run the command without Plumbline, and mend what it raises",
+    "creates no torch.optim.Optimizer": "train with an optimizer of `torch.optim`, or a class derived from it",
+    "each rank holds its own weights": "if all ranks should train one model, wrap it in `DistributedDataParallel`",
+    "FSDP1 shards": "use `fully_shard` (FSDP2)",
+    "FSDP1 keeps its parameters in flat tensors": "use `fully_shard` (FSDP2)",
+    "the optimizer's step communicates": "average the gradients before the optimizer's step to have them judged",
+    "it is not known how the ranks divide the state": (
+        "keep the state of a parameter on one rank, whole on every rank, or sharded as the parameter is"
+    ),
+    "no parameter is in every rank's optimizer": "make each rank's part of the model an `nn.Module`",
+    "its forward returned a different result when it was run again": (
+        "make the forward depend only on its inputs, its parameters and torch's random generators"
+    ),
+    "its forward gave another result when it was run again": (
+        "make the forward depend only on its inputs, its parameters and torch's random generators"
+    ),
+    "the forward registers hooks on tensors": "leave these hooks out while the script is checked",
+    "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
+    "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
+    "no memory is left to run it again": "check with a smaller batch or model, or pass `--truth float32`",
+    "the optimizer took no step during the recording": "record later steps with `--after N`",
+    "the optimizer took no recorded step": "record more steps with `--steps N`",
+    "not in the sample of --sample-parameters": "leave out `--sample-parameters` to have all parameters judged",
+    "no backward pass reached the optimizer's parameters": (
+        "compute gradients with `loss.backward()`, and give the optimizer the model's parameters or copies of them"
+    ),
+    "the gradient came from no backward pass that can be followed": "compute gradients with `loss.backward()`",
+}
+"""By a part of the reason. Reasons that say themselves what to do are left out, and those that nothing can be done
+about."""
+
+
+def next_step(sentence: str, trainings: Sequence[CheckedTraining]) -> str:
+    """Return what to do about the reason in ``sentence``, or else about what was left out; "" if nothing is known."""
+    for why in (sentence, *_left_out(trainings)):
+        for part, step in NEXT_STEPS.items():
+            if part in why:
+                return step
+    return ""
+
+
+def _left_out(trainings: Sequence[CheckedTraining]) -> Iterator[str]:
+    for one in trainings:
+        for share in (one.coverage.gradients, one.coverage.updates):
+            yield from (group.why for group in share.left_out)
