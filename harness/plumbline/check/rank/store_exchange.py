@@ -24,12 +24,19 @@ class AbsentRankError(Exception):
 class Exchange:
     """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order.
 
-    ``ranks``: those that exchange values, by default all.
+    ``ranks``: those that exchange values, by default all. ``patience_s``: how long each waits for the others, by
+    default ``TIMEOUT_S``.
     """
 
-    def __init__(self, name: str = "plumbline joint forward", ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "plumbline joint forward",
+        ranks: Sequence[int] | None = None,
+        patience_s: float | None = None,
+    ) -> None:
         self._name = name
         self._ranks = ranks
+        self._patience_s = patience_s
         self._round = 0
         self._store: Any = None
 
@@ -42,10 +49,11 @@ class Exchange:
         ranks = range(torch.distributed.get_world_size()) if self._ranks is None else self._ranks
         rank = self._give({"value": own})
         keys = [f"{self._round} {other}" for other in ranks]
+        patience = TIMEOUT_S if self._patience_s is None else self._patience_s
         try:
-            self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
+            self._store.wait(keys, timedelta(seconds=patience))
         except Exception as error:
-            raise AbsentRankError(f"not all ranks reached the same optimizer step within {TIMEOUT_S:.0f} s") from error
+            raise AbsentRankError(f"not all ranks reached the same optimizer step within {patience:.0f} s") from error
         found = [json.loads(self._store.get(key)) for key in keys]
         left = [f"rank {other}: {one['left']}" for other, one in zip(ranks, found, strict=True) if "left" in one]
         if left:

@@ -18,6 +18,11 @@ MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 """Operators in which two ranks take part. Both may begin by sending, so neither can wait for the other before."""
 
 
+PATIENCE_S = 1800.0
+"""How long a rank waits for others that have not failed, in seconds: as long as torch's collectives do by default. One
+that gave up would leave those that come later waiting in the collective."""
+
+
 class Meetings:
     """Where the members of a process group meet before each of their collectives: in the store.
 
@@ -64,7 +69,7 @@ class Meetings:
 
     def _exchange(self, group: str, members: list[int]) -> Exchange:
         if group not in self._groups:
-            self._groups[group] = Exchange(f"plumbline meeting {self._number} {group}", members)
+            self._groups[group] = Exchange(f"plumbline meeting {self._number} {group}", members, PATIENCE_S)
         return self._groups[group]
 
 
