@@ -69,7 +69,7 @@ def test_a_trainer_that_stays_on_the_cpu_is_not_right_on_it(run, tmp_path):
     assert "rank 0 trained on cpu instead of own" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize(("called", "code", "said"), [("ddp", 0, "RIGHT"), ("inner", 1, "never all-reduced")])
+@pytest.mark.parametrize(("called", "code", "said"), [("ddp", 0, "RIGHT"), ("inner", 1, "own samples alone")])
 def test_check_judges_a_script_on_it(run, called, code, said):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run("-m", "plumbline.cli.main", "check", "--", sys.executable, *torchrun, str(HERE / "script.py"), called)

@@ -15,6 +15,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from plumbline.replay.applied_functions import keep_functions_patched
+
 STEPS = 4
 WIDTH = 16
 ROWS = 8
@@ -41,6 +43,7 @@ class Gathered(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+keep_functions_patched()  # as `plumbline check` does when torch is imported
 gather = Gathered.apply
 """As scripts keep it: it was looked up before anything is recorded."""
 

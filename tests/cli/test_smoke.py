@@ -54,7 +54,7 @@ def test_a_wrong_trainer_gets_the_diagnosis(smoke):
     code, said = smoke("unsynchronised")
     assert code == 1
     assert "The adapter is right" in said
-    assert "never all-reduced" in said
+    assert "own samples alone" in said
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sends the calls of custom autograd functions through another one, also those of an ``apply`` that a script keeps."""
+"""Sends the calls of custom autograd functions through another one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FOLLOWING: list[Applied] = []
 
 _FUNCTION: Any = torch.autograd.Function
 _IS_LOOKED_UP = isinstance(vars(_FUNCTION)["apply"], classmethod)
-"""Before torch 2.14, ``Function.apply`` is a function of Python that looks up its base class's at each call. So a patch
-of that one reaches an ``apply`` that a script has kept, too. Since then it is a builtin."""
+"""Before torch 2.14, ``Function.apply`` is a function of Python that looks its base class's up at each call: a patch of
+that one reaches also an ``apply`` that a script has kept. Since then it is a builtin."""
 _PATCHED: Any = torch.autograd.function._SingleLevelFunction if _IS_LOOKED_UP else _FUNCTION
 _APPLY: Any = vars(torch._C._FunctionBase)["apply"]
 
@@ -27,15 +27,8 @@ def follow_functions(applied: Applied) -> Callable[[], None]:
 
     Several may follow, and end in any order; the last one is asked first.
     """
-
-    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        run = _APPLY.__get__(None, kind)
-        for one in tuple(_FOLLOWING):
-            run = _through(one, run, kind)
-        return run(*args, **kwargs)
-
     if not _FOLLOWING:
-        _PATCHED.apply = classmethod(apply)
+        _PATCHED.apply = classmethod(_apply)
     _FOLLOWING.append(applied)
 
     def end() -> None:
@@ -45,6 +38,22 @@ def follow_functions(applied: Applied) -> Callable[[], None]:
                 _restore()
 
     return end
+
+
+def keep_functions_patched() -> None:
+    """Patch for the process's life, so that an ``apply`` that a script keeps from now on can be followed later."""
+    if not _IS_LOOKED_UP:
+        follow_functions(lambda run, kind, args, kwargs: run(*args, **kwargs))
+
+
+def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    run = _APPLY.__get__(None, kind)
+    for one in tuple(_FOLLOWING):
+        run = _through(one, run, kind)
+    return run(*args, **kwargs)
+
+
+_apply.__name__ = "apply"  # by which TorchDynamo knows it
 
 
 def _restore() -> None:

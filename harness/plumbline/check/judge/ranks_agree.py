@@ -203,10 +203,10 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings that do not excuse ranks that part where gradients are wrong: that they part follows from it."""
+    """Return findings that give the reason why ranks part, but do not excuse it, where gradients are wrong."""
     wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
     return [
-        replace(one, message=one.message.partition(_INTENDED)[0]) if wrong and one.check == AFTER_STEPS else one
+        replace(one, message=one.message.replace(_INTENDED, ": ")) if wrong and one.check == AFTER_STEPS else one
         for one in findings
     ]
 

@@ -21,6 +21,7 @@ from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.recording_cost import RecordingCost
 from plumbline.recording.observer import Observer
 from plumbline.recording.process import follow_processes
+from plumbline.replay.applied_functions import keep_functions_patched
 
 
 def activate(folder: str, note: Callable[..., None]) -> None:
@@ -31,6 +32,7 @@ def activate(folder: str, note: Callable[..., None]) -> None:
     Raises:
         OSError, ValueError: the folder has no options.
     """
+    keep_functions_patched()
     recorder = make_recorder(folder)
     recorder.install()
     pid = os.getpid()

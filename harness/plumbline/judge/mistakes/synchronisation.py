@@ -100,7 +100,7 @@ LATE = (
 register(
     GradientCase,
     GradientMistake("not-synchronised", "sync", _not_synchronised,
-        "those of rank {rank}'s own samples, never all-reduced",
+        "those of rank {rank}'s own samples alone",
         "call the DistributedDataParallel object, not the module in it, and not inside no_sync()", 685),
     GradientMistake("another-ranks-gradient", "sync", _anothers,
         "those of a single rank's samples",
