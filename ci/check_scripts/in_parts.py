@@ -23,6 +23,20 @@ OWN_OPTIMIZER = (
     ("run_simple_mcore_train_loop.py", r"optim\.zero_grad\(\)", "gpt_model.zero_grad_buffer(), optim.zero_grad()"),
 )
 
+DISTRIBUTED_OPTIMIZER = (
+    ("run_simple_mcore_train_loop.py", r"tensor_model_parallel_size=2", "tensor_model_parallel_size=1"),
+    ("run_simple_mcore_train_loop.py", r"use_distributed_optimizer=False", "use_distributed_optimizer=True"),
+    (
+        "run_simple_mcore_train_loop.py",
+        r"batch_size=8, shuffle=True",
+        "batch_size=8, sampler=torch.utils.data.distributed.DistributedSampler(datasets[0])",
+    ),
+    *(
+        (file, pattern, text.replace("clip_grad=0.0", "clip_grad=0.0, use_distributed_optimizer=True"))
+        for file, pattern, text in OWN_OPTIMIZER
+    ),
+)
+
 
 def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
     """Return the training loop among the examples of Megatron, which needs megatron-core."""
@@ -96,6 +110,11 @@ IN_PARTS = (
     ),
     megatron(
         "megatron-core", "megatron-core 0.19.2: tensor parallelism by its layers, and its own optimizer", OWN_OPTIMIZER
+    ),
+    megatron(
+        "megatron-core distributed optimizer",
+        "megatron-core 0.19.2: data parallelism, each rank updates its shard of every parameter",
+        DISTRIBUTED_OPTIMIZER,
     ),
     torchtitan(
         "fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "torchtitan 0.3.0: FSDP2 that sums, a loss in chunks"

@@ -352,3 +352,68 @@ def test_frozen_parameters_are_not_counted_as_trainable(plumbline):
     checked.assert_right()
     (training,) = checked.trainings
     assert training.coverage.entries == 8 * 3 + 3
+
+
+class Alone(torch.autograd.Function):
+    """A sum over the ranks of a group that has one, as layers in parts have it where there is one part."""
+
+    @staticmethod
+    def forward(context, values, group):
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+
+
+class InOnePart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+        self.group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    def forward(self, inputs):
+        return Alone.apply(self.body(inputs), self.group)
+
+
+class Wrapper(nn.Module):
+    """A wrapper whose buffers are those in which it reduces gradients, as Megatron's is."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.buffers = [torch.zeros(2)]
+
+    def forward(self, inputs):
+        return self.module(inputs)
+
+
+def test_a_collective_in_a_group_of_one_rank_is_computed_again_by_each_rank(plumbline):
+    def train():
+        torch.manual_seed(0)
+        model = Wrapper(InOnePart())
+        sizes = [one.numel() for one in model.parameters()]
+        shards = [one.detach().view(-1).chunk(2)[dist.get_rank()] for one in model.parameters()]
+        optimizer = torch.optim.AdamW(shards, 0.01)  # as a distributed optimizer: each rank updates its part
+        torch.manual_seed(10 + dist.get_rank())
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss_of(model).backward()
+            for one, shard in zip(model.parameters(), shards, strict=True):
+                dist.all_reduce(one.grad)
+                one.grad /= dist.get_world_size()
+                shard.grad = one.grad.view(-1).chunk(2)[dist.get_rank()].clone()
+            optimizer.step()
+            for one, size in zip(model.parameters(), sizes, strict=True):
+                flat = one.detach().view(-1)
+                first, second = flat.split([-(-size // 2), size // 2])
+                dist.broadcast(first, 0)
+                dist.broadcast(second, 1)
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right(require_full=True)
+    (training,) = checked.trainings
+    assert training.coverage.replays.part == 1
+    assert not training.coverage.is_joint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plumbline.recording.master_weights import likely_pieces
+from plumbline.recording.master_weights import likely_pieces, pieces_of
 
 
 def weights() -> list[torch.Tensor]:
@@ -35,3 +35,21 @@ def test_copies_of_other_values_are_those_of_their_shapes() -> None:
     masters = [3 * one.float() + 5 for one in model]
     assert [one.parameter is own for one, own in zip(likely_pieces(model, masters), model, strict=True)] == [True] * 6
     assert likely_pieces(model, [torch.zeros(7)]) == []
+
+
+def test_views_of_parameters_are_told_by_where_they_lie_even_in_one_memory_with_others() -> None:
+    memory = torch.zeros(40)
+    model = [memory[:12].view(3, 4), memory[12:20], memory[20:40].view(4, 5)]
+    masters = [memory[4:12], memory[12:20], memory[20:23]]
+    found = pieces_of(model, masters)
+    assert [(one.parameter is own, one.start, one.length) for one, own in zip(found, model, strict=True)] == [
+        (True, 4, 8), (True, 0, 8), (True, 0, 3),
+    ]  # fmt: skip
+    assert not any(one.is_stale for one in found)
+
+
+def test_what_lies_in_two_parameters_is_no_view_of_one() -> None:
+    memory = torch.randn(20)
+    model = [memory[:12].view(3, 4), memory[12:20]]
+    found = pieces_of(model, [memory[8:16]])
+    assert [(one.start, one.length) for one in found] == [(8, 4), (0, 4)]

@@ -39,8 +39,7 @@ class Piece:
     def within(self, parameters: Sequence[Tensor]) -> Piece:
         """Return the piece as it lies in one of ``parameters``, if ``master`` is only a view of that."""
         for one in parameters:
-            if one is not self.master and _holds(one, self.master):
-                begin = int(self.master.storage_offset()) - int(one.storage_offset())
+            if one is not self.master and (begin := _start_in(one, self.master)) is not None:
                 return replace(self, master=one, offset=self.offset + begin)
         return self
 
@@ -85,7 +84,7 @@ def shape_of(parameter: Tensor) -> torch.Size:
 
 
 def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool = False) -> list[Piece]:
-    """Return the pieces of a model's parameters that an optimizer holds, by DeepSpeed's own maps or by their values.
+    """Return the pieces of a model's parameters that an optimizer holds: views, by DeepSpeed's own maps, or by values.
 
     Args:
         model: parameters of the model that are in no optimizer.
@@ -93,6 +92,8 @@ def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool
         guess: whether parameters of equal values, as of zeros, may be told apart by their order. After a step they have
             other values.
     """
+    if views := _views(model, masters):
+        return views
     known = list(_of_deepspeed(model, masters))
     if known and not any(one.is_stale for one in known):
         return known  # they are wrong where gradients are divided in another order, or the weights are stale
@@ -163,6 +164,26 @@ def _of_deepspeed(model: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterato
             continue
         if length > 0:
             yield Piece(one, start, length, master, offset, part)
+
+
+def _views(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return the pieces of masters that are all views of the model's parameters, as Megatron's distributed ones."""
+    pieces = []
+    for master in masters:
+        places = ((one, _start_in(one, master)) for one in model)
+        found = next(((one, start) for one, start in places if start is not None), None)
+        if found is None:
+            return []
+        pieces.append(Piece(found[0], found[1], master.numel(), master, 0))
+    return pieces
+
+
+def _start_in(whole: Tensor, part: Tensor) -> int | None:
+    """Return the entry of ``whole`` at which ``part`` begins, which is a view of some of its entries; None if not."""
+    if whole.dtype != part.dtype or not part.numel() or not (whole.is_contiguous() and part.is_contiguous()):
+        return None
+    start = int(part.storage_offset()) - int(whole.storage_offset())
+    return start if _holds(whole, part) and 0 <= start <= whole.numel() - part.numel() else None
 
 
 def _holds(whole: Tensor, part: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed
@@ -10,6 +10,8 @@ import torch.distributed
 from plumbline.replay.call import TrackedCall
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+_WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 def is_collective(func: Any) -> bool:
@@ -24,16 +26,36 @@ def members_of_groups() -> dict[str, list[int]]:
     return {str(name): sorted(ranks_of[group]) for group, name in world.pg_names.items() if group in ranks_of}
 
 
+def groups_in(arguments: Iterable[Any]) -> list[str]:
+    """Return the name of the process group among the arguments of a collective; none of those that only wait."""
+    known = members_of_groups()
+    groups: Any = torch.distributed.ProcessGroup
+    boxed = [one for one in arguments if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    named = [one for one in arguments if isinstance(one, str) and one in known]
+    return [*named, *(str(groups.unbox(one).group_name) for one in boxed)]
+
+
+def reaches_others(func: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether a collective has other ranks in its group than this one."""
+    if func._schema.name.partition("::")[2] in _WAITS:
+        return False
+    members = members_of_groups()
+    groups = groups_in(arguments)
+    return not groups or any(len(members.get(one, ())) != 1 for one in groups)
+
+
 def collectives() -> dict[str, int]:
     """Return the collectives, and messages to single ranks, of each process group so far, by the group's name.
 
-    Backends that do not count them are left out.
+    Groups of one rank are left out, and backends that do not count them.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {}
     counts: dict[str, int] = {}
     c10d: Any = torch.distributed.distributed_c10d
     for group, name in list(c10d._world.pg_names.items()):
+        if len(c10d._world.pg_group_ranks.get(group, ())) == 1:
+            continue
         try:
             counts[str(name)] = group._get_sequence_number_for_group()
         except RuntimeError:

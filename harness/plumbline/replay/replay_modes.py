@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
-from plumbline.replay.collectives import is_collective
+from plumbline.replay.collectives import is_collective, reaches_others
 from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
 from plumbline.replay.forward_draws import ForwardDraws
@@ -67,12 +67,12 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written.clear()
         self._made.clear()
 
-    def _noted(self, func: Any) -> _Kind:
+    def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
         """Return the kind of an operator that is about to run."""
         if not self.saves_with_hooks:
             self.saves_with_hooks = _hooks_on_saved_tensors()
         kind = _kind(func)
-        if kind is _Kind.COMMUNICATES and not self.may_communicate:
+        if kind is _Kind.COMMUNICATES and not self.may_communicate and reaches_others(func, (*args, *kwargs.values())):
             raise CommunicatesError
         return kind
 
@@ -131,7 +131,8 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs, kind = kwargs or {}, self._noted(func)
+        kwargs = kwargs or {}
+        kind = self._noted(func, args, kwargs)
         self._before_write(func, args, kwargs)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
@@ -152,7 +153,8 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs, kind = kwargs or {}, self._noted(func)
+        kwargs = kwargs or {}
+        kind = self._noted(func, args, kwargs)
         self._before_write(func, args, kwargs)
         if self.constants is not None and kind is not _Kind.COMMUNICATES:  # whose schemas do not say what they write to
             args, kwargs = self.constants.put(func, args, kwargs)

@@ -222,7 +222,7 @@ class TrackedCalls:
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the present buffers and their copies by identity; a copy is made again only after a change."""
         copies = {}
-        for buffer in module.buffers():
+        for buffer in nn.Module.buffers(module):
             if is_lazy(buffer):
                 continue
             _, version, copy = self._buffers.get(id(buffer), (buffer, -1, buffer))

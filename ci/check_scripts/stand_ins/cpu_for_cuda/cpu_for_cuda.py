@@ -40,6 +40,17 @@ torch.cuda.current_stream = torch.cuda.Stream = torch.cuda.stream = torch.cuda.E
 torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cpu": torch.get_rng_state()
 torch.cuda.manual_seed = torch.manual_seed
 
+_type = torch.Tensor.type
+
+
+def _named_cuda(self, *arguments, **options):
+    """Megatron's distributed optimizer knows the parameters that it may shard by the name of their type."""
+    named = _type(self, *arguments, **options)
+    return named.replace("torch.", "torch.cuda.") if isinstance(named, str) else named
+
+
+torch.Tensor.type = _named_cuda
+
 import megatron.core.tensor_parallel.random as _random  # noqa: E402
 
 _random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -35,6 +35,11 @@ LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
 numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
 
+OTHER_TENSORS = (
+    "the forward communicates, and no optimizer steps with the parameters of its modules: gradients of other tensors, "
+    "as of shards by hand, are compared only where each rank can compute its own"
+)
+
 SPREAD = 4.0
 """By how many roundings the outputs of an ordinary forward differ from exact ones."""
 
@@ -110,6 +115,8 @@ class JointDerivative:
             "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
         }
         theirs = exchange.values(ours)
+        if not any(one["held"] for one in theirs):
+            raise NoAgreementError(OTHER_TENSORS)
         if not all(one["finite"] for one in theirs):
             raise NoAgreementError("gradients were not finite")
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)

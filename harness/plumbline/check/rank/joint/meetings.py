@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.recording.sharding import dtensors
-from plumbline.replay.collectives import is_collective, members_of_groups
+from plumbline.replay.collectives import groups_in, is_collective, members_of_groups
 
 MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 """Operators in which two ranks take part. Both may begin by sending, so neither can wait for the other before."""
@@ -90,15 +88,6 @@ class _BeforeCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, dtensors().DTensor) for one in types):
             return NotImplemented
         if is_collective(func) and func._schema.name.partition("::")[2] not in MESSAGES:
-            for group in _groups((*args, *(kwargs or {}).values())):
+            for group in groups_in((*args, *(kwargs or {}).values())):
                 self._meetings.meet(group)
         return func(*args, **(kwargs or {}))
-
-
-def _groups(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the name of the process group among the arguments of a collective; none of those that only wait."""
-    known = members_of_groups()
-    groups: Any = torch.distributed.ProcessGroup
-    named = [one for one in arguments if isinstance(one, str) and one in known]
-    boxed = [one for one in arguments if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
-    return [*named, *(str(groups.unbox(one).group_name) for one in boxed)]
