@@ -36,11 +36,6 @@ MISTAKES = {
         r"(?m)^( *)optimizer\.zero_grad\(set_to_none=True\)",
         r"\1if iter_num < {begin}: optimizer.zero_grad(set_to_none=True)",
     ),
-    "gradients are doubled before the step": (
-        r"(?m)^( *)scaler\.step\(optimizer\)",
-        r"\1if iter_num >= {begin}: [one.grad.mul_(2) for one in model.parameters() if one.grad is not None]\n"
-        r"\1scaler.step(optimizer)",
-    ),
 }
 """What is done wrong from one iteration on, as a pattern in ``train.py`` and what takes its place."""
 

@@ -417,3 +417,44 @@ def test_a_collective_in_a_group_of_one_rank_is_computed_again_by_each_rank(plum
     (training,) = checked.trainings
     assert training.coverage.replays.part == 1
     assert not training.coverage.is_joint
+
+
+def lost(model):
+    model[0].weight.grad.zero_()
+
+
+def noisy(model):
+    for one in model.parameters():
+        one.grad += 0.01 * torch.randn(one.grad.shape)
+
+
+@pytest.mark.parametrize("edit", [lost, noisy])
+def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline, edit):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            edit(model)
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    with pytest.raises(AssertionError, match=r"not judged: the script changes gradients .* after it clips them"):
+        checked.assert_right()
+
+
+def test_parameters_that_are_clipped_apart_are_judged(plumbline):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
+            nn.utils.clip_grad_value_(model[2].parameters(), 0.001)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+            optimizer.step()
+
+    plumbline.check(train, ranks=1, steps=STEPS).assert_right(require_full=True)

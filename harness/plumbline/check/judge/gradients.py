@@ -101,7 +101,22 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         if replicated is not None:
             others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
             found = [replicated, *others]
+        elif (step := edited_after_clipping(training)) is not None:
+            others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
+            found = [not_judged(CHECK, EDITED, step), *others]
     yield from found
+
+
+EDITED = (
+    "the script changes gradients with its own code after it clips them, possibly on purpose: as they were before "
+    "clipping they are right"
+)
+
+
+def edited_after_clipping(training: RecordedTraining) -> int | None:
+    """Return the first step before which gradients were changed after they were clipped, None if there is none."""
+    steps = (step for rank in training.ranks for step in rank.steps)
+    return min((one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")), default=None)
 
 
 def _compared(training: RecordedTraining) -> Iterator[Finding]:

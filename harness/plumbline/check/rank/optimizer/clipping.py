@@ -41,8 +41,8 @@ class ClippingObserver(WrappingObserver):
 
     Facts of a step: ``of``: how many parameters had a gradient, ``roundings``: the relative size of a change that is
     rounding. ``by_hand``: None, or the factor by which the script itself multiplied all gradients between the last
-    backward pass and the step (None where they changed in another way). ``calls``, since the optimizer's last step,
-    each with
+    backward pass and the step (None where they changed in another way). ``edited``: after they were clipped, some
+    gradients changed otherwise than all others. ``calls``, since the optimizer's last step, each with
     ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
     that it was given; ``given``: the script had computed that itself, and not by ``get_total_norm`` of all gradients;
     ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
@@ -69,6 +69,7 @@ class ClippingObserver(WrappingObserver):
         self._inside = False
         self._depth = 0
         self._by_hand: dict[int, Facts] = {}
+        self._edited: dict[int, bool] = {}
         self._wrapped_fsdp = False
         self._measured: Norm | None = None
 
@@ -86,7 +87,7 @@ class ClippingObserver(WrappingObserver):
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""
         super().start()
-        for notes in (self._calls, self._lengths, self._by_hand):
+        for notes in (self._calls, self._lengths, self._by_hand, self._edited):
             notes.clear()
         self._stepped.clear()
         if _FSDP in sys.modules and not self._wrapped_fsdp:
@@ -110,6 +111,7 @@ class ClippingObserver(WrappingObserver):
     def before_step(self, optimizer: Optimizer) -> None:
         """Find out by which factor the script multiplied gradients itself."""
         self._by_hand[id(optimizer)] = self._changes_by_hand(optimizer)
+        self._edited[id(optimizer)] = self._is_edited(optimizer)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
@@ -119,6 +121,7 @@ class ClippingObserver(WrappingObserver):
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
             "by_hand": self._by_hand.pop(id(optimizer), None) or None,
+            "edited": self._edited.pop(id(optimizer), False),
             "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
         }
 
@@ -231,6 +234,19 @@ class ClippingObserver(WrappingObserver):
         middle = sorted(factor for factor, _ in factors)[len(factors) // 2]
         common = all(abs(factor - middle) <= rounding * middle for factor, rounding in factors)
         return {"factor": middle if common else None}
+
+    def _is_edited(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients have other lengths than clipping gave them, and not all by the same factor."""
+        calls = [call for call in self._calls.get(id(optimizer), []) if call.at_pass == self._pass and not call.late]
+        clipped = {name: length for call in calls for name, length in call.after.items()}
+        now = lengths_of(parameters_of(optimizer)) if clipped else {}
+        factors = sorted(
+            (now[name] / clipped[name], ROUNDINGS * _epsilon(one))
+            for one in parameters_of(optimizer)
+            if math.isfinite(now.get(name := id(one), math.nan)) and 0 < clipped.get(name, 0.0) < math.inf
+        )
+        middle = factors[len(factors) // 2][0] if factors else 1.0
+        return any(abs(factor - middle) > rounding * max(middle, factor) for factor, rounding in factors)
 
 
 def _epsilon(parameter: Tensor) -> float:
