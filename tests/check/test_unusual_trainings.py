@@ -428,33 +428,36 @@ def noisy(model):
         one.grad += 0.01 * torch.randn(one.grad.shape)
 
 
-@pytest.mark.parametrize("edit", [lost, noisy])
-def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline, edit):
+def trained_after(change):
+    """Return a training that changes the gradients of its model before each step."""
+
     def train():
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss_of(model).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            edit(model)
+            change(model)
             optimizer.step()
 
-    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    return train
+
+
+@pytest.mark.parametrize("edit", [lost, noisy])
+def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline, edit):
+    def clip_and_edit(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        edit(model)
+
+    checked = plumbline.check(trained_after(clip_and_edit), ranks=1, steps=STEPS)
     with pytest.raises(AssertionError, match=r"not judged: the script changes gradients .* after it clips them"):
         checked.assert_right()
 
 
 def test_parameters_that_are_clipped_apart_are_judged(plumbline):
-    def train():
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
-            nn.utils.clip_grad_value_(model[2].parameters(), 0.001)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.005)
-            optimizer.step()
+    def clip(model):
+        nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
+        nn.utils.clip_grad_value_(model[2].parameters(), 0.001)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.005)
 
-    plumbline.check(train, ranks=1, steps=STEPS).assert_right(require_full=True)
+    plumbline.check(trained_after(clip), ranks=1, steps=STEPS).assert_right(require_full=True)

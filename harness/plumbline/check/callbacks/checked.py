@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class CheckedFunction(Generic[P, R]):
+class Checked(Generic[P, R]):
     """A function whose calls are checked; ``verdict`` is that of the last call in this process, on rank 0."""
 
     def __init__(self, train: Callable[P, R], options: dict[str, Any]) -> None:
@@ -35,15 +35,15 @@ class CheckedFunction(Generic[P, R]):
         module, name = self._train.__module__, self._train.__qualname__
         if _named(module, name) is self:
             return _named, (module, name)
-        return CheckedFunction, (self._train, self._options)
+        return Checked, (self._train, self._options)
 
 
 @overload
-def checked(train: Callable[P, R], /) -> CheckedFunction[P, R]: ...
+def checked(train: Callable[P, R], /) -> Checked[P, R]: ...
 
 
 @overload
-def checked(**options: Any) -> Callable[[Callable[P, R]], CheckedFunction[P, R]]: ...
+def checked(**options: Any) -> Callable[[Callable[P, R]], Checked[P, R]]: ...
 
 
 def checked(train: Any = None, /, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def checked(train: Any = None, /, **options: Any) -> Any:
     ``options`` are those of ``ToldVerdict``: ``steps``, ``after``, ``objective``, ``folder`` and ``stop_when_wrong``,
     with which a call whose training is wrong raises ``WrongTrainingError`` on rank 0.
     """
-    return functools.partial(CheckedFunction, options=options) if train is None else CheckedFunction(train, options)
+    return functools.partial(Checked, options=options) if train is None else Checked(train, options)
 
 
 def _named(module: str, name: str) -> Any:

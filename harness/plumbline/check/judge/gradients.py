@@ -97,26 +97,22 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     found = list(_compared(training))
     if not any(one.outcome is Outcome.FAILED for one in found):
         # The mean over ranks of gradients that nothing has averaged is right all the same.
-        replicated = judge_replicated_gradients(training)
-        if replicated is not None:
+        instead = judge_replicated_gradients(training) or _edited_after_clipping(training)
+        if instead is not None:
             others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
-            found = [replicated, *others]
-        elif (step := edited_after_clipping(training)) is not None:
-            others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
-            found = [not_judged(CHECK, EDITED, step), *others]
+            found = [instead, *others]
     yield from found
 
 
-EDITED = (
-    "the script changes gradients with its own code after it clips them, possibly on purpose: as they were before "
-    "clipping they are right"
-)
-
-
-def edited_after_clipping(training: RecordedTraining) -> int | None:
-    """Return the first step before which gradients were changed after they were clipped, None if there is none."""
+def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
+    """Return that gradients, which are compared as they were before clipping, were changed after it."""
     steps = (step for rank in training.ranks for step in rank.steps)
-    return min((one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")), default=None)
+    edited = [one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")]
+    why = (
+        "the script changes gradients with its own code after it clips them, possibly on purpose: as they were before "
+        "clipping they are right"
+    )
+    return not_judged(CHECK, why, min(edited)) if edited else None
 
 
 def _compared(training: RecordedTraining) -> Iterator[Finding]:

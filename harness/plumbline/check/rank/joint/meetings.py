@@ -39,8 +39,7 @@ class Meetings:
         Raises:
             NoAgreementError: another rank failed.
         """
-        self._number += 1
-        self._groups = {}
+        self._begin()
         try:
             with _BeforeCollectives(self):
                 yield
@@ -50,8 +49,7 @@ class Meetings:
 
     def leave(self, why: str) -> None:
         """Tell ranks that meet next why this one does not come."""
-        self._number += 1
-        self._groups = {}
+        self._begin()
         self._leave(why)
 
     def meet(self, group: str) -> None:
@@ -60,6 +58,10 @@ class Meetings:
             self._exchange(group, members_of_groups()[group]).values(None)
         except AbsentRankError as error:
             raise NoAgreementError(str(error)) from error
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._groups = {}
 
     def _leave(self, why: str) -> None:
         for group, members in members_of_groups().items():

@@ -68,8 +68,7 @@ class ClippingObserver(WrappingObserver):
         self._pass = -1
         self._inside = False
         self._depth = 0
-        self._by_hand: dict[int, Facts] = {}
-        self._edited: dict[int, bool] = {}
+        self._changes: dict[int, Facts] = {}
         self._wrapped_fsdp = False
         self._measured: Norm | None = None
 
@@ -87,7 +86,7 @@ class ClippingObserver(WrappingObserver):
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""
         super().start()
-        for notes in (self._calls, self._lengths, self._by_hand, self._edited):
+        for notes in (self._calls, self._lengths, self._changes):
             notes.clear()
         self._stepped.clear()
         if _FSDP in sys.modules and not self._wrapped_fsdp:
@@ -110,8 +109,10 @@ class ClippingObserver(WrappingObserver):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Find out by which factor the script multiplied gradients itself."""
-        self._by_hand[id(optimizer)] = self._changes_by_hand(optimizer)
-        self._edited[id(optimizer)] = self._is_edited(optimizer)
+        self._changes[id(optimizer)] = {
+            "by_hand": self._changes_by_hand(optimizer) or None,
+            "edited": self._is_edited(optimizer),
+        }
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
@@ -120,8 +121,7 @@ class ClippingObserver(WrappingObserver):
         return {
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
-            "by_hand": self._by_hand.pop(id(optimizer), None) or None,
-            "edited": self._edited.pop(id(optimizer), False),
+            **self._changes.pop(id(optimizer), {"by_hand": None, "edited": False}),
             "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
         }
 
