@@ -15,9 +15,9 @@ browser, root, CUDA) skip it themselves or do not start; the table says so.
 
 reports/nightly.md has the commit, the machine, and the outcome, figures and minutes of each piece. It is written anew
 after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
-night. Logs are in reports/nightly/. What passed stays passed at a later commit if that changed nothing that the piece
-reads (ci/nightly_lane/reach.py). Results with changes that are not committed count for no commit. Three hours on two
-cores; the programs have longer runs (docs/nightly-programs.md).
+night. Logs are in reports/nightly/. What passed stays passed at a later commit if that changed no file that the piece
+has opened (ci/nightly_lane/reach.py). Results with changes that are not committed count for no commit. Five hours on
+two cores; the programs have longer runs (docs/nightly-programs.md).
 Exit codes: 0 every chosen piece passed or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, and some
 are due: use --resume; 130 interrupted.
 """
@@ -37,7 +37,7 @@ from accelerator_lane.machine import ask_torch, describe
 
 from nightly_lane.night import Night
 from nightly_lane.piece import Piece
-from nightly_lane.reach import changed_files
+from nightly_lane.reach import changes_until
 from nightly_lane.stages import pieces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ALL_PASSED
     commit, changed = _commit()
     machine = describe(ask_torch(sys.executable), None)
-    night = Night(every, FOLDER, REPORT, ROOT, commit, machine, changed, changed_files(ROOT, commit))
+    night = Night(every, FOLDER, REPORT, ROOT, commit, machine, changed, changes_until(ROOT, commit))
     return run(night, chosen, options.minutes, resume=options.resume)
 
 
@@ -76,10 +76,10 @@ def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) 
         print("Interrupted. Continue with --resume.")
         return INTERRUPTED
     print(f"page: {night.report}")
-    told = [(piece, results.get(piece.name)) for piece in chosen]
-    if any(result and result.has_failed for _, result in told):
+    told = [results.get(piece.name) for piece in chosen]
+    if any(result and result.has_failed for result in told):
         return SOME_FAILED
-    return ALL_PASSED if all(result and night.holds(piece, result) for piece, result in told) else SOME_ARE_DUE
+    return ALL_PASSED if all(result and night.holds(result) for result in told) else SOME_ARE_DUE
 
 
 def _commit() -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from accelerator_lane.stage import PASSED
 
 from nightly_lane.page import page
 from nightly_lane.piece import Piece, Result, run
-from nightly_lane.reach import reaches
+from nightly_lane.reach import Changes
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Night:
 
     ``folder`` keeps logs, ``report`` is the page, and the state is beside it. ``commit`` is that of the checkout
     ``root``; ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
-    ``files_since`` returns the files that differ from those of an earlier commit, or None where nobody knows.
+    ``changes_since`` returns what has changed since an earlier commit, or None where nobody knows.
     """
 
     pieces: Sequence[Piece]
@@ -32,7 +32,7 @@ class Night:
     commit: str
     machine: Mapping[str, str]
     changed: bool = False
-    files_since: Callable[[str], Sequence[str] | None] = lambda _: None
+    changes_since: Callable[[str], Changes | None] = lambda _: None
     say: Callable[[str], None] = print
 
     @property
@@ -71,14 +71,14 @@ class Night:
     def has_passed(self, piece: Piece, results: Mapping[str, Result]) -> bool:
         """Whether a piece is green at this commit. Nothing is where there are changes that are not committed."""
         result = results.get(piece.name)
-        return result is not None and not self.changed and result.outcome == PASSED and self.holds(piece, result)
+        return result is not None and not self.changed and result.outcome == PASSED and self.holds(result)
 
-    def holds(self, piece: Piece, result: Result) -> bool:
-        """Whether a result is of this commit, or of an earlier one that differs in nothing that the piece reads."""
+    def holds(self, result: Result) -> bool:
+        """Whether a result is of this commit, or of an earlier one that differs in nothing that the piece has read."""
         if self.changed or result.commit == self.commit:
             return result.commit == self.state
-        files = self.files_since(result.commit)
-        return files is not None and not reaches(files, piece)
+        changes = self.changes_since(result.commit)
+        return changes is not None and result.read is not None and not changes.reach(result.read)
 
     def results(self) -> dict[str, Result]:
         """Return what was written down of the pieces that there are; empty where there is nothing."""
@@ -92,7 +92,7 @@ class Night:
     def _write(self, results: Mapping[str, Result]) -> None:
         told = {name: result.to_json() for name, result in results.items()}
         _replace(self.results_file, json.dumps(told, indent=1) + "\n")
-        here = {piece.name for piece in self.pieces if (r := results.get(piece.name)) and self.holds(piece, r)}
+        here = {piece.name for piece in self.pieces if (r := results.get(piece.name)) and self.holds(r)}
         _replace(self.report, page(self.pieces, results, here, self.state, self.machine))
 
 

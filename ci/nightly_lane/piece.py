@@ -12,6 +12,8 @@ from typing import Any
 
 from accelerator_lane.stage import FAILED, PASSED, Stage, run_stage
 
+from nightly_lane.reach import OpenedFiles
+
 LIMIT_S = 3 * 3600.0
 """Seconds after which a piece hangs, however busy the machine is."""
 
@@ -54,7 +56,7 @@ class Result:
     """What became of a piece.
 
     ``counts`` are those of pytest's closing line, by outcome, and ``in_all`` is what a program of ``ci/`` says in its
-    last line. ``said`` names what failed.
+    last line. ``said`` names what failed. ``read`` are the files of the checkout that it opened, None if not known.
     """
 
     outcome: str
@@ -63,6 +65,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     in_all: str = ""
+    read: list[str] | None = None
 
     @property
     def figures(self) -> str:
@@ -86,14 +89,16 @@ def run(piece: Piece, folder: Path, root: Path, commit: str, limit_s: float = LI
     log = folder / f"{piece.file}.log"
     log.unlink(missing_ok=True)
     stage = Stage(piece.name, "", tuple(piece.command), limit_s)
+    opened = OpenedFiles(root)
     ran = run_stage(stage, folder / piece.file, log, os.environ, limit_s, cwd=root, proceed=False)
+    read = opened.so_far()
     outcome = ran.outcome
     if outcome == FAILED:
         outcome = NOT_POSSIBLE if ran.exit_code == piece.cannot else f"{FAILED} ({ran.exit_code})"
     text = log.read_text(encoding="utf-8", errors="replace")
     in_all = re.findall(r"(?m)^In all: (.*)$", text)
     said = [] if outcome == PASSED else failures_in(text)
-    return Result(outcome, commit, ran.seconds, ran.counts, said, in_all[-1] if in_all else "")
+    return Result(outcome, commit, ran.seconds, ran.counts, said, in_all[-1] if in_all else "", read)
 
 
 def failures_in(text: str) -> list[str]:

@@ -1,68 +1,108 @@
-"""Which pieces a change can touch: what passed before a change of files that it does not read stays passed."""
+"""Which pieces a change can touch: what a piece has not opened, as the kernel saw it, cannot change its outcome."""
 
 from __future__ import annotations
 
-import re
 import subprocess
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from nightly_lane.piece import Piece
-
-PROGRAMS = {
-    "ci/bench_greetings.py": "greetings",
-    "ci/bench_ranks": "marked-tests",
-    "ci/check_scripts": "check-scripts",
-    "ci/false_alarms.py": "false-alarms",
-    "ci/fuzz/": "fuzz",
-    "ci/history": "history",
-    "ci/joint_campaign.py": "joint-campaign",
-    "ci/judge_hunt": "judge-hunt",
-    "ci/launchers.py": "launchers",
-    "ci/nightly_lane/": "",
-    "ci/random_trainings.py": "joint-campaign",
-    "ci/scripts_by_others": "scripts-by-others",
-    "ci/teardowns": "teardowns",
-    "tests/nightly.txt": "",
-}
-"""How the names of files begin that one stage alone reads, apart from the project's own tests of them; its name."""
-
-TESTS_OF_PROGRAMS = ("tests: ci", "tests: docs", "tests: launch", "tests: test_house.py")
-"""The pieces that read the programs of ``ci/``."""
-
-OTHER_READERS = {"tests/check/test_deepspeed.py": "deepspeed", "tests/wheel/test_same_names.py": "gate"}
-"""Files of tests that another stage runs too; its name."""
+PACKAGE = "__init__.py"
 
 
-def reaches(files: Iterable[str], piece: Piece) -> bool:
-    """Whether a change of any of these files, named from the root of the checkout, can touch the piece.
+@dataclass(frozen=True)
+class Changes:
+    """The files that differ between two commits, named from the root of the checkout; ``new`` are those added."""
 
-    A test module is read by its own piece and by the tests of the code's structure; a program of ``PROGRAMS`` by its
-    stage and by the tests of ``ci/``. ``reports/`` is read by no piece. Every other file counts for every piece.
-    """
-    return any(_reads(piece, file) for file in files)
+    files: Sequence[str]
+    new: Sequence[str] = ()
+
+    def reach(self, read: Iterable[str]) -> bool:
+        """Whether a piece that opened the files ``read`` can have another outcome now.
+
+        Of a package every module counts, because a process may import this one today and another one tomorrow. A new
+        file counts for whoever opened one beside it, because it can be found there. ``reports/`` counts for nobody.
+        """
+        opened = set(read)
+        packages = _packages(opened)
+        folders = {_folder(file) for file in opened}
+        return any(
+            file in opened or _folder(file) in packages or (file in self.new and _folder(file) in folders)
+            for file in self.files
+            if not file.startswith("reports/")
+        )
 
 
-def _reads(piece: Piece, file: str) -> bool:
-    if file.startswith("reports/"):
-        return False
-    if module := re.fullmatch(r"tests/(\w+)/(?:.*/)?test_\w+\.py", file):
-        readers = {f"tests: {module[1]}", "tests: test_house.py", OTHER_READERS.get(file)}
-        return bool(readers & {piece.name, piece.stage})
-    for start, stage in PROGRAMS.items():
-        if file.startswith(start):
-            return piece.stage == stage or piece.name in TESTS_OF_PROGRAMS
-    return True
-
-
-def changed_files(root: Path, commit: str) -> Callable[[str], list[str] | None]:
-    """Return what tells which files differ between an earlier commit and ``commit``; None where git cannot tell."""
+def changes_until(root: Path, commit: str) -> Callable[[str], Changes | None]:
+    """Return what tells the changes between an earlier commit and ``commit``; None where git cannot tell."""
 
     @cache
-    def between(earlier: str) -> list[str] | None:
-        command = ["git", "diff", "--name-only", "--no-renames", "-z", earlier, commit, "--"]
-        told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        return [name for name in told.stdout.split("\0") if name] if told.returncode == 0 else None
+    def since(earlier: str) -> Changes | None:
+        names = []
+        for options in ((), ("--diff-filter=A",)):
+            command = ("git", "diff", "--name-only", "--no-renames", "-z", *options, earlier, commit, "--")
+            told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+            if told.returncode != 0:
+                return None
+            names.append([name for name in told.stdout.split("\0") if name])
+        return Changes(*names)
 
-    return between
+    return since
+
+
+class OpenedFiles:
+    """Sees which files of a checkout any process opens from now on. It needs Linux and ``inotify_simple``.
+
+    A module counts as opened where its bytecode is. The kernel tells each file once, so that however many processes a
+    piece starts, watching it costs nothing.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._files: dict[int, str] | None = None
+        tracked = subprocess.run(("git", "ls-files", "-z"), cwd=root, capture_output=True, text=True, check=False)
+        try:
+            from inotify_simple import INotify, flags
+
+            self._kernel = INotify()
+            watched = flags.OPEN | flags.ONESHOT
+            self._files = {
+                self._kernel.add_watch(path, watched): file
+                for file in tracked.stdout.split("\0")
+                if (root / file).is_file()
+                for path in (root / file, *_bytecode(root / file))
+            }
+        except (ImportError, OSError):  # another system, or its limit of watches
+            return
+
+    def so_far(self) -> list[str] | None:
+        """Return the files that were opened, and watch no longer; None where that is not known.
+
+        Of a package only ``__init__.py`` is named: its other modules count anyway.
+        """
+        if not self._files:
+            return None
+        from inotify_simple import flags
+
+        with self._kernel:
+            events = self._kernel.read(timeout=0)
+        if any(event.mask & flags.Q_OVERFLOW for event in events):
+            return None
+        opened = {self._files[event.wd] for event in events if event.mask & flags.OPEN}
+        packages = _packages(opened)
+        return sorted(file for file in opened if _folder(file) not in packages or PurePosixPath(file).name == PACKAGE)
+
+
+def _bytecode(file: Path) -> Iterable[Path]:
+    if file.suffix != ".py":
+        return ()
+    return (file.parent / "__pycache__").glob(f"{file.stem}.{sys.implementation.cache_tag}*.pyc")
+
+
+def _packages(files: Iterable[str]) -> set[str]:
+    return {_folder(file) for file in files if PurePosixPath(file).name == PACKAGE}
+
+
+def _folder(file: str) -> str:
+    return str(PurePosixPath(file).parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -134,54 +135,70 @@ def test_what_passed_at_another_commit_runs_again_and_so_does_all_without_resume
     assert (tmp_path / "one.times").read_text().count("x") == 3
 
 
+READ = ["ci/gate.py", "tests/judge/test_margin.py", "harness/plumbline/judge/__init__.py"]
+
+
 @pytest.mark.parametrize(
     ("file", "due"),
     [
-        ("reports/nightly.md", set()),
-        ("tests/judge/test_margin.py", {"tests: judge", "tests: test_house.py"}),
-        ("tests/judge/parts/test_margin.py", {"tests: judge", "tests: test_house.py"}),
-        ("tests/check/test_deepspeed.py", {"tests: check", "deepspeed", "tests: test_house.py"}),
-        ("ci/history/pairs.csv", {"history", "tests: ci", "tests: test_house.py"}),
-        ("ci/nightly_lane/night.py", {"tests: ci", "tests: test_house.py"}),
+        ("ci/gate.py", True),
+        ("ci/history.py", False),
+        ("reports/nightly.md", False),
+        ("harness/plumbline/judge/opened_next_time.py", True),
+        ("harness/plumbline/judge/checks/margin.py", False),
+        ("tests/judge/test_other.py", False),
     ],
 )
-def test_a_piece_that_passed_is_due_again_where_a_file_that_it_reads_has_changed(night, piece, file, due):
-    names = ("tests: judge", "tests: check", "tests: ci", "tests: test_house.py", "history", "deepspeed", "main")
-    pieces = [piece(name) for name in names]
-    run(night(*pieces))
-    later = night(*pieces, commit="def5678", files_since=lambda _: [file])
-    ran = later.run(pieces, 60.0, resume=True)
-    assert {name for name, result in ran.items() if result.commit == "def5678"} == due
-    assert "7 of 7 pieces ran at this commit, or at one that differs in nothing" in later.report.read_text()
+def test_a_piece_that_passed_is_due_again_where_a_file_that_it_reads_has_changed(lane, night, piece, file, due):
+    one = piece("one")
+    before = night(one)
+    passed = lane.piece.Result("passed", "abc1234", read=READ)
+    before.results_file.write_text(json.dumps({"one": passed.to_json()}))
+    later = night(one, commit="def5678", changes_since=lambda _: lane.reach.Changes([file]))
+    assert later.run([one], 60.0, resume=True)["one"].commit == ("def5678" if due else "abc1234")
+    assert "1 of 1 pieces ran at this commit, or at one that differs in nothing" in later.report.read_text()
 
 
-@pytest.mark.parametrize(
-    "file", ["harness/plumbline/core/cell.py", "tests/conftest.py", "pyproject.toml", "ci/released.py"]
-)
-def test_a_file_that_nobody_owns_makes_every_piece_due(lane, file):
-    assert all(lane.reach.reaches([file], piece) for piece in lane.stages.pieces(ROOT, 2))
+def test_a_new_file_counts_for_whoever_read_one_beside_it(lane):
+    def reach(file):
+        return lane.reach.Changes([file], new=[file]).reach(READ)
+
+    assert reach("tests/judge/test_new.py")
+    assert reach("ci/new.py")
+    assert not reach("tests/check/test_new.py")
 
 
-def test_the_stages_and_files_that_own_others_are_there(lane):
-    pieces = lane.stages.pieces(ROOT, 2)
-    stages, names = {piece.stage for piece in pieces}, {piece.name for piece in pieces}
-    assert {stage for stage in lane.reach.PROGRAMS.values() if stage} <= stages
-    assert set(lane.reach.OTHER_READERS.values()) <= stages
-    assert set(lane.reach.TESTS_OF_PROGRAMS) <= names
-    assert all((ROOT / file).exists() for file in lane.reach.OTHER_READERS)
-    assert all(list(ROOT.glob(f"{start}*")) for start in lane.reach.PROGRAMS)
+def test_what_passed_without_anybody_seeing_what_it_reads_is_due_after_any_change(lane, night, piece):
+    one = piece("one")
+    told = night(one, commit="def5678", changes_since=lambda _: lane.reach.Changes(["README.md"]))
+    assert not told.holds(lane.piece.Result("passed", "abc1234", read=None))
 
 
-def test_tests_of_other_places_do_not_read_the_programs_of_a_stage(lane):
-    """Else a change of the program would leave their pieces passed."""
-    names = [Path(start).stem for start, stage in lane.reach.PROGRAMS.items() if stage]
-    named = re.compile(rf"\b(?:{'|'.join(names)})\.py\b|\bci/(?:{'|'.join(names)})\b")
-    readers = {
-        f"tests: {file.relative_to(ROOT / 'tests').parts[0]}"
-        for file in (ROOT / "tests").rglob("*.py")
-        if named.search(file.read_text(encoding="utf-8"))
-    }
-    assert readers <= set(lane.reach.TESTS_OF_PROGRAMS)
+@pytest.fixture
+def checkout(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    for file in ("kept/__init__.py", "kept/used.py", "alone.py", "read.txt", "unread.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    return tmp_path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is opened")
+@pytest.mark.parametrize("times", [1, 2], ids=["sources", "bytecode"])
+def test_the_files_that_a_piece_and_its_children_open_are_seen(lane, checkout, times, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    script = f"cat read.txt; {sys.executable} -c 'import kept.used, alone'"
+    one = lane.piece.Piece("one", ("sh", "-c", script))
+    for _ in range(times):
+        told = lane.piece.run(one, checkout, checkout, "abc1234")
+    assert told.outcome == "passed"
+    assert told.read == ["alone.py", "kept/__init__.py", "read.txt"]
 
 
 def test_which_files_have_changed_is_told_by_git(lane, tmp_path):
@@ -194,9 +211,11 @@ def test_which_files_have_changed_is_told_by_git(lane, tmp_path):
         (tmp_path / name).write_text("x")
         git("add", "-A")
         git("commit", "-qm", name)
-    changed = lane.reach.changed_files(tmp_path, "HEAD")
-    assert changed("HEAD~1") == ["two.py"]
-    assert changed("no-such-commit") is None
+    (tmp_path / "one.py").write_text("y")
+    git("commit", "-qam", "one.py again")
+    since = lane.reach.changes_until(tmp_path, "HEAD")
+    assert since("HEAD~2") == lane.reach.Changes(["one.py", "two.py"], new=["two.py"])
+    assert since("no-such-commit") is None
 
 
 def test_another_machine_continues_a_night_from_what_was_committed(lane, night, piece, tmp_path):
