@@ -127,13 +127,13 @@ class Megatron(nn.Module):
         return Copied.apply(result) if MISTAKE.startswith("last-counted") else result
 
 
-def once(model: nn.Module) -> nn.Module:
-    """Return a model that refuses on rank 1 to see a batch again, before it communicates."""
+def once(model: nn.Module, first: int = 1) -> nn.Module:
+    """Return a model that refuses to see a batch again, before it communicates, on all ranks from ``first`` on."""
     forward = model.forward
 
     def refusing(values: Tensor) -> Any:
         total = float(values.double().sum())
-        if dist.get_rank() == 1 and any(abs(total - one) < 1e-6 for one in SEEN):
+        if dist.get_rank() >= first and any(abs(total - one) < 1e-6 for one in SEEN):
             raise ValueError("this batch was seen before")
         SEEN.append(total)
         return forward(values)
@@ -326,6 +326,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "megatron": (Megatron, _nothing, 0),
     "once-megatron": (lambda: once(Megatron()), _nothing, 0),
     "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),
+    "once-replicated": (lambda: DistributedDataParallel(once(nn.Linear(WIDTH, 4), first=0)), _nothing, 1),
     "deep": (Deep, _nothing, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),

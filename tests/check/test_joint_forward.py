@@ -120,3 +120,10 @@ def test_a_forward_that_fails_on_one_rank_when_it_is_run_again_does_not_end_the_
     reasons = [one.why for one in training.coverage.gradients.left_out] + [one.message for one in training.findings]
     assert any("rank 1: " in one and "this batch was seen before" in one for one in reasons)
     assert check(scene).values == check(scene.removeprefix("once-")).values
+
+
+def test_a_forward_that_needs_no_other_rank_is_judged_by_its_own_backward_pass_where_it_cannot_run_again() -> None:
+    training = checked("once-replicated")
+    assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+    assert not training.coverage.gradients.left_out
+    assert any("this batch was seen before" in one.why for one in training.coverage.replays.left_out)

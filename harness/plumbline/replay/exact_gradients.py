@@ -46,16 +46,14 @@ class ExactPass:
 
     ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
     parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
-    precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks.
-    ``failure`` says which call failed when it was run again, "" if none did: whether it communicates is not known.
-    ``beside`` has the parameters that the loss depends on in another way than through the outputs of calls.
+    precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks. ``beside``
+    has the parameters that the loss depends on in another way than through the outputs of calls.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     communicates: bool = False
-    failure: str = ""
     beside: set[Tensor] = field(default_factory=set)
 
 
@@ -155,10 +153,10 @@ class _Step:
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
+            # A replay can fail, on this rank alone, before it comes to what the others wait for.
+            failed_before = isinstance(error, FailedReplayError) and any(call.collectives.values())
             for number in call.cotangents:
-                self._passes[number].communicates |= isinstance(error, NeedsAllRanksError)
-                if isinstance(error, FailedReplayError):
-                    self._passes[number].failure = str(error)
+                self._passes[number].communicates |= failed_before or isinstance(error, NeedsAllRanksError)
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
     def _exactly(self, call: TrackedCall) -> Replayed:

@@ -188,7 +188,6 @@ class TrainingPasses:
                 passes,
                 beside,
                 communicates=any(one.communicates for one in exact.values()),
-                failure=next((one.failure for one in exact.values() if one.failure), ""),
             )
 
 

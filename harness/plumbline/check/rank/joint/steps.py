@@ -78,12 +78,10 @@ class JointSteps(Observer):
         beside: Iterable[Tensor] = (),
         *,
         communicates: bool,
-        failure: str = "",
     ) -> None:
         """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does.
 
-        ``failure``: why this rank alone could not find out whether it does. ``beside``: the parameters that the loss
-        depends on in another way than through the outputs of calls.
+        ``beside``: the parameters that the loss depends on in another way than through the outputs of calls.
         """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
@@ -99,9 +97,6 @@ class JointSteps(Observer):
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names)
-        elif failure and _are_several_ranks():
-            self._comparison.leave(failure)  # other ranks may have come further, and wait for this one
-            self._found = {"why": self._comparison.obstacle}
         elif _are_several_ranks():
             self._compare_functions()
 
