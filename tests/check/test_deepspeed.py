@@ -18,6 +18,7 @@ from plumbline.ranks.run import run_on_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+get_accelerator = deepspeed.accelerator.get_accelerator
 
 STEPS, SIZE = 3, 8
 
@@ -33,12 +34,14 @@ def model():
 class Training:
     """A right training; its methods are the places for mistakes."""
 
-    def __init__(self, zero, micro_batches=1, clip=0.0, bf16=False, groups=False, **settings):
+    def __init__(self, zero, micro_batches=1, clip=0.0, bf16=False, fp16=False, groups=False, **settings):
         # On a CPU the first process would compile a kernel.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.init_distributed("gloo")
-        self.micro_batches, self.dtype = micro_batches, torch.bfloat16 if bf16 else torch.float32
+        type(get_accelerator()).is_fp16_supported = lambda self: True  # float16 is only slow on a CPU
+        self.micro_batches = micro_batches
+        self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
         self.model = model()
         parameters = list(self.model.parameters())
         if groups:
@@ -53,6 +56,7 @@ class Training:
                 "gradient_clipping": clip,
                 "zero_optimization": zero,
                 "bf16": {"enabled": bf16},
+                "fp16": {"enabled": fp16, "initial_scale_power": 12},
                 "steps_per_print": 10**9,
                 **settings,
             },
@@ -174,6 +178,8 @@ WRONG = {
     "summed, stage 3": ("summed-over-ranks", Summed, SHARDED, {}),
     "stale run, stage 2": ("one-step-late", StaleRun, {"stage": 2}, {}),
     "stale run, stage 3": ("one-step-late", StaleRun, SHARDED, {}),
+    "loss not scaled, stage 0 in float16": ("loss-not-scaled", Training, {"stage": 0}, {"fp16": True}),
+    "not reduced, stage 2 in float16": ("not-synchronised", NotReduced, {"stage": 2}, {"fp16": True}),
     "own norm, stage 2": ("clipped-shard-by-shard", OwnNorm, {"stage": 2}, {"clip": 0.05}),
 }
 
@@ -191,6 +197,9 @@ RIGHT = {
     "stage 3": (SHARDED, {"micro_batches": 2, "clip": 0.05}),
     "stage 3, not released": ({"stage": 3}, {"groups": True}),
     "stage 3 in bfloat16": (SHARDED, {"bf16": True}),
+    "stage 1 in float16": ({"stage": 1}, {"fp16": True, "clip": 0.05}),
+    "stage 2 in float16": ({"stage": 2}, {"fp16": True, "micro_batches": 2}),
+    "stage 3 in float16": (SHARDED, {"fp16": True, "clip": 10.0}),
 }  # fmt: skip
 
 

@@ -98,8 +98,8 @@ KINDS = {"whole": Whole, "flat": Flat, "sharded": Sharded, "backwards": Backward
 class Training:
     """A right training; its methods are the places for mistakes."""
 
-    def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, make=model):
-        self.micro_batches, self.limit = micro_batches, limit
+    def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, make=model, scale=1.0):
+        self.micro_batches, self.limit, self.scale = micro_batches, limit, scale
         self.model = make(dtype)
         self.copies = kind(self.model)
         self.optimizer = torch.optim.AdamW(self.copies.masters, lr=1e-2)
@@ -113,7 +113,7 @@ class Training:
             for number in range(self.micro_batches):
                 loss = self.loss()
                 self.model.zero_grad()
-                loss.backward()
+                (loss * self.scale).backward()
                 self.add(sums, number)
                 losses.append(loss.item())
             with torch.no_grad():
@@ -133,7 +133,7 @@ class Training:
 
     def averaged(self, gradient):
         dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
+        return gradient / dist.get_world_size() / self.scale
 
     def norm(self):
         square = sum(one.grad.square().sum() for one in self.copies.masters)
@@ -161,7 +161,22 @@ class DividedTwice(Training):
 
 class NotReduced(Training):
     def averaged(self, gradient):
-        return gradient
+        return gradient / self.scale
+
+
+class OwnLoss(Training):
+    """A scaled loss that no function of torch computes."""
+
+    def loss(self):
+        inputs = torch.randn(SIZE, 6)
+        return (self.model(inputs).exp().sum(1).log() - self.model(inputs)[:, 0]).mean()
+
+
+class NotScaled(Training):
+    """The loss is not multiplied by the scale by which gradients are divided: DeepSpeed without ZeRO, #8393."""
+
+    def averaged(self, gradient):
+        return super().averaged(gradient) / 4096
 
 
 class StaleLoad(Training):
@@ -212,6 +227,13 @@ WRONG = {
     "clipped-shard-by-shard": (OwnNorm, {"limit": 0.05}),
     "last-micro-batches-missing": (LastMicroBatchMissing, {"micro_batches": 3}),
     "rounded-to-16-bits": (In16Bits, {"micro_batches": 3}),
+    "loss-not-scaled": (NotScaled, {}),
+}
+
+WRONG_OF_A_SCALED_LOSS = {
+    "divided-twice": (DividedTwice, {"micro_batches": 3, "scale": 1024.0}),
+    "not-synchronised": (NotReduced, {"scale": 1024.0}),
+    "clipped-shard-by-shard": (OwnNorm, {"limit": 0.05, "scale": 1024.0}),
 }
 
 
@@ -231,6 +253,8 @@ def judged(plumbline):
 RIGHT = {
     "a bfloat16 model": {"dtype": torch.bfloat16},
     "accumulation and clipping": {"micro_batches": 2, "limit": 0.05},
+    "a scaled loss": {"dtype": torch.float16, "scale": 1024.0},
+    "a scaled loss and clipping": {"micro_batches": 2, "limit": 0.05, "scale": 1000.0},
 }
 
 
@@ -254,6 +278,21 @@ def test_a_mistake_on_the_way_to_the_copies_is_named(judged, cause, kind, option
     training = judged(kind, **options)
     assert answer_of(training) is Answer.WRONG
     assert cause.replace("-", " ") in sentence_on(training)
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "options"),
+    [(name, *what) for name, what in WRONG_OF_A_SCALED_LOSS.items()],
+    ids=WRONG_OF_A_SCALED_LOSS,
+)
+def test_a_mistake_is_named_beside_a_scaler_of_the_trainer_s_own(judged, cause, kind, options):
+    assert cause.replace("-", " ") in sentence_on(judged(kind, **options))
+
+
+def test_a_scale_in_a_loss_that_is_not_followed_is_not_judged(judged):
+    training = judged(OwnLoss, scale=1024.0)
+    assert answer_of(training) is Answer.NOT_JUDGED
+    assert "receive 1/1024 of the gradient, as with a loss scale of 1024" in sentence_on(training)
 
 
 @pytest.mark.nightly

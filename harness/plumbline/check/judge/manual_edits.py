@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
+from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
@@ -69,6 +70,20 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if hooks and is_unexplained(finding):
         why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
+    if is_unexplained(finding) and (found := division(training)):
+        scale = f"{found.divisor:.6g}"
+        if found.weight is not None and abs(found.weight - 1) <= NEAR:
+            hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
+            observed = f"they are divided by a loss scale of {scale}, by which the loss was not multiplied"
+            message = f"{finding.message}; {observed}: {hint}"
+            return replace(finding, message=message, hint=hint, cause="loss-not-scaled", family="amp")
+        if found.weight is None:
+            why = (
+                f"at every step the master weights receive 1/{scale} of the gradient, as with a loss scale of {scale}. "
+                "It is not known whether the loss was multiplied by it: only the loss functions of torch.nn.functional "
+                "are followed"
+            )
+            return not_judged(check, why, step)
     if is_unexplained(finding) and any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
         why = (
             "the gradients of the master weights differ from the right ones by one factor, as after clipping; record "

@@ -20,6 +20,7 @@ from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.likely_mistakes import judge_lost_ties, judge_rounded_updates, judge_unused_losses
+from plumbline.check.judge.loss_scales import with_own_loss_scales
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
@@ -79,7 +80,8 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
     It raises ``TraceError`` if evidence cannot be read.
     """
-    return [_judged(without_discarded_passes(one), folder) for one in read_trainings(folder)]
+    known = (with_own_loss_scales(without_discarded_passes(one)) for one in read_trainings(folder))
+    return [_judged(one, folder) for one in known]
 
 
 def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[CheckedTraining]:

@@ -85,11 +85,18 @@ class StepObjective:
 def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
     """Yield the objective of each step that these ranks took together, where each pass has one loss call."""
     for steps in steps_together(ranks):
-        shares = [_shares(step) for step in steps]
-        if all(shares):
-            made = tuple(tuple(own) for own in shares if own is not None)
-            differ = all(have_own_batches(step) for step in steps)
-            yield StepObjective(made, differ, factor_of(steps), _gap(steps, made))
+        if made := objective_of(steps):
+            yield made
+
+
+def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
+    """Return the objective of one step of all ranks; None where a pass has no loss call, or several."""
+    shares = [_shares(step) for step in steps]
+    if not all(shares):
+        return None
+    made = tuple(tuple(own) for own in shares if own is not None)
+    differ = all(have_own_batches(step) for step in steps)
+    return StepObjective(made, differ, factor_of(steps), _gap(steps, made))
 
 
 def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
@@ -111,6 +118,14 @@ def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]
 
 def factor_of(steps: Sequence[RecordedStep]) -> float:
     """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
+    factor = multiple_of(steps)
+    if abs(factor - 1) > NEAR and steps[0].facts.get("masters", {}).get("limit"):
+        return math.nan  # what clipped it is no call of a function
+    return factor
+
+
+def multiple_of(steps: Sequence[RecordedStep]) -> float:
+    """Return which multiple of the mean over ranks of the local gradients optimizers received; NaN if it is none."""
     first = steps[0]
     if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
         return math.nan  # shards of unequal sizes
@@ -123,10 +138,7 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     factor = product / float(mean @ mean)
     # A factor other than 1 is told only where it explains most of how far the two are apart.
     unexplained = float((received - factor * mean).norm())
-    is_one = abs(factor - 1) <= NEAR
-    if not is_one and first.facts.get("masters", {}).get("limit"):
-        return math.nan  # what clipped it is no call of a function
-    return factor if is_one or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
+    return factor if abs(factor - 1) <= NEAR or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
 
 
 def received_by(steps: Sequence[RecordedStep]) -> Tensor:

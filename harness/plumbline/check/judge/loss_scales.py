@@ -1,0 +1,73 @@
+"""Loss scales of trainers that have a scaler of their own: DeepSpeed's, Apex's and Megatron's step master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.step_objective import NEAR, StepObjective, equals, multiple_of, objective_of, steps_together
+
+LEAST = 256
+"""A power of two from which the weight of losses is taken for a loss scale. Chosen: smaller ones may be numbers of
+micro-batches or ranks."""
+
+
+def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
+    """Return a training whose backward passes have the scale by which a trainer's own scaler multiplied their losses.
+
+    Losses that count 4096-fold in all have a scale of 4096 where master weights receive a 4096th of their gradient. A
+    gradient that is wrong or clipped is another part of it; a large power of two is a scale all the same.
+    """
+    scales: dict[tuple[int, int], float] = {}
+    for steps in steps_together(training.ranks):
+        objective = _own_objective(steps)
+        if objective is not None and objective.of_losses > 1 + NEAR:
+            weight = objective.of_losses
+            if abs(weight * multiple_of(steps) - 1) <= NEAR or _is_large_power_of_two(weight):
+                scales[steps[0].optimizer, steps[0].number] = weight
+    if not scales:
+        return training
+    ranks = (replace(one, steps=tuple(_scaled(one.steps, scales))) for one in training.ranks)
+    return replace(training, ranks=tuple(ranks))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Master weights receive their gradients divided by one number at every step, of which clipping would not make one.
+
+    ``weight`` is what the losses of a step count in all; None where a pass has no loss function of torch, or several.
+    """
+
+    divisor: float
+    weight: float | None
+
+
+def division(training: RecordedTraining) -> Division | None:
+    """Return by what the gradients of all master weights are divided, None without one number above 1."""
+    together = [steps for steps in steps_together(training.ranks) if steps[0].is_in_pieces]
+    multiples = [multiple_of(steps) for steps in together]
+    if len(multiples) < 2 or not all(0 < one < 1 / (1 + NEAR) for one in multiples):
+        return None
+    if max(multiples) - min(multiples) > NEAR * min(multiples):
+        return None
+    weights = {objective.of_losses if (objective := _own_objective(steps)) else None for steps in together}
+    return Division(1 / multiples[0], weights.pop() if len(weights) == 1 else None)
+
+
+def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
+    """Return the objective of a step of master weights, None where it is not known or torch's scaler is in it."""
+    if not all(step.is_in_pieces and all(one.scale == 1 for one in step.passes) for step in steps):
+        return None
+    return objective_of(steps)
+
+
+def _is_large_power_of_two(weight: float) -> bool:
+    return weight >= LEAST * (1 - NEAR) and equals(weight, 2.0 ** round(math.log2(weight)))
+
+
+def _scaled(steps: Sequence[RecordedStep], scales: dict[tuple[int, int], float]) -> Iterator[RecordedStep]:
+    for step in steps:
+        scale = scales.get((step.optimizer, step.number), 1.0)
+        yield replace(step, passes=tuple(replace(one, scale=one.scale * scale) for one in step.passes))
