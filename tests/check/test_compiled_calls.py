@@ -94,6 +94,41 @@ def step_gradients_are_exact(recorded: Recording, model: nn.Module) -> None:
     assert_exact(recorded, model)
 
 
+class Noisy(Block):
+    """Draws without dropout, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x) * torch.rand(len(x), 1, dtype=x.dtype)
+
+
+def whole() -> nn.Module:
+    return torch.compile(nn.Sequential(Block(), Noisy()))
+
+
+def blocks() -> nn.Module:
+    model = nn.Sequential(Block(), nn.Dropout(0.1), torch.compile(Noisy()))
+    model[0].compile()
+    return model
+
+
+@pytest.mark.parametrize("make", [pytest.param(whole, marks=pytest.mark.nightly), blocks])
+def test_what_compiled_code_draws_is_drawn_again(make: Any) -> None:
+    """Dropout in the code that TorchInductor makes has other masks than without a compiler."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    with recording() as recorded:
+        for _ in range(2):
+            model.zero_grad()
+            before = torch.get_rng_state()
+            recorded.backward(model(torch.randn(4, 8)).pow(2).mean())
+            drawn = torch.get_rng_state()
+            assert not torch.equal(drawn, before)
+            assert_exact(recorded, model)
+            assert torch.equal(torch.get_rng_state(), drawn)
+    torch._dynamo.reset()
+
+
 def test_a_compiled_step_is_left_alone(graphs: Graphs) -> None:
     model = nn.Sequential(Block(), Block())
 
@@ -141,7 +176,7 @@ def test_it_is_known_where_frames_are_compiled_also_by_torch_2_4(
 
 
 @pytest.mark.parametrize("make", [compiled_module, compiled_in_place, compiled_blocks, compiled_forward])
-def test_compiled_code_that_draws_other_numbers_is_named_as_such(make: Any) -> None:
+def test_compiled_code_whose_numbers_cannot_be_drawn_again_is_named_as_such(make: Any) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         def run(*values: Any) -> Any:
             torch.rand(())
@@ -156,5 +191,5 @@ def test_compiled_code_that_draws_other_numbers_is_named_as_such(make: Any) -> N
         gradients, uncovered = recorded.total()
     torch._dynamo.reset()
     assert not gradients
-    assert all("compiled code draws other random numbers" in why for why in uncovered.values())
+    assert all("compiled code draws random numbers in a way" in why for why in uncovered.values())
     assert set(uncovered) == set(model.parameters())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plumbline.replay.compiled_draws import CompiledDraws
 from plumbline.replay.precision import ReplayPrecision
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
@@ -33,7 +34,7 @@ class Draws:
     """The dtypes in which a forward and its backward pass draw random numbers, in their order.
 
     ``dtypes`` is None where they are not known; each draw is then in ``usual``, if that is known. ``default`` is the
-    default dtype of the training.
+    default dtype of the training. ``compiled`` draws in place of the operators where the training runs compiled code.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Draws:
         dtypes: list[torch.dtype] | None,
         usual: torch.dtype | None,
         default: torch.dtype,
+        compiled: CompiledDraws | None = None,
     ) -> None:
+        self._compiled = compiled
         self._precision = precision
         self._dtypes = None if dtypes is None else iter(dtypes)
         self._usual = usual
@@ -52,6 +55,9 @@ class Draws:
         """Run an operator that draws random numbers, and return its result in the precision of the replay."""
         first = leading(args)
         dtype = self._dtype(kwargs.get("dtype"), is_made=first is None)
+        drawn: Any = None if self._compiled is None else self._compiled.draw(name, dtype, args)
+        if drawn is not None:
+            return args[0].copy_(drawn) if name in _IN_PLACE else _all_widened(drawn, self._precision)
         if first is None:
             return widened(func(*args, **{**kwargs, "dtype": dtype}), self._precision)
         if name == _DROPOUT:
@@ -99,6 +105,10 @@ def dtype_of_draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
 def widened(result: Any, precision: ReplayPrecision) -> Any:
     """Return a tensor in the precision of a replay, and everything else as it is."""
     return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
+
+
+def _all_widened(result: Any, precision: ReplayPrecision) -> Any:
+    return tuple(widened(one, precision) for one in result) if isinstance(result, tuple) else widened(result, precision)
 
 
 def _lowered(value: Any, dtype: torch.dtype) -> Any:

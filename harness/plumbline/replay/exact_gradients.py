@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.checkpointing import without_checkpoints
+from plumbline.replay.compiled_draws import CompiledDraws, are_known
 from plumbline.replay.draws import UnknownDrawError
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
@@ -78,6 +79,7 @@ class ExactGradients:
         self._truth = truth
         self._reduce = reduce
         self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+        self._compiled: WeakKeyDictionary[nn.Module, CompiledDraws | None] = WeakKeyDictionary()
 
     def compute(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
         """Return what is known of the backward passes since the last time, by their numbers.
@@ -90,8 +92,9 @@ class ExactGradients:
         with self._calls.paused(), without_checkpoints() if recomputed_otherwise else nullcontext():
             passes: dict[int, ExactPass] = {}
             step = _Step(
-                self._reduce, passes, self._noise, self._truth, self._keeps, recomputed_otherwise=recomputed_otherwise
-            )
+                self._reduce, passes, self._noise, self._compiled, self._truth, self._keeps,
+                recomputed_otherwise=recomputed_otherwise,
+            )  # fmt: skip
             pending = self._calls.pending()
             for call in pending:
                 step.gather(call)
@@ -120,6 +123,7 @@ class _Step:
         reduce: Reduce,
         passes: dict[int, ExactPass],
         noise: WeakKeyDictionary[nn.Module, float],
+        compiled: WeakKeyDictionary[nn.Module, CompiledDraws | None],
         truth: ReplayPrecision,
         keeps: Keeps,
         recomputed_otherwise: bool,
@@ -130,6 +134,7 @@ class _Step:
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
+        self._compiled = compiled
         flat: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact = ParameterCopies(truth, keeps, flat)
         self.native = ParameterCopies(ReplayPrecision.NATIVE, flat=flat)
@@ -180,14 +185,30 @@ class _Step:
                 _add(found, (number, parameter), self._reduce(gradient, parameter))
 
         copies = self.native if native else self.exact
-        replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise)
+        compiled = self._compiled_draws(call)
+        replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise, compiled=compiled)
         for (number, parameter), kept in found.items():
             one = self._passes[number]
             _add(one.native if native else one.gradients, parameter, kept)
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
-        return replay(call, ReplayPrecision.NATIVE, None, self.native, None, forward_draws=self._otherwise)
+        compiled = self._compiled_draws(call)
+        return replay(
+            call, ReplayPrecision.NATIVE, None, self.native, forward_draws=self._otherwise, compiled=compiled
+        )  # fmt: skip
+
+    def _compiled_draws(self, call: TrackedCall) -> CompiledDraws | None:
+        """Return what draws for compiled code; None where its outputs are those of the code without a compiler."""
+        if not call.compiled or not are_known():
+            return None
+        if call.module not in self._compiled:
+            draws = CompiledDraws(call.module)
+            plain, own = (replay(call, ReplayPrecision.NATIVE, None, self.native, compiled=draws) for _ in range(2))
+            apart = agreement.distance(call.outputs, own.outputs)
+            is_nearer = apart < agreement.distance(call.outputs, plain.outputs)
+            self._compiled[call.module] = draws if draws.are_any and is_nearer else None
+        return self._compiled[call.module]
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
         """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""

@@ -12,6 +12,10 @@ from plumbline.replay.nested import tensors_in
 from plumbline.replay.random_state import RandomState
 
 
+class DrawsInBackwardError(Exception):
+    """A backward pass draws random numbers that are not those of a module that it runs again."""
+
+
 class ForwardDraws:
     """Notes the generators' states with which each module runs in the forward, and sets them in the backward pass.
 

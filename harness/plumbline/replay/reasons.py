@@ -7,8 +7,8 @@ COMMUNICATES = "its forward communicates with other ranks"
 NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
 
 COMPILED_DRAWS = (
-    "it is compiled, and compiled code draws other random numbers, for dropout for example, than the same code without "
-    "the compiler; set torch._inductor.config.fallback_random = True to make it draw the same"
+    "it is compiled, and this compiled code draws random numbers in a way that check cannot repeat; set "
+    "torch._inductor.config.fallback_random = True to make it draw as without the compiler"
 )
 
 OUTSIDE = "it is used outside of any recorded call, or by a loss that a module holds and does not return"

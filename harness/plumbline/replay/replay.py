@@ -18,9 +18,10 @@ from plumbline.devices.calls import OutOfMemoryError
 from plumbline.recording.module_calls import Called, ModuleCalls
 from plumbline.replay.autocast_state import autocast
 from plumbline.replay.call import TrackedCall, sample
+from plumbline.replay.compiled_draws import CompiledDraws
 from plumbline.replay.derivatives import Constants, custom_functions
 from plumbline.replay.draws import Draws, UnknownDrawError
-from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.forward_draws import DrawsInBackwardError, ForwardDraws
 from plumbline.replay.function_derivatives import Terms
 from plumbline.replay.module_state import ModuleState
 from plumbline.replay.nested import map_tensors
@@ -28,7 +29,7 @@ from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.random_state import drawn_from
 from plumbline.replay.reasons import COMMUNICATES
-from plumbline.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, Rounding, WideMode
+from plumbline.replay.replay_modes import CommunicatesError, NativeMode, Rounding, WideMode
 from plumbline.replay.tracked_calls import differentiable
 from plumbline.replay.unsharding import is_freed, place_flat, replace_forwards, replace_hooks
 from plumbline.replay.uses import Graph
@@ -73,14 +74,15 @@ def replay(
     drawn: list[torch.dtype] | None = None,
     *,
     forward_draws: bool = False,
+    compiled: CompiledDraws | None = None,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
     Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
     ``copies`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
     training's own precision found them, None where there was none yet. ``forward_draws``: modules that a backward pass
-    runs again draw what they drew in the forward. Module, generators, gradients and everything
-    else are afterwards what they were before.
+    runs again draw what they drew in the forward. ``compiled`` draws in place of operators. Module, generators,
+    gradients and everything else are afterwards what they were before.
 
     Raises:
         CannotReplayError: where the call cannot be run again.
@@ -90,9 +92,14 @@ def replay(
     leaves = copies.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
     chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
-    state, mode = copies.state(call.module), _mode(call, precision, drawn)
+    state, mode = copies.state(call.module), _mode(call, precision, drawn, compiled)
     try:
-        with _conditions(call, precision, mode), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_conditions(call, precision, mode))
+            if forward_draws:
+                stack.enter_context(_repeated_draws(mode))
+            if compiled is not None:
+                stack.enter_context(compiled.followed())
             return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
@@ -336,10 +343,15 @@ def _repeated_draws(mode: NativeMode | WideMode) -> Iterator[None]:
         yield
 
 
-def _mode(call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
+def _mode(
+    call: TrackedCall,
+    precision: ReplayPrecision,
+    drawn: list[torch.dtype] | None,
+    compiled: CompiledDraws | None = None,
+) -> NativeMode | WideMode:
     if precision is ReplayPrecision.NATIVE:
-        return NativeMode()
-    return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
+        return NativeMode(compiled)
+    return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype, compiled))
 
 
 def _usual_draw(call: TrackedCall) -> torch.dtype | None:

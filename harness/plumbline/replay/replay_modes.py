@@ -14,19 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
 from plumbline.replay.collectives import is_collective, reaches_others
+from plumbline.replay.compiled_draws import CompiledDraws
 from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
-from plumbline.replay.forward_draws import ForwardDraws
+from plumbline.replay.forward_draws import DrawsInBackwardError, ForwardDraws
 from plumbline.replay.grouped_products import grouped_mm
 from plumbline.replay.precision import ReplayPrecision
 
 
 class CommunicatesError(Exception):
     """A replay would communicate with other ranks, which may not be replaying the same."""
-
-
-class DrawsInBackwardError(Exception):
-    """A backward pass draws random numbers that are not those of a module that it runs again."""
 
 
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,11 +120,12 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Changes nothing, and notes the dtypes in which random numbers are drawn."""
+    """Changes nothing, and notes the dtypes in which random numbers are drawn, or draws as ``compiled`` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: CompiledDraws | None = None) -> None:
         super().__init__()
         self.drawn: list[torch.dtype] = []
+        self._compiled = compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
@@ -137,7 +135,10 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             if is_drawn(args):
-                self.drawn.append(dtype_of_draw(args, kwargs))
+                self.drawn.append(dtype := dtype_of_draw(args, kwargs))
+                drawn = None if self._compiled is None else self._compiled.draw(_name(func), dtype, args)
+                if drawn is not None:
+                    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
         return self._note_made(func, func(*args, **kwargs))
 
 

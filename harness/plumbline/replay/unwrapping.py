@@ -62,11 +62,15 @@ def add_root(roots: list[nn.Module], module: nn.Module) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile was asked for a module or for a part of it, in any of the ways that torch has."""
-    return any(
-        "_orig_mod" in one._modules
-        or one._compiled_call_impl is not None
-        or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
-        for one in module.modules()
+    return any(map(is_compiled_itself, module.modules()))
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Return whether torch.compile was asked for a module, in any of the ways that torch has."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     )
 
 

@@ -1,0 +1,131 @@
+"""Random numbers as code that TorchInductor makes draws them, for a replay that runs the same code without it.
+
+Compiled code asks the generator for one seed per draw, all of a graph at once where it begins. Each draw makes its
+numbers from its seed and their places, with a generator of its own. So a replay needs to know which draws belong to a
+graph: one graph is assumed for each compiled module, and the outputs of the call show whether that is so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from plumbline.recording.backward_passes import in_backward
+from plumbline.replay.forward_draws import DrawsInBackwardError
+from plumbline.replay.unwrapping import is_compiled_itself
+
+_ALL_SEEDS = (-(2**63), 2**63 - 1)
+
+_UNIFORM = frozenset({"native_dropout", "bernoulli_", "rand", "rand_like"})
+_NORMAL = frozenset({"randn", "randn_like"})
+
+
+class CompiledDraws:
+    """What the graphs of a module draw. The first forward that is followed counts that, and draws as without graphs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = {id(one) for one in module.modules() if is_compiled_itself(one)}
+        self._counts: list[int] | None = None
+        self._begun: list[int] = []
+        self._inside: list[nn.Module] = []
+        self._seeds: Iterator[Tensor] | None = None
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a graph draws anything."""
+        return any(self._counts or ())
+
+    def draw(self, name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Return what a graph draws in place of the operator ``name``; None where no graph draws, or counts only.
+
+        Raises:
+            DrawsInBackwardError: it is not known which of its draws a graph repeats there.
+        """
+        if in_backward():
+            raise DrawsInBackwardError
+        if (self._parts and not self._inside) or name not in _UNIFORM | _NORMAL:
+            return None
+        self._begun[-1] += 1
+        if self._counts is None:
+            return None
+        first = args[0]
+        like = first if isinstance(first, Tensor) else torch.empty(first)
+        numbers = self._numbers(like, "randn" if name in _NORMAL else "rand").to(dtype)
+        if name == "native_dropout":
+            mask = numbers > args[1]
+            return first * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1])), mask
+        # Eager dropout draws what it keeps; compiled dropout keeps what is above the share that it drops.
+        return (numbers > 1 - args[1]).to(dtype) if name == "bernoulli_" else numbers
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow a forward, of which the graphs begin with the modules that were compiled."""
+        self._begun, self._inside = [], []
+        if not self._parts:
+            self._begin()
+        begins = register_module_forward_pre_hook(lambda module, _: self._enter(module))
+        ends = register_module_forward_hook(lambda module, *_: self._leave(module), always_call=True)
+        try:
+            yield
+        finally:
+            begins.remove()
+            ends.remove()
+        if self._counts is None:
+            self._counts = self._begun
+
+    def _numbers(self, like: Tensor, kind: str) -> Tensor:
+        if self._seeds is None and self._counts is not None:
+            count = self._counts[len(self._begun) - 1]
+            seeds = torch.empty(count, dtype=torch.int64, device=like.device)
+            self._seeds = iter(torch.ops.aten.randint.low_out(*_ALL_SEEDS, [count], out=seeds).unbind())
+        seed = next(self._seeds or iter(()), None)
+        if seed is None:
+            raise ValueError("its compiled code draws more random numbers than when it ran first")
+        return _made(seed, like.numel(), kind).view(like.shape)
+
+    def _enter(self, module: nn.Module) -> None:
+        if id(module) in self._parts:
+            if not self._inside:
+                self._begin()
+            self._inside.append(module)
+
+    def _leave(self, module: nn.Module) -> None:
+        if self._inside and self._inside[-1] is module:
+            self._inside.pop()
+
+    def _begin(self) -> None:
+        self._begun.append(0)
+        self._seeds = None
+
+
+def are_known() -> bool:
+    """Return whether compiled code of this process draws in the way of TorchInductor, and replays run without it."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return inductor is not None and not inductor.fallback_random and hasattr(torch.compiler, "set_stance")
+
+
+def _made(seed: Tensor, count: int, kind: str) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("default"):
+            return _compiled()(seed, count, kind)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@cache
+def _compiled() -> Callable[[Tensor, int, str], Tensor]:
+    from torch._inductor import inductor_prims
+
+    def numbers(seed: Tensor, count: int, kind: str) -> Tensor:
+        return inductor_prims.random([count], seed, kind)  # type: ignore[no-any-return]
+
+    return torch.compile(numbers, dynamic=True)
