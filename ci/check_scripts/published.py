@@ -85,8 +85,6 @@ PUBLISHED = (
         also=("model.py", "train.py", "configurator.py"),
         data=("nanogpt",),
         steps=5,
-        accepted=("right", "right in part"),
-        because="compiled code draws its own random numbers: gradients are followed, but not recomputed",
     ),
     Script(
         "nanogpt compiled without dropout",
