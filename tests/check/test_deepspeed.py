@@ -180,6 +180,12 @@ WRONG = {
     "stale run, stage 3": ("one-step-late", StaleRun, SHARDED, {}),
     "loss not scaled, stage 0 in float16": ("loss-not-scaled", Training, {"stage": 0}, {"fp16": True}),
     "not reduced, stage 2 in float16": ("not-synchronised", NotReduced, {"stage": 2}, {"fp16": True}),
+    "clipped before unscaling, stage 2 in autocast": (
+        "clipped-before-unscaling",
+        Training,
+        {"stage": 2},
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "clip": 1.0},
+    ),
     "own norm, stage 2": ("clipped-shard-by-shard", OwnNorm, {"stage": 2}, {"clip": 0.05}),
 }
 

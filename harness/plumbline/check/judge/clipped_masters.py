@@ -107,6 +107,19 @@ def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]
     return [_unclipped(case, factors.get(id(case), 1.0)) for case in cases]
 
 
+def scale_at_clipping(wrong: Sequence[ReceivedGradient]) -> float | None:
+    """Return the loss scale that was still in gradients when their trainer clipped them, None if none was.
+
+    They are as long as the limit once the scale is multiplied back.
+    """
+    for step in master_steps(wrong):
+        scales = {one.scale for case in step.cases for one in case.step.passes}
+        scale = scales.pop() if len(scales) == 1 else 1.0
+        if scale > 1 and step.limit and step.common_factor < 1 and _are_one([step.length * scale, step.limit]):
+            return scale
+    return None
+
+
 def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
     """Return wrong gradients, known up to one factor where they are as long as the limit of their trainer."""
     clipped = {

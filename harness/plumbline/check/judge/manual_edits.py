@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.clipped_masters import master_steps
+from plumbline.check.judge.clipped_masters import master_steps, scale_at_clipping
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -70,13 +70,16 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if hooks and is_unexplained(finding):
         why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
+    if is_unexplained(finding) and (clipped := scale_at_clipping(wrong)):
+        observed = f"they were clipped while they were still multiplied by the loss scale of {clipped:,g}"
+        hint = "divide gradients by the loss scale before clipping them"
+        return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
     if is_unexplained(finding) and (found := division(training)):
         scale = f"{found.divisor:.6g}"
         if found.weight is not None and abs(found.weight - 1) <= NEAR:
-            hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
             observed = f"they are divided by a loss scale of {scale}, by which the loss was not multiplied"
-            message = f"{finding.message}; {observed}: {hint}"
-            return replace(finding, message=message, hint=hint, cause="loss-not-scaled", family="amp")
+            hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
+            return _named(finding, observed, hint, "loss-not-scaled", "amp")
         if found.weight is None:
             why = (
                 f"at every step the master weights receive 1/{scale} of the gradient, as with a loss scale of {scale}. "
@@ -122,6 +125,11 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
+
+
+def _named(finding: Finding, observed: str, hint: str, cause: str, family: str) -> Finding:
+    message = f"{finding.message}; {observed}: {hint}"
+    return replace(finding, message=message, hint=hint, cause=cause, family=family)
 
 
 def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
