@@ -66,6 +66,17 @@ HALF_JUDGED_SCRIPTS = (
         because="the optimizer holds the old parameters, so no weight moves",
         is_wrong=True,
     ),
+    Script(
+        "deepspeed float16 without ZeRO",
+        "deepspeed --num_accelerators 2 --master_port 29616 deepspeed_zero.py",
+        "DeepSpeed in float16 without ZeRO",
+        needs=("deepspeed",),
+        environment={"FLOAT16": "1", "STAGE": "0"},
+        ranks=2,
+        accepted=(WRONG,),
+        because="DeepSpeed divides gradients by a loss scale by which it does not multiply the loss (#8393)",
+        is_wrong=True,
+    ),
     alone(
         "optimizer_of_a_copy",
         "the optimizer's parameters are those of another copy of the model",

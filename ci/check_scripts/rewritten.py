@@ -69,6 +69,14 @@ REWRITTEN_SCRIPTS = (
         ranks=2,
     ),
     Script(
+        "deepspeed-zero float16",
+        "deepspeed --num_accelerators 2 --master_port 29618 deepspeed_zero.py",
+        "DeepSpeed ZeRO 2 in float16, with a loss scaler of its own",
+        needs=("deepspeed",),
+        environment={"FLOAT16": "1"},
+        ranks=2,
+    ),
+    Script(
         "srun-ddp",
         "srun --nodes 2 --ntasks-per-node 1 python srun_ddp.py",
         "DDP started by srun",

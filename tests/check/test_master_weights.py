@@ -292,7 +292,7 @@ def test_a_mistake_is_named_beside_a_scaler_of_the_trainer_s_own(judged, cause, 
 def test_a_scale_in_a_loss_that_is_not_followed_is_not_judged(judged):
     training = judged(OwnLoss, scale=1024.0)
     assert answer_of(training) is Answer.NOT_JUDGED
-    assert "receive 1/1024 of the gradient, as with a loss scale of 1024" in sentence_on(training)
+    assert "receive 1/1,024 of the gradient, as with a loss scale of 1,024" in sentence_on(training)
 
 
 @pytest.mark.nightly

@@ -53,7 +53,7 @@ def division(training: RecordedTraining) -> Division | None:
     if max(multiples) - min(multiples) > NEAR * min(multiples):
         return None
     weights = {objective.of_losses if (objective := _own_objective(steps)) else None for steps in together}
-    return Division(1 / multiples[0], weights.pop() if len(weights) == 1 else None)
+    return Division(_near_power_of_two(1 / multiples[0]), weights.pop() if len(weights) == 1 else None)
 
 
 def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
@@ -64,7 +64,16 @@ def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
 
 
 def _is_large_power_of_two(weight: float) -> bool:
-    return weight >= LEAST * (1 - NEAR) and equals(weight, 2.0 ** round(math.log2(weight)))
+    return weight >= LEAST * (1 - NEAR) and equals(weight, _power_of_two(weight))
+
+
+def _near_power_of_two(number: float) -> float:
+    """Return the power of two that a scale is, known from gradients that were rounded, or the number as it is."""
+    return power if equals(number, power := _power_of_two(number)) else number
+
+
+def _power_of_two(number: float) -> float:
+    return 2.0 ** round(math.log2(number))
 
 
 def _scaled(steps: Sequence[RecordedStep], scales: dict[tuple[int, int], float]) -> Iterator[RecordedStep]:

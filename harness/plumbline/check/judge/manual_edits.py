@@ -75,7 +75,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         hint = "divide gradients by the loss scale before clipping them"
         return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
     if is_unexplained(finding) and (found := division(training)):
-        scale = f"{found.divisor:.6g}"
+        scale = f"{found.divisor:,.6g}"
         if found.weight is not None and abs(found.weight - 1) <= NEAR:
             observed = f"they are divided by a loss scale of {scale}, by which the loss was not multiplied"
             hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
