@@ -42,27 +42,33 @@ class CompiledDraws:
         """Whether a graph draws anything."""
         return any(self._counts or ())
 
-    def draw(self, name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
+    def draw(
+        self, name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return what a graph draws in place of the operator ``name``; None where no graph draws, or counts only.
 
         Raises:
             DrawsInBackwardError: it is not known which of its draws a graph repeats there.
         """
+        if (self._parts and not self._inside) or name not in _UNIFORM | _NORMAL:
+            return None
         if in_backward():
             raise DrawsInBackwardError
-        if (self._parts and not self._inside) or name not in _UNIFORM | _NORMAL:
+        if name == "native_dropout" and args[2:] == (False,):
             return None
         self._begun[-1] += 1
         if self._counts is None:
             return None
         first = args[0]
-        like = first if isinstance(first, Tensor) else torch.empty(first)
+        like = first if isinstance(first, Tensor) else torch.empty(first, device=kwargs.get("device"))
         numbers = self._numbers(like, "randn" if name in _NORMAL else "rand").to(dtype)
         if name == "native_dropout":
             mask = numbers > args[1]
             return first * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1])), mask
-        # Eager dropout draws what it keeps; compiled dropout keeps what is above the share that it drops.
-        return (numbers > 1 - args[1]).to(dtype) if name == "bernoulli_" else numbers
+        if name == "bernoulli_":
+            # Dropout draws so which entries it keeps; compiled, it keeps those above the share that it drops.
+            return (numbers > 1 - (args[1] if len(args) > 1 else 0.5)).to(dtype)
+        return numbers
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Draws:
         """Run an operator that draws random numbers, and return its result in the precision of the replay."""
         first = leading(args)
         dtype = self._dtype(kwargs.get("dtype"), is_made=first is None)
-        drawn: Any = None if self._compiled is None else self._compiled.draw(name, dtype, args)
+        drawn: Any = None if self._compiled is None else self._compiled.draw(name, dtype, args, kwargs)
         if drawn is not None:
             return args[0].copy_(drawn) if name in _IN_PLACE else _all_widened(drawn, self._precision)
         if first is None:

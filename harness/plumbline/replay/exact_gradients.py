@@ -204,10 +204,11 @@ class _Step:
             return None
         if call.module not in self._compiled:
             draws = CompiledDraws(call.module)
-            plain, own = (replay(call, ReplayPrecision.NATIVE, None, self.native, compiled=draws) for _ in range(2))
+            plain = replay(call, ReplayPrecision.NATIVE, None, self.native, compiled=draws)
+            own = replay(call, ReplayPrecision.NATIVE, None, self.native, compiled=draws) if draws.are_any else plain
             apart = agreement.distance(call.outputs, own.outputs)
             is_nearer = apart < agreement.distance(call.outputs, plain.outputs)
-            self._compiled[call.module] = draws if draws.are_any and is_nearer else None
+            self._compiled[call.module] = draws if is_nearer else None
         return self._compiled[call.module]
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:

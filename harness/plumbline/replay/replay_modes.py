@@ -136,7 +136,7 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
             self._before_draw(kwargs)
             if is_drawn(args):
                 self.drawn.append(dtype := dtype_of_draw(args, kwargs))
-                drawn = None if self._compiled is None else self._compiled.draw(_name(func), dtype, args)
+                drawn = None if self._compiled is None else self._compiled.draw(_name(func), dtype, args, kwargs)
                 if drawn is not None:
                     return args[0].copy_(drawn) if func._schema.is_mutable else drawn
         return self._note_made(func, func(*args, **kwargs))

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.step_objective import NEAR, StepObjective, equals, multiple_of, objective_of, steps_together
+from plumbline.check.judge.step_objective import (
+    EXACT,
+    NEAR,
+    StepObjective,
+    equals,
+    multiple_of,
+    objective_of,
+    spread,
+    steps_together,
+)
 
 LEAST = 256
 """A power of two from which the weight of losses is taken for a loss scale. Chosen: smaller ones may be numbers of
@@ -23,10 +32,8 @@ def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
     scales: dict[tuple[int, int], float] = {}
     for steps in steps_together(training.ranks):
         objective = _own_objective(steps)
-        if objective is not None and objective.of_losses > 1 + NEAR:
-            weight = objective.of_losses
-            if abs(weight * multiple_of(steps) - 1) <= NEAR or _is_large_power_of_two(weight):
-                scales[steps[0].optimizer, steps[0].number] = weight
+        if objective is not None and _is_scaled(objective, multiple_of(steps)):
+            scales[steps[0].optimizer, steps[0].number] = objective.of_losses
     if not scales:
         return training
     ranks = (replace(one, steps=tuple(_scaled(one.steps, scales))) for one in training.ranks)
@@ -45,12 +52,16 @@ class Division:
 
 
 def division(training: RecordedTraining) -> Division | None:
-    """Return by what the gradients of all master weights are divided, None without one number above 1."""
+    """Return by what the gradients of all master weights are divided, None without one number above 1.
+
+    Where gradients are equally long at all steps, they may have been clipped.
+    """
     together = [steps for steps in steps_together(training.ranks) if steps[0].is_in_pieces]
     multiples = [multiple_of(steps) for steps in together]
     if len(multiples) < 2 or not all(0 < one < 1 / (1 + NEAR) for one in multiples):
         return None
-    if max(multiples) - min(multiples) > NEAR * min(multiples):
+    lengths = [math.hypot(*(step.norm for step in steps)) for steps in together]
+    if spread(multiples) > 1 + EXACT or spread(lengths) <= 1 + NEAR:
         return None
     weights = {objective.of_losses if (objective := _own_objective(steps)) else None for steps in together}
     return Division(_near_power_of_two(1 / multiples[0]), weights.pop() if len(weights) == 1 else None)
@@ -63,8 +74,13 @@ def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
     return objective_of(steps)
 
 
-def _is_large_power_of_two(weight: float) -> bool:
-    return weight >= LEAST * (1 - NEAR) and equals(weight, _power_of_two(weight))
+def _is_scaled(objective: StepObjective, multiple: float) -> bool:
+    weight = objective.of_losses
+    if weight <= 1 + NEAR or abs(multiple - 1) <= NEAR:
+        return False
+    are_means = all(share.reduction == "mean" for share in objective.shares)
+    is_large_power = are_means and weight >= LEAST * (1 - NEAR) and equals(weight, _power_of_two(weight))
+    return is_large_power or abs(weight * multiple - 1) <= NEAR
 
 
 def _near_power_of_two(number: float) -> float:
