@@ -29,6 +29,9 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
     "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
     "no memory is left to run it again": "check with a smaller batch or model, or pass `--truth float32`",
+    "It is not known whether the loss was multiplied by it": (
+        "compute the loss with one function of `torch.nn.functional`, or set the loss scale to 1 while it is checked"
+    ),
     "the optimizer took no step during the recording": "record later steps with `--after N`",
     "the optimizer took no recorded step": "record more steps with `--steps N`",
     "not in the sample of --sample-parameters": "leave out `--sample-parameters` to have all parameters judged",

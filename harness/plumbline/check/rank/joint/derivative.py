@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
-from plumbline.check.rank.joint.meetings import Meetings
+from plumbline.check.rank.joint.meetings import Meetings, told
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
@@ -171,7 +171,7 @@ class JointDerivative:
         try:
             own: tuple[list[Any], str] = compute(), ""
         except Exception as error:
-            own = [], str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
+            own = [], told(error)
         found = self._exchange.values(own)
         if failed := next((why for _, why in found if why), None):
             raise NoAgreementError(failed)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
+from plumbline.devices.calls import OutOfMemoryError
 from plumbline.recording.sharding import dtensors
 from plumbline.replay.collectives import groups_in, is_collective, members_of_groups
 
@@ -44,7 +45,7 @@ class Meetings:
             with _BeforeCollectives(self):
                 yield
         except Exception as error:
-            self._leave(str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}")
+            self._leave(told(error))
             raise
 
     def leave(self, why: str) -> None:
@@ -71,6 +72,13 @@ class Meetings:
         if group not in self._groups:
             self._groups[group] = Exchange(f"plumbline meeting {self._number} {group}", members, PATIENCE_S)
         return self._groups[group]
+
+
+def told(error: Exception) -> str:
+    """Say to the other ranks why this one failed."""
+    if isinstance(error, OutOfMemoryError):
+        return "no memory is left to run it again"
+    return str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
 
 
 class _BeforeCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
