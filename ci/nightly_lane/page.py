@@ -19,14 +19,14 @@ def page(
 ) -> str:
     """Return the page as Markdown; ``state`` is the commit, and ``here`` names the pieces whose results hold for it."""
     known = {piece.name: results[piece.name] for piece in pieces if piece.name in results}
-    outcomes = Counter(known[piece.name].outcome if piece.name in known else DUE for piece in pieces)
+    outcomes = Counter(known[piece.name].outcome if piece.name in here else DUE for piece in pieces)
     lines = [
         "# Nightly",
         "",
         f"`ci/nightly`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {state}. "
         f"{len(here)} of {len(pieces)} pieces ran at this commit, or at one that differs in nothing that they read: "
         f"{', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}; "
-        f"{sum(result.seconds for result in known.values()) / 60:.0f} minutes.",
+        f"{sum(known[name].seconds for name in here) / 60:.0f} minutes.",
         "",
         "| machine | |",
         "|---|---|",
@@ -34,7 +34,7 @@ def page(
         "",
         "| piece | outcome | figures | minutes | commit |",
         "|---|---|---|--:|---|",
-        *(_row(piece.name, known.get(piece.name)) for piece in pieces),
+        *(_row(piece.name, known.get(piece.name), is_here=piece.name in here) for piece in pieces),
     ]
     for name, result in known.items():
         if result.said:
@@ -45,10 +45,11 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, result: Result | None) -> str:
+def _row(name: str, result: Result | None, *, is_here: bool) -> str:
     if result is None:
         return f"| {name} | {DUE} | – | – | – |"
     outcome = f"**{result.outcome}**" if result.has_failed else result.outcome
+    outcome = outcome if is_here else f"{DUE}, last {outcome}"
     return f"| {name} | {outcome} | {_cell(result.figures) or '–'} | {result.seconds / 60:.1f} | {result.commit} |"
 
 

@@ -159,6 +159,16 @@ def test_a_piece_that_passed_is_due_again_where_a_file_that_it_reads_has_changed
     assert "1 of 1 pieces ran at this commit, or at one that differs in nothing" in later.report.read_text()
 
 
+def test_the_page_says_which_results_are_of_an_earlier_commit(lane, night, piece):
+    one = piece("one")
+    run(night(one))
+    later = night(one, commit="def5678", changes_since=lambda _: lane.reach.Changes(["README.md"]))
+    later.run([one], 0.0, resume=True)
+    page = later.report.read_text()
+    assert "0 of 1 pieces ran at this commit, or at one that differs in nothing that they read: 1 due; 0 min" in page
+    assert "| one | due, last passed |" in page
+
+
 def test_a_new_file_counts_for_whoever_read_one_beside_it(lane):
     def reach(file):
         return lane.reach.Changes([file], new=[file]).reach(READ)
