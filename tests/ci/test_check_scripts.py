@@ -47,10 +47,11 @@ def test_scripts_of_our_own_declare_the_libraries_that_they_import(runner):
             assert imported - sys.stdlib_module_names - {"torch"} <= set(script.needs), name
 
 
-def test_every_script_of_our_own_is_in_the_table_once(runner):
+def test_every_script_of_our_own_is_in_the_table_once_in_each_environment(runner):
     ours = [one for one in runner.SCRIPTS.values() if one.source == "rewritten" and not one.changes]
-    named = [word for one in ours for word in shlex.split(one.command) if word.endswith(".py")]
-    assert sorted(named) == sorted(file.name for file in (FOLDER / "scripts").glob("*.py"))
+    named = [(word, str(one.environment)) for one in ours for word in shlex.split(one.command) if word.endswith(".py")]
+    assert len(named) == len(set(named))
+    assert {word for word, _ in named} == {file.name for file in (FOLDER / "scripts").glob("*.py")}
 
 
 def test_every_change_of_a_script_of_our_own_fits_it_and_leaves_it_python(runner):
