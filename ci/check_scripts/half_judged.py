@@ -207,12 +207,6 @@ HALF_JUDGED_SCRIPTS = (
         accepted=(NOT_JUDGED,),
         because="all gradients are zero, so no mistake could show",
     ),
-    alone(
-        "half_compiled",
-        "half of the model compiled, with dropout",
-        accepted=(RIGHT,),
-        because="what compiled code draws is drawn again",
-    ),
     two(
         "gradients_by_grad",
         "torch.autograd.grad instead of backward",

@@ -70,7 +70,7 @@ REWRITTEN_SCRIPTS = (
     ),
     Script(
         "deepspeed-zero float16",
-        "deepspeed --num_accelerators 2 --master_port 29618 deepspeed_zero.py",
+        "deepspeed --num_accelerators 2 --master_port 29615 deepspeed_zero.py",
         "DeepSpeed ZeRO 2 in float16, with a loss scaler of its own",
         needs=("deepspeed",),
         environment={"FLOAT16": "1"},
@@ -87,6 +87,7 @@ REWRITTEN_SCRIPTS = (
     two("contrastive", "a loss over the features of all ranks"),
     two("experts", "experts over all_to_all, clipping", steps=5),
     two("ulysses", "sequence parallelism by all_to_all, clipping", steps=5),
+    alone("half_compiled", "half of the model compiled, with dropout"),
     alone("gradient_penalty", "double backward"),
     alone("two_heads", "two backward passes, a dict as output"),
     alone(

@@ -51,6 +51,18 @@ def night(lane, tmp_path):
     return make
 
 
+@pytest.fixture
+def git(tmp_path):
+    """Return a function that runs git in the test's folder."""
+
+    def run(*words):
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    run("init", "-q")
+    return run
+
+
 def outcomes(results):
     return {name: result.outcome for name, result in results.items()}
 
@@ -185,15 +197,10 @@ def test_what_passed_without_anybody_seeing_what_it_reads_is_due_after_any_chang
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    def git(*words):
-        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-
+def checkout(git, tmp_path):
     for file in ("kept/__init__.py", "kept/used.py", "alone.py", "read.txt", "unread.txt"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("")
-    git("init", "-q")
     git("add", "-A")
     git("commit", "-qm", "all")
     return tmp_path
@@ -211,12 +218,7 @@ def test_the_files_that_a_piece_and_its_children_open_are_seen(lane, checkout, t
     assert told.read == ["alone.py", "kept/__init__.py", "read.txt"]
 
 
-def test_which_files_have_changed_is_told_by_git(lane, tmp_path):
-    def git(*words):
-        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-
-    git("init", "-q")
+def test_which_files_have_changed_is_told_by_git(lane, git, tmp_path):
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text("x")
         git("add", "-A")
@@ -241,11 +243,7 @@ def test_another_machine_continues_a_night_from_what_was_committed(lane, night, 
     assert (tmp_path / "one.times").read_text().count("x") == 1
 
 
-def test_a_commit_of_reports_alone_is_not_another_commit(lane, monkeypatch, tmp_path):
-    def git(*words):
-        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-
+def test_a_commit_of_reports_alone_is_not_another_commit(lane, git, monkeypatch, tmp_path):
     def commit(name, text="x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -253,7 +251,6 @@ def test_a_commit_of_reports_alone_is_not_another_commit(lane, monkeypatch, tmp_
         git("commit", "-qm", name)
         return lane.command._commit()
 
-    git("init", "-q")
     monkeypatch.setattr(lane.command, "ROOT", tmp_path)
     first = commit("code.py")
     assert commit("reports/nightly.md") == first

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.replay.forward_draws import DrawsInBackwardError
+from plumbline.replay.precision import default_dtype
 from plumbline.replay.unwrapping import is_compiled_itself
 
 _ALL_SEEDS = (-(2**63), 2**63 - 1)
@@ -28,7 +29,7 @@ _NORMAL = frozenset({"randn", "randn_like"})
 
 
 class CompiledDraws:
-    """What the graphs of a module draw. The first forward that is followed counts that, and draws as without graphs."""
+    """Draws in place of a module's compiled graphs; in the first forward that it follows it only counts their draws."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = {id(one) for one in module.modules() if is_compiled_itself(one)}
@@ -45,7 +46,7 @@ class CompiledDraws:
     def draw(
         self, name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """Return what a graph draws in place of the operator ``name``; None where no graph draws, or counts only.
+        """Return what a graph gives in place of the operator ``name``; None where no graph draws, or draws are counted.
 
         Raises:
             DrawsInBackwardError: it is not known which of its draws a graph repeats there.
@@ -59,15 +60,16 @@ class CompiledDraws:
         self._begun[-1] += 1
         if self._counts is None:
             return None
-        first = args[0]
+        first: Any = args[0]
         like = first if isinstance(first, Tensor) else torch.empty(first, device=kwargs.get("device"))
         numbers = self._numbers(like, "randn" if name in _NORMAL else "rand").to(dtype)
         if name == "native_dropout":
             mask = numbers > args[1]
-            return first * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1])), mask
+            return kept(first, mask, args[1]), mask
         if name == "bernoulli_":
-            # Dropout draws so which entries it keeps; compiled, it keeps those above the share that it drops.
-            return (numbers > 1 - (args[1] if len(args) > 1 else 0.5)).to(dtype)
+            # So dropout on a CPU draws what it keeps. Compiled dropout keeps the numbers above the share that it drops.
+            written: Tensor = first.copy_(numbers > 1 - (args[1] if len(args) > 1 else 0.5))
+            return written
         return numbers
 
     @contextlib.contextmanager
@@ -111,6 +113,11 @@ class CompiledDraws:
         self._seeds = None
 
 
+def kept(x: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Return what dropout keeps, divided by the share of entries that it keeps; ``share`` is the one that it drops."""
+    return x * mask * (0.0 if share == 1 else 1 / (1 - share))
+
+
 def are_known() -> bool:
     """Return whether compiled code of this process draws in the way of TorchInductor, and replays run without it."""
     inductor: Any = sys.modules.get("torch._inductor.config")
@@ -118,13 +125,8 @@ def are_known() -> bool:
 
 
 def _made(seed: Tensor, count: int, kind: str) -> Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("default"):
-            return _compiled()(seed, count, kind)
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.float32), torch.no_grad(), torch.compiler.set_stance("default"):
+        return _compiled()(seed, count, kind)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.replay.compiled_draws import CompiledDraws
+from plumbline.replay.compiled_draws import CompiledDraws, kept
 from plumbline.replay.precision import ReplayPrecision
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
@@ -57,7 +57,7 @@ class Draws:
         dtype = self._dtype(kwargs.get("dtype"), is_made=first is None)
         drawn: Any = None if self._compiled is None else self._compiled.draw(name, dtype, args, kwargs)
         if drawn is not None:
-            return args[0].copy_(drawn) if name in _IN_PLACE else _all_widened(drawn, self._precision)
+            return widened(drawn, self._precision)
         if first is None:
             return widened(func(*args, **{**kwargs, "dtype": dtype}), self._precision)
         if name == _DROPOUT:
@@ -107,10 +107,6 @@ def widened(result: Any, precision: ReplayPrecision) -> Any:
     return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
 
 
-def _all_widened(result: Any, precision: ReplayPrecision) -> Any:
-    return tuple(widened(one, precision) for one in result) if isinstance(result, tuple) else widened(result, precision)
-
-
 def _lowered(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
@@ -119,4 +115,4 @@ def _dropout(func: Any, dtype: torch.dtype, x: Tensor, p: float, train: bool | N
     _, mask = func(torch.ones_like(x, dtype=dtype), p, train)
     if train is False:
         return x.clone(), mask
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    return kept(x, mask, p), mask

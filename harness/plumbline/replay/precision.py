@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
@@ -28,3 +30,14 @@ class ReplayPrecision(Enum):
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in this precision, without a graph."""
         return tensor.detach().to(dtype=self.wide(tensor.dtype), copy=True)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors in this dtype inside the block where no other one is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

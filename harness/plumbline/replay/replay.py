@@ -26,7 +26,7 @@ from plumbline.replay.function_derivatives import Terms
 from plumbline.replay.module_state import ModuleState
 from plumbline.replay.nested import map_tensors
 from plumbline.replay.parameter_copies import ParameterCopies
-from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.precision import ReplayPrecision, default_dtype
 from plumbline.replay.random_state import drawn_from
 from plumbline.replay.reasons import COMMUNICATES
 from plumbline.replay.replay_modes import CommunicatesError, NativeMode, Rounding, WideMode
@@ -327,7 +327,7 @@ def _conditions(call: TrackedCall, precision: ReplayPrecision, mode: NativeMode 
         stack.enter_context(drawn_from(call.random))
         stack.callback(mode.put_back)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_default_dtype(default))
+        stack.enter_context(default_dtype(default))
         stack.enter_context(autocast(call.autocast, enabled=native))
         stack.enter_context(_eager())
         stack.enter_context(warnings.catch_warnings())
@@ -360,16 +360,6 @@ def _usual_draw(call: TrackedCall) -> torch.dtype | None:
     if len(dtypes) != 1 or any(one.enabled for one in call.autocast):
         return None
     return dtypes.pop()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:

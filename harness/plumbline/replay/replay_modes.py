@@ -138,7 +138,7 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
                 self.drawn.append(dtype := dtype_of_draw(args, kwargs))
                 drawn = None if self._compiled is None else self._compiled.draw(_name(func), dtype, args, kwargs)
                 if drawn is not None:
-                    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+                    return drawn
         return self._note_made(func, func(*args, **kwargs))
 
 

@@ -26,8 +26,8 @@ micro-batches or ranks."""
 def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
     """Return a training whose backward passes have the scale by which a trainer's own scaler multiplied their losses.
 
-    Losses that count 4096-fold in all have a scale of 4096 where master weights receive a 4096th of their gradient. A
-    gradient that is wrong or clipped is another part of it; a large power of two is a scale all the same.
+    Losses that count 4096-fold in all have a scale of 4096 if master weights receive a 4096th of their gradient. They
+    receive another part of it if they are wrong or clipped. A large power of two is taken for a scale even then.
     """
     scales: dict[tuple[int, int], float] = {}
     for steps in steps_together(training.ranks):
@@ -42,7 +42,7 @@ def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
 
 @dataclass(frozen=True)
 class Division:
-    """Master weights receive their gradients divided by one number at every step, of which clipping would not make one.
+    """Master weights receive their gradients divided by the same number at every step, which clipping does not do.
 
     ``weight`` is what the losses of a step count in all; None where a pass has no loss function of torch, or several.
     """

@@ -70,29 +70,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if hooks and is_unexplained(finding):
         why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
-    if is_unexplained(finding) and (clipped := scale_at_clipping(wrong)):
-        observed = f"they were clipped while they were still multiplied by the loss scale of {clipped:,g}"
-        hint = "divide gradients by the loss scale before clipping them"
-        return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
-    if is_unexplained(finding) and (found := division(training)):
-        scale = f"{found.divisor:,.6g}"
-        if found.weight is not None and abs(found.weight - 1) <= NEAR:
-            observed = f"they are divided by a loss scale of {scale}, by which the loss was not multiplied"
-            hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
-            return _named(finding, observed, hint, "loss-not-scaled", "amp")
-        if found.weight is None:
-            why = (
-                f"at every step the master weights receive 1/{scale} of the gradient, as with a loss scale of {scale}. "
-                "It is not known whether the loss was multiplied by it: only the loss functions of torch.nn.functional "
-                "are followed"
-            )
-            return not_judged(check, why, step)
-    if is_unexplained(finding) and any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
-        why = (
-            "the gradients of the master weights differ from the right ones by one factor, as after clipping; record "
-            "more steps: two clipped steps are needed to tell"
-        )
-        return not_judged(check, why, step)
+    if is_unexplained(finding) and (told := _about_masters(finding, wrong, training)) is not None:
+        return told
     if not any(map(_is_changed, wrong)):
         return finding
     if is_unexplained(finding):
@@ -125,6 +104,34 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
+
+
+def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:
+    """Return what is known of master weights' gradients that are right but for a factor; None if they are not."""
+    if scale := scale_at_clipping(wrong):
+        observed = f"they were clipped while they were still multiplied by the loss scale of {scale:,g}"
+        hint = "divide gradients by the loss scale before clipping them"
+        return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
+    if found := division(training):
+        divisor = f"{found.divisor:,.6g}"
+        if found.weight is not None and abs(found.weight - 1) <= NEAR:
+            observed = f"they are divided by a loss scale of {divisor}, by which the loss was not multiplied"
+            hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
+            return _named(finding, observed, hint, "loss-not-scaled", "amp")
+        if found.weight is None:
+            why = (
+                f"at every step the master weights receive 1/{divisor} of the gradient, as with a loss scale of "
+                f"{divisor}. It is not known whether the loss was multiplied by it: only the loss functions of "
+                "torch.nn.functional are followed"
+            )
+            return not_judged(finding.check, why, finding.step)
+    if any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
+        why = (
+            "the gradients of the master weights differ from the right ones by one factor, as after clipping; record "
+            "more steps: two clipped steps are needed to tell"
+        )
+        return not_judged(finding.check, why, finding.step)
+    return None
 
 
 def _named(finding: Finding, observed: str, hint: str, cause: str, family: str) -> Finding:

@@ -89,10 +89,10 @@ class JointComparison:
         except AbsentRankError as error:
             self.obstacle = str(error)
         except Exception as error:  # on this rank alone, perhaps
-            self.leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
+            self._leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
         return {"why": self.obstacle}
 
-    def leave(self, why: str) -> None:
+    def _leave(self, why: str) -> None:
         """Compare nothing any more on this rank; others that wait for it learn why."""
         if not self.obstacle:
             self.obstacle = why

@@ -75,7 +75,7 @@ class Meetings:
 
 
 def told(error: Exception) -> str:
-    """Say to the other ranks why this one failed."""
+    """Return what the other ranks are told about an error on this one."""
     if isinstance(error, OutOfMemoryError):
         return "no memory is left to run it again"
     return str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
