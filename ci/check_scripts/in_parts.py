@@ -37,6 +37,17 @@ DISTRIBUTED_OPTIMIZER = (
     ),
 )
 
+OF_PARTS = (
+    *DISTRIBUTED_OPTIMIZER[1:2],
+    (
+        "run_simple_mcore_train_loop.py",
+        r"batch_size=8, shuffle=True",
+        "batch_size=8, sampler=torch.utils.data.distributed.DistributedSampler(datasets[0], "
+        "parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())",
+    ),
+    *DISTRIBUTED_OPTIMIZER[3:],
+)
+
 
 def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
     """Return the training loop among the examples of Megatron, which needs megatron-core."""
@@ -50,7 +61,7 @@ def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], .
         "steps": 5,
         **more,
     }
-    return Script(name, f"{TORCHRUN} 2 run_simple_mcore_train_loop.py", covers, **settings)  # type: ignore[arg-type]
+    return Script(name, f"{TORCHRUN} {settings['ranks']} run_simple_mcore_train_loop.py", covers, **settings)  # type: ignore[arg-type]
 
 
 def torchtitan(name: str, ranks: int, options: str, covers: str, model: str = "llama3") -> Script:
@@ -115,6 +126,12 @@ IN_PARTS = (
         "megatron-core distributed optimizer",
         "megatron-core 0.19.2: data parallelism, each rank updates its shard of every parameter",
         DISTRIBUTED_OPTIMIZER,
+    ),
+    megatron(
+        "megatron-core distributed optimizer of parts",
+        "megatron-core 0.19.2: tensor and data parallelism on 2 × 2, each rank updates its shard of its parts",
+        OF_PARTS,
+        ranks=4,
     ),
     torchtitan(
         "fsdp", 2, "--parallelism.data_parallel_shard_degree 2", "torchtitan 0.3.0: FSDP2 that sums, a loss in chunks"

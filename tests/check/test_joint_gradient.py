@@ -34,6 +34,7 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
         "copies": 1,
         "one_gradient": False,
         "parts": [],
+        "in_pieces": False,
     }
     found = {"wrong": [{**measured(1.0, 0.5, 1.5), **named}], "right": list(right), "limit": LIMIT, "judged": []}
     return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])

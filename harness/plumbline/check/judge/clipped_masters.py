@@ -53,7 +53,7 @@ class MasterStep:
                 return {}
             if case.compared.any():
                 found.setdefault(case.rank, []).append(fit.factor)
-        if any(not _are_one(factors) for factors in found.values()):
+        if any(not are_one(factors) for factors in found.values()):
             return {}
         return {rank: factors[0] for rank, factors in found.items()}
 
@@ -62,7 +62,7 @@ class MasterStep:
         """The factor of the ranks whose gradients are right but for one; 1 where they have no common one below 1."""
         fits = [replace(case, free_factor=True).fit(RIGHT) for case in self.cases if case.compared.any()]
         factors = [one.factor for one in fits if one.holds]
-        return min(1.0, factors[0]) if factors and _are_one(factors) else 1.0
+        return min(1.0, factors[0]) if factors and are_one(factors) else 1.0
 
     def own_length(self, rank: int) -> float:
         """The norm of what one rank's optimizer received."""
@@ -73,11 +73,16 @@ class MasterStep:
         """Whether ranks clipped what they hold to one limit each, by the norms of their own parts."""
         factors = self.factors
         shorter = [rank for rank, factor in factors.items() if factor < 1 - SAME_LENGTH]
-        if not shorter or _are_one(list(factors.values())) or max(factors.values()) > 1 + SAME_LENGTH:
+        if not shorter or are_one(list(factors.values())) or max(factors.values()) > 1 + SAME_LENGTH:
             return False
         lengths = [self.own_length(rank) for rank in shorter]
         others = [self.own_length(rank) for rank in factors if rank not in shorter]
-        return _are_one(lengths) and max(others, default=0.0) <= (1 + SAME_LENGTH) * max(lengths)
+        return are_one(lengths) and max(others, default=0.0) <= (1 + SAME_LENGTH) * max(lengths)
+
+
+def are_one(values: Sequence[float]) -> bool:
+    """Return whether lengths, or factors, are as near to each other as those of one limit."""
+    return max(values) - min(values) <= SAME_LENGTH * max(values) if values else False
 
 
 def master_steps(cases: Sequence[ReceivedGradient]) -> Iterator[MasterStep]:
@@ -100,7 +105,7 @@ def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]
     factors: dict[int, float] = {}
     for step in steps:
         limit = step.limit or known
-        if limit is not None and _are_one([step.length, limit]) and (factor := step.common_factor) < 1:
+        if limit is not None and are_one([step.length, limit]) and (factor := step.common_factor) < 1:
             factors |= {id(case): factor for case in step.cases}
         elif step.is_clipped_by_parts:
             factors |= {id(case): step.factors.get(case.rank, 1.0) for case in step.cases}
@@ -115,7 +120,7 @@ def scale_at_clipping(wrong: Sequence[ReceivedGradient]) -> float | None:
     for step in master_steps(wrong):
         scales = {one.scale for case in step.cases for one in case.step.passes}
         scale = scales.pop() if len(scales) == 1 else 1.0
-        if scale > 1 and step.limit and step.common_factor < 1 and _are_one([step.length * scale, step.limit]):
+        if scale > 1 and step.limit and step.common_factor < 1 and are_one([step.length * scale, step.limit]):
             return scale
     return None
 
@@ -125,7 +130,7 @@ def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
     clipped = {
         id(case)
         for step in master_steps(wrong)
-        if step.limit is not None and _are_one([step.length, step.limit])
+        if step.limit is not None and are_one([step.length, step.limit])
         for case in step.cases
     }
     return [replace(case, free_factor=True) if id(case) in clipped else case for case in wrong]
@@ -135,7 +140,7 @@ def _limit_by_lengths(steps: Sequence[MasterStep]) -> float | None:
     shorter = [(step, factor) for step in steps if (factor := step.common_factor) < 1 - SAME_LENGTH]
     lengths, factors = [step.length for step, _ in shorter], [factor for _, factor in shorter]
     # One factor at every step is no clipping.
-    return max(lengths) if len(shorter) > 1 and _are_one(lengths) and not _are_one(factors) else None
+    return max(lengths) if len(shorter) > 1 and are_one(lengths) and not are_one(factors) else None
 
 
 def _unclipped(case: ReceivedGradient, factor: float) -> ReceivedGradient:
@@ -143,7 +148,3 @@ def _unclipped(case: ReceivedGradient, factor: float) -> ReceivedGradient:
         return case
     step = replace(case.step, unclipped=case.step.received / factor)
     return replace(case, ranks={**case.ranks, case.rank: step})
-
-
-def _are_one(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= SAME_LENGTH * max(values) if values else False

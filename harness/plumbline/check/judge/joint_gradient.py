@@ -25,7 +25,8 @@ class JointGradient(GradientCase):
     ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
-    received for it, what the rank's own loss adds to the right one, and the noise of both.
+    received for it, what the rank's own loss adds to the right one, and the noise of both. ``in_pieces``: optimizers
+    step copies of the parameter.
     """
 
     index: int
@@ -46,6 +47,7 @@ class JointGradient(GradientCase):
     functions: tuple[str, ...] = ()
     own_path: str = ""
     parts: Sequence[Sequence[float]] = ()
+    in_pieces: bool = False
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -77,6 +79,7 @@ class JointGradient(GradientCase):
             wrong["one_gradient"],
             tuple(found.get("not_derivatives", ())),
             parts=wrong["parts"],
+            in_pieces=wrong["in_pieces"],
         )
 
     @property
@@ -91,7 +94,7 @@ class JointGradient(GradientCase):
         limit = self.limit_x_noise
         return any(abs(own) > 2 * limit * noise for _, own, noise in self.parts) and any(
             all(abs(received - factor * own) <= limit * factor * noise for received, own, noise in self.parts)
-            for factor in (1, self.world)
+            for factor in (1, len(self.parts), self.world)
         )
 
     @property
@@ -205,6 +208,10 @@ register(
     Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_a_copy and len(case.ranks) > 1),
         "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
+    Hypothesis("not-synchronised", "sync", holds(lambda case: case.in_pieces and case.is_of_the_holders_samples),
+        "each rank steps with the gradient of its own samples",
+        "average gradients over the ranks of data parallelism before they are copied to those that the optimizer "
+        "holds", 696),
     Hypothesis("of-the-holders-samples", "sync", holds(lambda case: case.is_of_the_holders_samples),
         "each rank's part of {name} has the gradient of that rank's own samples only",
         "call the module that holds the weight, so that its hooks gather it and reduce its gradient, or gather it with "
@@ -226,6 +233,11 @@ register(
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
         "the same on ranks that hold different parts, such as of {name}",
         "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
+    Hypothesis("parts-of-a-sum", "sync", holds(lambda case: case.began_alike),
+        "{name} starts with the same values on several ranks, but its copies receive different gradients, each a part "
+        "of the right one",
+        "sum the gradient of a sharded layer's input over its ranks: use Megatron's "
+        "copy_to_tensor_model_parallel_region, or DTensor.to_local(grad_placements=[Partial()])", 40),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "

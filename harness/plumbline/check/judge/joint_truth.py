@@ -8,7 +8,9 @@ from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.check.judge.joint_scales import scaled_by_mistake
 from plumbline.check.judge.judged_gradients import judged_gradients
+from plumbline.check.judge.manual_edits import about_one_factor
 from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
@@ -26,6 +28,8 @@ CHECK = "gradients"
 BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 """Causes that a script's own code may have made on purpose."""
 
+_SCALED = ", apart from one factor in all of them, which clipping explains"
+
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
 
@@ -38,6 +42,7 @@ class JointTruth(Truth[JointGradient]):
         # The same on all ranks: they exchanged what they found.
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
+        self.scaled = scaled_by_mistake(first.steps)
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
@@ -50,6 +55,9 @@ class JointTruth(Truth[JointGradient]):
         for number, found in self.compared:
             if found["wrong"]:
                 return [JointGradient.of(number, one, found, window) for one in found["wrong"]]
+            if number in self.scaled:
+                wrong = self.scaled[number]
+                return [JointGradient.of(number, wrong, {**found, "wrong": [wrong], "right": []}, window)]
         return []
 
     @cached_property
@@ -104,16 +112,19 @@ class JointTruth(Truth[JointGradient]):
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
+            right += _SCALED if any("scaled" in found for _, found in self.compared) else ""
             right += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
+        names = listed(dict.fromkeys(case.name for case in wrong))
+        observed = f"gradients of {names} at step {worst.index} are not the derivative"
+        if worst.index in self.scaled:
+            observed = f"all gradients at step {worst.index} are {worst.common_factor:.4g} × the derivative"
         error = max(abs(one.received - sum(map(sum, one.shares))) / one.noise for one in wrong)
-        names = list(dict.fromkeys(case.name for case in wrong))
         return Finding(
             CHECK,
             Outcome.FAILED,
-            f"gradients of {listed(names)} at step {worst.index} are not the derivative of the forward that "
-            "all ranks compute together",
+            f"{observed} of the forward that all ranks compute together",
             step=worst.index,
             parameter=worst.name,
             rank=worst.rank,
@@ -200,7 +211,13 @@ class JointTruth(Truth[JointGradient]):
 
     def conclude(self, finding: Finding, wrong: Sequence[JointGradient]) -> Finding:
         """Accuse nothing that the script's own code may have meant."""
-        if finding.cause not in BY_ELIMINATION or not _is_changed(self.training, finding.step):
+        if finding.cause not in BY_ELIMINATION:
+            return finding
+        if wrong[0].index in self.scaled:
+            observed, is_shorter = self.compare(), 0 < wrong[0].common_factor < 1
+            unexplained = replace(observed, cause=UNEXPLAINED)
+            return about_one_factor(observed, self.training, is_one_factor=is_shorter) or unexplained
+        if not _is_changed(self.training, finding.step):
             return finding
         arrived = judged_gradients(self.training).cases
         if all(_is_exchanged(self.training, arrived, case) for case in wrong):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.judge.joint_scales import OBSERVER as JOINT
+from plumbline.check.judge.joint_scales import factor_in, without_loss_scale
 from plumbline.check.judge.step_objective import (
     EXACT,
     NEAR,
@@ -32,7 +34,7 @@ def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
     scales: dict[tuple[int, int], float] = {}
     for steps in steps_together(training.ranks):
         objective = _own_objective(steps)
-        if objective is not None and _is_scaled(objective, multiple_of(steps)):
+        if objective is not None and _is_scaled(objective, _multiple(steps)):
             scales[steps[0].optimizer, steps[0].number] = objective.of_losses
     if not scales:
         return training
@@ -57,7 +59,7 @@ def division(training: RecordedTraining) -> Division | None:
     Where gradients are equally long at all steps, they may have been clipped.
     """
     together = [steps for steps in steps_together(training.ranks) if steps[0].is_in_pieces]
-    multiples = [multiple_of(steps) for steps in together]
+    multiples = [_multiple(steps) for steps in together]
     if len(multiples) < 2 or not all(0 < one < 1 / (1 + NEAR) for one in multiples):
         return None
     lengths = [math.hypot(*(step.norm for step in steps)) for steps in together]
@@ -65,6 +67,12 @@ def division(training: RecordedTraining) -> Division | None:
         return None
     weights = {objective.of_losses if (objective := _own_objective(steps)) else None for steps in together}
     return Division(_near_power_of_two(1 / multiples[0]), weights.pop() if len(weights) == 1 else None)
+
+
+def _multiple(steps: Sequence[RecordedStep]) -> float:
+    """Return which multiple of the right gradients optimizers received; NaN if it is none."""
+    factor = factor_in(steps[0])
+    return multiple_of(steps) if factor is None else factor
 
 
 def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
@@ -95,4 +103,7 @@ def _power_of_two(number: float) -> float:
 def _scaled(steps: Sequence[RecordedStep], scales: dict[tuple[int, int], float]) -> Iterator[RecordedStep]:
     for step in steps:
         scale = scales.get((step.optimizer, step.number), 1.0)
-        yield replace(step, passes=tuple(replace(one, scale=one.scale * scale) for one in step.passes))
+        facts = step.facts
+        if scale != 1 and factor_in(step) is not None:
+            facts = {**facts, JOINT: without_loss_scale(facts[JOINT], scale)}
+        yield replace(step, passes=tuple(replace(one, scale=one.scale * scale) for one in step.passes), facts=facts)

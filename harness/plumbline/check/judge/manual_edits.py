@@ -112,6 +112,15 @@ def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training
         observed = f"they were clipped while they were still multiplied by the loss scale of {scale:,g}"
         hint = "divide gradients by the loss scale before clipping them"
         return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
+    is_one_factor = any(step.common_factor < 1 and step.factors for step in master_steps(wrong))
+    return about_one_factor(finding, training, is_one_factor=is_one_factor)
+
+
+def about_one_factor(finding: Finding, training: RecordedTraining, *, is_one_factor: bool) -> Finding | None:
+    """Return what is known of master weights' gradients that are right but for a loss scale or another factor.
+
+    ``is_one_factor``: all gradients of a step have one factor below 1. None if nothing is known.
+    """
     if found := division(training):
         divisor = f"{found.divisor:,.6g}"
         if found.weight is not None and abs(found.weight - 1) <= NEAR:
@@ -125,7 +134,7 @@ def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training
                 "torch.nn.functional are followed"
             )
             return not_judged(finding.check, why, finding.step)
-    if any(step.common_factor < 1 and step.factors for step in master_steps(wrong)):
+    if is_one_factor:
         why = (
             "the gradients of the master weights differ from the right ones by one factor, as after clipping; record "
             "more steps: two clipped steps are needed to tell"

@@ -41,16 +41,24 @@ class HeldPiece:
     length: int
     own: Piece | None
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.length == shape_of(self.parameter).numel()
+
+    @property
+    def recorded_name(self) -> str:
+        """The parameter's name, with the first entry and the end of a piece that is not the whole of it."""
+        return self.name if self._is_whole else f"{self.name}[{self.start}:{self.start + self.length}]"
+
     def recorded(self, masters: Sequence[Tensor], communicated: torch.dtype | None) -> Parameter:
         """Return the piece as a parameter of the optimizer; ``communicated`` is the dtype in which ranks add up."""
         shape = tuple(shape_of(self.parameter))
-        is_whole = self.length == torch.Size(shape).numel()
         master = self.parameter if self.own is None else self.own.master
         dtypes = (self.parameter.dtype, communicated, getattr(self.parameter, "comm_dtype", None))
         held = -1 if self.own is None else next(n for n, one in enumerate(masters) if one is self.own.master)
         return Parameter(
-            self.name if is_whole else f"{self.name}[{self.start}:{self.start + self.length}]",
-            shape if is_whole else (self.length,),
+            self.recorded_name,
+            shape if self._is_whole else (self.length,),
             dtype_name(master.dtype),
             dtype_name(max((one for one in dtypes if isinstance(one, torch.dtype)), key=_eps)),
             held_in=held,
@@ -154,6 +162,16 @@ class MasterLayouts:
     def stepped(self) -> Iterator[Tensor]:
         """The parameters of the model that some optimizer holds in pieces."""
         return (one.parameter for layout in self._layouts.values() for one in layout.held)
+
+    def held(self) -> Iterator[tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]]:
+        """Yield the parameters of the model that optimizers of any rank hold in pieces, with their pieces."""
+        optimizers = list(self._optimizers)
+        found: dict[int, tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]] = {}
+        for layout in self._layouts.values():
+            optimizer = optimizers[layout.owner]
+            for one in layout.on(optimizer).held:
+                found.setdefault(id(one.parameter), (one.parameter, []))[1].append((optimizer, one))
+        yield from found.values()
 
     def candidates(self) -> list[Tensor]:
         """Return the model's parameters that are in no optimizer, if there is one that holds others."""

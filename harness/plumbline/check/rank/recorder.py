@@ -76,7 +76,7 @@ class TrainingRecorder:
         self._layouts = MasterLayouts(self._names, self._optimizers)
         self._flat = FlatGradients(self._names)
         self._unclipped = UnclippedGradients(self._optimizers, self._names, sample, loss_scale)
-        joint = JointSteps(self._optimizers, self._names, self._unclipped)
+        joint = JointSteps(self._optimizers, self._names, self._unclipped, self._layouts)
         self._observers = Observers((loss_scale, clipping, self._unclipped, joint, *others))
         self._passes = TrainingPasses(
             options,

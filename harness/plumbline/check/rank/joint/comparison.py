@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -30,6 +31,8 @@ noise of all that are left: few at a time in 16-bit formats."""
 MOST_HALVES = 48
 """Comparisons by which single parameters are found, where a direction through all of them is wrong."""
 
+OF_A_FACTOR = 3
+"""Directions that have to show the same factor before it counts as one in all gradients."""
 
 MOST_OWN = 4
 """Parameters of which it is asked whether their copies have effects on the same ranks."""
@@ -128,6 +131,8 @@ class _Search:
         found["changed"] = self._derivative.changed
         reading, difference = self._read(remaining)
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
+        if reading.factor != 1:
+            found["scaled"] = self._scaled(reading, difference)
         for number in range(ROUNDS):
             if number:
                 difference = self._derivative.difference(remaining, f"{number}")
@@ -215,7 +220,33 @@ class _Search:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = one
                 return one, difference
+        for one in readings if self._derivative.are_copies else ():
+            if (scaled := self._with_factor(one, places)) is not None:
+                self.known = one
+                return scaled, self._read_as(scaled, places)
         return readings[0], self._read_as(readings[0], places)
+
+    def _with_factor(self, reading: Reading, places: Sequence[int]) -> Reading | None:
+        """Return the reading with one factor in all gradients, None where there is no such factor."""
+        difference = self._read_as(reading, places)
+        received = sum(difference.received[place] for place in places)
+        if abs(difference.right) <= 2 * difference.limit or received * difference.right <= 0:
+            return None
+        scaled = replace(
+            reading, factor=received / difference.right, factor_error=difference.noise / abs(difference.right)
+        )
+        self._derivative.read_as(scaled)
+        others = (self._derivative.difference(places, f"scaled {number}") for number in range(OF_A_FACTOR))
+        return scaled if all(one.error(places) <= one.limit for one in others) else None
+
+    def _scaled(self, reading: Reading, difference: Difference) -> Facts:
+        """Return the factor in all gradients, how well it is known, and what it makes wrong about one parameter."""
+        place = max(difference.received, key=lambda one: abs(difference.received[one]))
+        self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
+        one, again = (self._derivative.difference([place], f"{seed} {place}") for seed in ("apart", "again"))
+        wrong = self._wrong(place, one, again)
+        self._derivative.read_as(reading)
+        return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 
     def _read_as(self, reading: Reading, places: Sequence[int]) -> Difference:
         self._derivative.read_as(reading)
@@ -226,12 +257,13 @@ class _Search:
         return abs(difference.received[place]) > 2 * difference.limit
 
     def _named(self, places: Iterable[int]) -> list[list[object]]:
-        """Return the names of parameters, each with the ranks that hold it by this name."""
+        """Return the names by which parameters are recorded, each with the ranks that hold it by this name."""
         named: list[list[object]] = []
         for place in places:
             ranks: dict[str, list[int]] = {}
             for rank, number in sorted(self._groups[place].keys):
-                ranks.setdefault(self._every[rank][number]["name"], []).append(rank)
+                for name in self._every[rank][number]["recorded"]:
+                    ranks.setdefault(name, []).append(rank)
             named += [[name, each] for name, each in ranks.items()]
         return named
 
@@ -291,6 +323,7 @@ class _Search:
                 self._every, self._groups, place, self._derivative.unit, self._beginnings
             ),
             "parts": self._parts_of(place),
+            "in_pieces": "pieces" in self._every[group.ranks[0]][min(group.keys)[1]],
         }
 
     def _parts_of(self, place: int) -> list[list[float]]:
@@ -303,11 +336,15 @@ class _Search:
         are_parts = all(one["copies"] < len(one["ranks"]) for one in held.values())
         if not are_parts or self._derivative.losses < len(self._every):
             return []
-        found = {rank: self._derivative.difference([place], f"part {rank}", part_of=rank) for rank in sorted(held)}
-        return [
-            [one.received[place] * held[rank]["copies"], math.fsum(one.shares[rank]), one.noise]
-            for rank, one in found.items()
-        ]
+        parts: list[list[float]] = []
+        for position, (rank, _) in enumerate(group.instances[0]):
+            in_pieces = "pieces" in held[rank]
+            # Ranks compute with all pieces of their copy, and those at the same position with parts of one model.
+            ranks = {instance[position][0] for instance in group.instances} if in_pieces else {rank}
+            one = self._derivative.difference([place], f"part {rank}", part_of=ranks)
+            own = one.right if in_pieces else math.fsum(one.shares[rank])
+            parts.append([one.received[place] * held[rank]["copies"], own, one.noise])
+        return parts
 
 
 def _measured(difference: Difference, places: Iterable[int]) -> Facts:

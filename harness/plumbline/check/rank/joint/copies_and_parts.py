@@ -76,14 +76,27 @@ class Beginnings:
 
     def may_be_copies(self, kind: Kind) -> bool:
         """Return whether different instances of a parameter may have been meant as one."""
+        return self._alike[kind] and not self._is_a_part(kind)
+
+    def _is_a_part(self, kind: Kind) -> bool:
+        """Return whether a parameter began with equal entries, and its layer has others that began apart."""
         layer = kind[0].rpartition(".")[0]
         apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
-        return self._alike[kind] and not (apart and kind in self._constant)
+        return apart and kind in self._constant
 
 
 def largest_rounding(unit: float) -> float:
     """Return how far copies may be apart where the unit roundoff is this, as a part of their length."""
     return unit * (ROUNDINGS if unit < COARSE else ROUNDINGS_16_BIT)
+
+
+def are_near(ours: Sequence[float], theirs: Sequence[float], most: float) -> bool:
+    """Return whether two projections differ by no more than this part of their length."""
+    if len(ours) != len(theirs):
+        return False
+    apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
+    size = max(sum(a * a for a in ours), sum(b * b for b in theirs))
+    return apart <= most**2 * size
 
 
 def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings) -> list[Group]:
@@ -199,9 +212,12 @@ def have_one_gradient(
 ) -> bool:
     """Return whether different parts of a parameter have the same gradient: DTensor's, or those that began apart."""
     group, most = groups[place], largest_rounding(unit)
-    are_parts = any(one["copies"] < len(one["ranks"]) for one in (held[rank][number] for rank, number in group.keys))
-    if not are_parts and beginnings.began_alike(group.kind):
+    every = [held[rank][number] for rank, number in group.keys]
+    are_parts = any(one["copies"] < len(one["ranks"]) and "pieces" not in one for one in every)
+    if not are_parts and beginnings.may_be_copies(group.kind):
         return False
+    if not are_parts and beginnings.began_alike(group.kind):
+        return len(group.instances) > 1
     if are_parts:
         parts = [[key] for key in group.instances[0]]
     else:
@@ -227,15 +243,7 @@ def _same(
     held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], what: Sequence[str], most: float
 ) -> bool:
     return all(
-        _near(held[a][i][kind], held[b][j][kind], most)
+        are_near(held[a][i][kind], held[b][j][kind], most)
         for (a, i), (b, j) in zip(ours, theirs, strict=True)
         for kind in what
     )
-
-
-def _near(ours: Sequence[float], theirs: Sequence[float], most: float) -> bool:
-    if len(ours) != len(theirs):
-        return False
-    apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
-    size = max(sum(a * a for a in ours), sum(b * b for b in theirs))
-    return apart <= most**2 * size

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
+from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
@@ -46,10 +47,16 @@ SPREAD = 4.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add."""
+    """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add.
+
+    ``factor`` is in all of them, as where a trainer's own code has divided gradients by a loss scale, or clipped them.
+    ``factor_error`` is the noise of the factor, relative to it.
+    """
 
     is_sum: bool = False
     in_place: InPlace = InPlace.DERIVED
+    factor: float = 1.0
+    factor_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class JointDerivative:
     ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
     counts the ranks that compute a loss; ``has_one_loss``: all of them compute the same one. ``communicate`` says of
     each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
-    readings of collectives in place that have to be tried. ``is_first``: no step was compared before.
+    readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
+    optimizers step copies of all parameters.
     """
 
     def __init__(
@@ -124,8 +132,11 @@ class JointDerivative:
         requested = {divisor for one in theirs for divisor in one["divisors"]}
         self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
         self._of = self._mean_of
+        self._reading = Reading()
         self.unit = max(one["unit"] for one in theirs)
         self.every = [one["held"] for one in theirs]
+        note_holders(self.every, self.unit)
+        self.are_copies = all("pieces" in one for own in self.every for one in own)
         self.communicate = [one["communicates"] for one in theirs]
         self.groups = grouped(self.every, self.unit, beginnings)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self.unit)
@@ -183,11 +194,11 @@ class JointDerivative:
         seed: str,
         instead: Mapping[int, Group] | None = None,
         *,
-        part_of: int | None = None,
+        part_of: Collection[int] | None = None,
     ) -> Difference:
         """Return the derivative of S along a direction through some of the parameters.
 
-        ``part_of``: the direction goes only through the parts that this rank holds.
+        ``part_of``: the direction goes only through the parts that these ranks hold.
         """
         groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
         directions: dict[int, Tensor] = {}
@@ -197,12 +208,13 @@ class JointDerivative:
                 if rank == self._rank:
                     one = self._held[number]
                     along = one.direction(f"{seed} {place}", group.size)
-                    if part_of not in (None, rank):
-                        along = torch.zeros_like(along)
+                    if part_of is not None:
+                        along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
                     if (rank, number) in group.instances[0]:
-                        left, _ = product(self._left.get(id(one.parameter)), along, one.copies)
-                        products[place] = *product(self._gradients[number], along, one.copies), left
+                        copies = self.every[rank][number]["copies"]
+                        left, _ = product(self._left.get(id(one.parameter)), along, copies)
+                        products[place] = *product(self._gradients[number], along, copies), left
         forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
         rough_forth, rough_back = (self._at(directions, sign, self.unit) for sign in (STEP, -STEP))
         shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
@@ -213,18 +225,21 @@ class JointDerivative:
             for a, b, c in zip(one, other, still, strict=True)
         ]
         every = self._exchange.values({str(place): value for place, value in products.items()})
+        factor = self._reading.factor
         received, left_over = (
-            {place: sum(own[str(place)][kind] for own in every if str(place) in own) for place in places}
+            {place: sum(own[str(place)][kind] for own in every if str(place) in own) / factor for place in places}
             for kind in (0, 2)
         )
-        squares = sum(value[1] for own in every for value in own.values())
+        squares = sum(value[1] for own in every for value in own.values()) / factor**2
         rounded = [a - b for one, other in zip(shares, rough, strict=True) for a, b in zip(one, other, strict=True)]
         cancelled = 2.0**-52 * self._magnitude / (STEP * self._of)
         differences = 4 * math.hypot(*bends) / self.limit
-        noise = math.hypot(self.unit * math.sqrt(squares), *rounded, differences, cancelled)
+        right = math.fsum(map(math.fsum, shares))
+        of_factor = right * self._reading.factor_error
+        noise = math.hypot(self.unit * math.sqrt(squares), *rounded, differences, cancelled, of_factor)
         if not math.isfinite(noise):
             raise NoAgreementError("the recomputed forward is not finite")
-        return Difference(shares, math.fsum(map(math.fsum, shares)), noise, self.limit * noise, received, left_over)
+        return Difference(shares, right, noise, self.limit * noise, received, left_over)
 
     def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:
         def compute() -> list[float]:
@@ -235,6 +250,7 @@ class JointDerivative:
 
     def read_as(self, reading: Reading) -> None:
         """Take the gradients as those of what a reading says."""
+        self._reading = reading
         self._of = 1.0 if reading.is_sum else self._mean_of
         self._forward.take(reading.in_place)
 

@@ -14,10 +14,12 @@ from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.exchanges import ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
+from plumbline.check.rank.joint.pieces import JointPieces
 from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.flat_sharding import part_of
@@ -38,10 +40,17 @@ class JointSteps(Observer):
 
     name = "joint"
 
-    def __init__(self, optimizers: KnownOptimizers, names: ParameterNames, unclipped: UnclippedGradients) -> None:
+    def __init__(
+        self,
+        optimizers: KnownOptimizers,
+        names: ParameterNames,
+        unclipped: UnclippedGradients,
+        layouts: MasterLayouts,
+    ) -> None:
         self._optimizers = optimizers
         self._names = names
         self._unclipped = unclipped
+        self._layouts = layouts
         self._pipelines = Pipelines()
         self._exchange = Exchange()
         self._functions = ExchangeFunctions()
@@ -126,7 +135,7 @@ class JointSteps(Observer):
         return found
 
     def _held(self, calls: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]) -> Iterator[JointParameter]:
-        """Yield the parameters that calls use and an optimizer updates."""
+        """Yield the parameters that calls use and an optimizer updates, as they are or as copies."""
         leaves = leaves_of(self._names.roots)
         used = {id(parameter): (parameter, one) for one in calls for parameter in one.call.trainable}
         for optimizer in self._optimizers:
@@ -139,6 +148,18 @@ class JointSteps(Observer):
                     name, leaf = self._names.of_one(one), leaves.get(id(one))
                     is_tied = self.is_tied(one) or self.is_tied(parameter)
                     yield JointParameter(name, parameter, leaf, scaled, clipped, stage, is_tied=is_tied)
+        for one, held in self._layouts.held():
+            if id(one) in used:
+                parameter, user = used.pop(id(one))
+                divided = self._pipelines.factor(one)
+                pieces = [
+                    (piece.own, scale_left(optimizer) * divided * self._unclipped.factor(piece.own.master))
+                    for optimizer, piece in held
+                    if piece.own is not None
+                ]
+                stage = self._stage(parameter, user, ends_in_loss)
+                name, recorded = self._names.of_one(one), [piece.recorded_name for _, piece in held]
+                yield JointPieces(name, parameter, pieces, recorded, divided, stage, is_tied=self.is_tied(one))
 
     def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
         """Return what is known of the stage that uses a parameter: its number, or what is before and after it."""

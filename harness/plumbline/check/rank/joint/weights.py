@@ -71,7 +71,7 @@ class JointParameter:
 
     def square(self, gradient: Tensor | None) -> float:
         """Return this rank's part of the squared norm of ``gradient``, as it was when it was clipped."""
-        return 0.0 if gradient is None else float(gradient.square().sum()) * self._scaled**2 / self.copies
+        return 0.0 if gradient is None else float(gradient.square().sum()) * self._scaled**2 / self._copies
 
     def received(self) -> Tensor | None:
         """Return the same as the optimizer receives it, scaled and clipped: the next backward pass may add to it."""
@@ -85,14 +85,15 @@ class JointParameter:
     def described(self, gradient: Tensor | None) -> Facts:
         """Return what a rank says about the parameter, as JSON values.
 
-        ``size`` is the root mean square of the entries here. ``weights`` and ``gradient`` are projections, ``square``
-        is a part of the gradient's squared norm. ``constant``: all entries are equal. ``copies``: how many of the ranks
-        that hold the parameter together hold the same part.
+        ``recorded`` are the names by which it is recorded. ``size`` is the root mean square of the entries here.
+        ``weights`` and ``gradient`` are projections, ``square`` is a part of the gradient's squared norm. ``constant``:
+        all entries are equal. ``copies``: how many of the ranks that hold the parameter together hold the same part.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
         return {
             "name": self.name,
+            "recorded": [self.name],
             "shape": list(self.parameter.shape),
             "ranks": self.ranks,
             "size": size if math.isfinite(size) else 0.0,
@@ -102,7 +103,7 @@ class JointParameter:
             "weights": segment(values).tolist(),
             "gradient": [] if gradient is None else segment(gradient).tolist(),
             "square": self.square(gradient),
-            "copies": self.copies,
+            "copies": self._copies,
         }
 
     def direction(self, seed: str, size: float) -> Tensor:
@@ -113,9 +114,12 @@ class JointParameter:
         along = normal(shape, generator) * size
         return local(self._laid_out(along.to(self.parameter.device)))
 
+    def own_part(self, along: Tensor) -> Tensor:
+        """Return a direction as far as this rank receives the gradient along it."""
+        return along
+
     @property
-    def copies(self) -> int:
-        """How many of the ranks that hold the parameter together hold the same part of it."""
+    def _copies(self) -> int:
         if self._layout is None:
             return len(self.ranks)
         mesh, placements = self._layout

@@ -1,0 +1,79 @@
+"""One factor in the gradients of all master weights, against the joint forward: which steps were only clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from plumbline.check.evidence.training import Facts, RecordedStep
+from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
+from plumbline.check.judge.clipped_masters import SAME_LENGTH, are_one
+
+OBSERVER = "joint"
+
+
+@dataclass(frozen=True)
+class ScaledStep:
+    """A step whose gradients are right but for one factor.
+
+    ``norms`` are the smallest and the largest norm that they may have together. ``limit`` is that of the trainer that
+    steps the optimizer, None if it does not say one.
+    """
+
+    number: int
+    factor: float
+    norms: Sequence[float]
+    limit: float | None
+
+    @property
+    def is_at_the_limit(self) -> bool:
+        """Whether the gradients are as long as the trainer's limit."""
+        return self.limit is not None and any(are_one([norm, self.limit]) for norm in self.norms)
+
+
+def factor_in(step: RecordedStep) -> float | None:
+    """Return the factor in all gradients of a step as the joint forward shows it, None where it shows none."""
+    scaled = (step.facts.get(OBSERVER) or {}).get("scaled")
+    return None if scaled is None else float(scaled["factor"])
+
+
+def without_loss_scale(found: Facts, scale: float) -> Facts:
+    """Return what the joint forward shows of a step whose gradients were divided by a loss scale."""
+    scaled = found["scaled"]
+    factor = scaled["factor"] * scale
+    others = {key: value for key, value in found.items() if key != "scaled"}
+    if abs(factor - 1) <= scaled["within"]:
+        return others
+    wrong = dict(scaled["wrong"])
+    wrong |= {key: wrong[key] * scale for key in ("received", "left")}
+    wrong["again"] = [[received * scale, right, noise] for received, right, noise in wrong["again"]]
+    return {**others, "scaled": {**scaled, "factor": factor, "wrong": wrong}}
+
+
+def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
+    """Return, by the number of the step, what is wrong where a factor in all gradients is not that of clipping.
+
+    Clipped gradients are shorter than right ones, and as long as the trainer's limit, or of one length at several
+    steps.
+    """
+    scaled = list(_scaled_steps(steps))
+    shorter = [one for one in scaled if one.factor < 1 - SAME_LENGTH]
+    are_clipped = (
+        len(shorter) > 1
+        and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
+        and not are_one([one.factor for one in shorter])  # one factor at every step is no clipping
+    )
+    clipped = {one.number for one in scaled if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
+    return {
+        step.number: step.facts[OBSERVER]["scaled"]["wrong"]
+        for step in steps
+        if factor_in(step) is not None and step.number not in clipped
+    }
+
+
+def _scaled_steps(steps: Sequence[RecordedStep]) -> Iterator[ScaledStep]:
+    for step in steps:
+        if (factor := factor_in(step)) is not None and math.isfinite(factor):
+            limit = (step.facts.get(MASTERS) or {}).get("limit")
+            yield ScaledStep(step.number, factor, step.facts[OBSERVER]["norms"], limit)
