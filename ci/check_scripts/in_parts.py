@@ -48,6 +48,22 @@ OF_PARTS = (
     *DISTRIBUTED_OPTIMIZER[3:],
 )
 
+IN_BFLOAT16 = (
+    *OF_PARTS,
+    (
+        "run_simple_mcore_train_loop.py",
+        r"pipeline_dtype=torch\.float32,",
+        "pipeline_dtype=torch.bfloat16, bf16=True, params_dtype=torch.bfloat16,",
+    ),
+    ("run_simple_mcore_train_loop.py", r"gpt_model\.to\(device\)", "gpt_model = gpt_model.to(device).bfloat16()"),
+    (
+        "run_simple_mcore_train_loop.py",
+        r"clip_grad=0\.0,",
+        "clip_grad=0.05, bf16=True, params_dtype=torch.bfloat16,",
+    ),
+    ("run_simple_mcore_train_loop.py", r"grad_reduce_in_fp32=False", "grad_reduce_in_fp32=True"),
+)
+
 
 def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
     """Return the training loop among the examples of Megatron, which needs megatron-core."""
@@ -131,6 +147,12 @@ IN_PARTS = (
         "megatron-core distributed optimizer of parts",
         "megatron-core 0.19.2: tensor and data parallelism on 2 × 2, each rank updates its shard of its parts",
         OF_PARTS,
+        ranks=4,
+    ),
+    megatron(
+        "megatron-core bfloat16",
+        "megatron-core 0.19.2: the same in bfloat16 with float32 copies of the weights, and clipping",
+        IN_BFLOAT16,
         ranks=4,
     ),
     torchtitan(

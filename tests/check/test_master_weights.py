@@ -345,6 +345,40 @@ def test_parameters_of_equal_values_are_told_apart_after_a_step(judged):
     assert answer_of(training) is Answer.RIGHT, sentence_on(training)
 
 
+class Mixed(Whole):
+    """Copies in an order that says nothing about which belongs to which parameter."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.order = sorted(range(len(self.masters)), key=lambda number: (number * 5) % 7)
+
+    @property
+    def stepped(self):
+        return [self.masters[number] for number in self.order]
+
+
+def with_norms(dtype):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6, bias=False), nn.RMSNorm(6)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(6, 4, bias=False)).to(dtype)
+
+
+class SmallSteps(Training):
+    """Weights that are one stay so in bfloat16."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.optimizer = torch.optim.AdamW(self.copies.stepped, lr=1e-4)
+
+
+def test_copies_of_parameters_of_equal_values_are_not_judged(judged):
+    training = judged(SmallSteps, kind=Mixed, make=with_norms, dtype=torch.bfloat16)
+    assert answer_of(training) is Answer.RIGHT_IN_PART, sentence_on(training)
+    (left_out,) = training.coverage.gradients.left_out
+    assert left_out.names == ("0.1.weight", "1.1.weight", "2.1.weight")
+    assert not any("in no optimizer" in one.message for one in training.findings)
+
+
 def test_a_model_to_which_nothing_is_copied_back_is_noted(judged):
     training = judged(Training, kind=NotCopiedBack)
     assert any("model's own weights do not change" in note for note in notes_on(training))

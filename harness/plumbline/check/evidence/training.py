@@ -49,7 +49,7 @@ class Parameter:
     otherwise its name is its place in the optimizer, which may be another parameter's on another rank. ``trained``: it
     requires a gradient, and is not frozen. ``held_in``: of a piece of a parameter of which optimizers hold copies, the
     number of the optimizer's parameter that has it, -1 if only other ranks' optimizers have it; None of a parameter
-    that the optimizer holds itself.
+    that the optimizer holds itself. ``guessed``: it may be a piece of another parameter with the same values.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Parameter:
     named: bool = True
     trained: bool = True
     held_in: int | None = None
+    guessed: bool = False
 
     @property
     def is_held(self) -> bool:

@@ -47,6 +47,7 @@ _REASONS = {
     REDUCED_IN_STEP: "the optimizer's step communicates",
 }
 
+GUESSED = "optimizers hold copies of several parameters with these values, and it is not known which is whose"
 NOT_SAMPLED = "not in the sample of --sample-parameters"
 
 
@@ -151,7 +152,7 @@ def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iter
 
 def _reason(key: Key, why: str, others: Mapping[Key, str]) -> str:
     known = others.get(key)
-    return known if why == TOO_SMALL and known in (NO_GRADIENT, ZERO_GRADIENT, NOT_SAMPLED, OUTSIDE) else why
+    return known if why == TOO_SMALL and known in (NO_GRADIENT, ZERO_GRADIENT, NOT_SAMPLED, OUTSIDE, GUESSED) else why
 
 
 def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
@@ -189,6 +190,8 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
                 compared.add(key)
             elif removed:
                 known[key] = REMOVED
+            elif parameter.guessed:
+                known[key] = GUESSED
             elif parameter.name in case.parts:
                 known[key] = IN_PARTS
     for why, reason in _REASONS.items():

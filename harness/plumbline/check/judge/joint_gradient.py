@@ -92,7 +92,7 @@ class JointGradient(GradientCase):
     def is_of_the_holders_samples(self) -> bool:
         """Whether each rank's part has the gradient of that rank's own loss alone, or of its share in the mean."""
         limit = self.limit_x_noise
-        return any(abs(own) > 2 * limit * noise for _, own, noise in self.parts) and any(
+        return any(abs(own) > limit * noise for _, own, noise in self.parts) and any(
             all(abs(received - factor * own) <= limit * factor * noise for received, own, noise in self.parts)
             for factor in (1, len(self.parts), self.world)
         )

@@ -114,7 +114,7 @@ class ReceivedGradient(GradientCase):
 
         Not where it was removed: such a parameter does not move, which is how scripts freeze one for a while.
         """
-        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed & ~self._held_in_parts
+        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed & ~self._left_out
 
     @cached_property
     def removed(self) -> Tensor:
@@ -129,8 +129,8 @@ class ReceivedGradient(GradientCase):
         return (torch.stack([self.norms(one.local) for one in passes] or [self.zero]) > 0).any(0)
 
     @property
-    def _held_in_parts(self) -> Tensor:
-        return torch.tensor([one.name in self.parts for one in self.parameters], dtype=torch.bool)
+    def _left_out(self) -> Tensor:
+        return torch.tensor([one.guessed or one.name in self.parts for one in self.parameters], dtype=torch.bool)
 
     @property
     def zero(self) -> Tensor:
@@ -147,7 +147,7 @@ class ReceivedGradient(GradientCase):
     @property
     def compared(self) -> Tensor:
         """For each parameter, whether its gradient is compared with one that is not zero: it could have differed."""
-        return self._arrived & ~self.removed & ~self._held_in_parts
+        return self._arrived & ~self.removed & ~self._left_out
 
     @property
     def is_zero(self) -> bool:

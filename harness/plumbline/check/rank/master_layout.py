@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,9 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as_real, segment
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.megatron_weights import pieces_of_megatron
 from plumbline.check.rank.optimizer_gradients import exact_segment, joined
+from plumbline.check.rank.stepping_object import stepping_object
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.evidence.projection import fingerprint
 from plumbline.evidence.trace import dtype_name
@@ -33,13 +34,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class HeldPiece:
-    """A piece of a model's parameter that an optimizer of some rank holds; ``own`` where this rank's does."""
+    """A piece of a model's parameter that an optimizer of some rank holds; ``own`` where this rank's does.
+
+    ``is_guessed``: it may be one of another parameter with the same values.
+    """
 
     name: str
     parameter: Tensor
     start: int
     length: int
     own: Piece | None
+    is_guessed: bool
 
     @property
     def _is_whole(self) -> bool:
@@ -62,6 +67,7 @@ class HeldPiece:
             dtype_name(master.dtype),
             dtype_name(max((one for one in dtypes if isinstance(one, torch.dtype)), key=_eps)),
             held_in=held,
+            guessed=self.is_guessed,
         )
 
     def received(self, scale: float) -> tuple[Tensor, float]:
@@ -87,6 +93,12 @@ class MasterLayout:
         """Return the layout with the pieces as they lie in the optimizer's parameters."""
         masters = parameters_of(optimizer)
         return MasterLayout(self.owner, [replace(one, own=one.own and one.own.within(masters)) for one in self.held])
+
+    def known(self) -> Iterator[tuple[int, Piece]]:
+        """Yield this rank's pieces of which the parameter is known, with their numbers."""
+        for number, one in enumerate(self.held):
+            if one.own is not None and not one.is_guessed:
+                yield number, one.own
 
     def recorded(self, optimizer: Optimizer) -> tuple[Parameter, ...]:
         communicated = _of_trainer().get("communication_data_type")
@@ -123,7 +135,7 @@ class MasterLayout:
             "limit": _of_trainer().get("clip_grad"),
             "stale_before": stale_before,
             "prints": [0 if one.own is None else fingerprint(one.own.model_weights.contiguous()) for one in self.held],
-            "stale": {str(n): one.own.distance for n, one in enumerate(self.held) if one.own and one.own.is_stale},
+            "stale": {str(n): piece.distance for n, piece in self.known() if piece.is_stale},
         }
 
 
@@ -160,18 +172,21 @@ class MasterLayouts:
 
     @property
     def stepped(self) -> Iterator[Tensor]:
-        """The parameters of the model that some optimizer holds in pieces."""
-        return (one.parameter for layout in self._layouts.values() for one in layout.held)
+        """The parameters of the model that some optimizer holds in pieces, or may hold if some are guessed."""
+        held = [one for layout in self._layouts.values() for one in layout.held]
+        yield from (one.parameter for one in held)
+        if any(one.is_guessed for one in held):
+            yield from self.candidates()
 
     def held(self) -> Iterator[tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]]:
-        """Yield the parameters of the model that optimizers of any rank hold in pieces, with their pieces."""
+        """Yield the parameters of the model that optimizers of any rank hold in known pieces, with their pieces."""
         optimizers = list(self._optimizers)
         found: dict[int, tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]] = {}
         for layout in self._layouts.values():
             optimizer = optimizers[layout.owner]
             for one in layout.on(optimizer).held:
                 found.setdefault(id(one.parameter), (one.parameter, []))[1].append((optimizer, one))
-        yield from found.values()
+        yield from (one for one in found.values() if not any(piece.is_guessed for _, piece in one[1]))
 
     def candidates(self) -> list[Tensor]:
         """Return the model's parameters that are in no optimizer, if there is one that holds others."""
@@ -202,7 +217,11 @@ class MasterLayouts:
         owner, part = self._optimizers.place(number)
         model = dict(self._names.trainable())
         candidates, masters = self.candidates(), parameters_of(optimizer)
-        pieces = pieces_of(candidates, masters, guess=tries + 1 == TRIES)
+        pieces = pieces_of_megatron(candidates, masters) or pieces_of(candidates, masters)
+        guessed: set[int] = set()
+        if not pieces and tries + 1 == TRIES:
+            pieces = pieces_of(candidates, masters, guess=True)
+            guessed = _guessed(candidates, pieces)
         if not all(self._from_all(bool(pieces))) and tries + 1 < TRIES:
             self._unknown[number] = _Weights(candidates, masters)
             return
@@ -211,15 +230,20 @@ class MasterLayouts:
         own = {(one.part if len(mapped) > 1 else part, names[id(one.parameter)], one.start, one.length): one
                for one in pieces}  # fmt: skip
         spans: dict[tuple[int, str], set[Span]] = {}
-        for part, name, start, length in (tuple(one) for rank in self._from_all(list(own)) for one in rank):
+        unclear: set[str] = set()
+        ours = [(*key, id(one) in guessed) for key, one in own.items()]
+        for part, name, start, length, is_guessed in (tuple(one) for rank in self._from_all(ours) for one in rank):
             spans.setdefault((part, name), set()).add((start, length))
+            unclear |= {name} if is_guessed else set()
         held: dict[int, list[HeldPiece]] = {}
         for (part, name), found in spans.items():
             if name not in model:
                 return
             for start, length in _refined(found):
                 mine = next((p for k, p in own.items() if k[:2] == (part, name) and _covers(p, start, length)), None)
-                held.setdefault(part, []).append(HeldPiece(name, model[name], start, length, _cut(mine, start, length)))
+                held.setdefault(part, []).append(
+                    HeldPiece(name, model[name], start, length, _cut(mine, start, length), name in unclear)
+                )
         for part, each in held.items():
             self._layouts[owner, part] = MasterLayout(owner, each)
             for one in each:
@@ -230,7 +254,7 @@ class MasterLayouts:
         before = self._unknown.pop(number, None)
         if before is None:
             return {}
-        far = {str(n): before.distance(one.own) for n, one in enumerate(layout.held) if one.own is not None}
+        far = {str(n): before.distance(piece) for n, piece in layout.known()}
         return {n: distance for n, distance in far.items() if distance}
 
     def _from_all(self, own: Any) -> list[Any]:
@@ -256,6 +280,21 @@ class MasterLayouts:
         return not any(map(self._names.knows, parameters_of(optimizer)))
 
 
+def _guessed(model: Sequence[Tensor], pieces: Sequence[Piece]) -> set[int]:
+    """Return the ids of pieces of equal entries, unless those beside them are of the parameters beside theirs."""
+    numbers = {id(one): number for number, one in enumerate(model)}
+    order = [numbers[id(one.parameter)] for one in pieces]
+    constant = [bool((one.model_weights == one.model_weights[:1]).all()) for one in pieces]
+    found = set()
+    for place, piece in enumerate(pieces):
+        beside = [other for other in (place - 1, place + 1) if 0 <= other < len(pieces)]
+        steps = {(order[other] - order[place]) * (other - place) for other in beside}
+        in_order = steps in ({1}, {-1}) and not all(constant[other] for other in beside)
+        if constant[place] and not in_order:
+            found.add(id(piece))
+    return found
+
+
 def _refined(spans: set[Span]) -> Iterator[Span]:
     """Yield the pieces into which all spans of a parameter cut it."""
     cuts = sorted({at for start, length in spans for at in (start, start + length)})
@@ -279,13 +318,8 @@ def _of_trainer() -> dict[str, Any]:
 
     Beside ``clip_grad`` it may have ``communication_data_type``, in which ranks add up gradients.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        attributes: dict[str, Any] = getattr(frame.f_locals.get("self"), "__dict__", {})
-        if isinstance(attributes.get("clip_grad"), (int, float)):
-            return attributes
-        frame = frame.f_back
-    return {}
+    found = stepping_object(lambda one: isinstance(getattr(one, "__dict__", {}).get("clip_grad"), (int, float)))
+    return {} if found is None else vars(found)
 
 
 def _eps(dtype: torch.dtype) -> float:
