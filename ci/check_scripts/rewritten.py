@@ -77,6 +77,20 @@ REWRITTEN_SCRIPTS = (
         ranks=2,
     ),
     Script(
+        "deepspeed experts",
+        "deepspeed --num_accelerators 4 --master_port 29619 deepspeed_experts.py",
+        "DeepSpeed's experts in bfloat16 with ZeRO 2: copies that get their gradients in two steps, clipping",
+        needs=("deepspeed",),
+        ranks=4,
+    ),
+    Script(
+        "deepspeed pipeline",
+        "deepspeed --num_accelerators 4 --master_port 29621 deepspeed_pipeline.py",
+        "DeepSpeed's pipeline engine on 2 × 2",
+        needs=("deepspeed",),
+        ranks=4,
+    ),
+    Script(
         "srun-ddp",
         "srun --nodes 2 --ntasks-per-node 1 python srun_ddp.py",
         "DDP started by srun",

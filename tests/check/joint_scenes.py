@@ -396,7 +396,8 @@ def train_stages(scene: str) -> list[float]:
     if MISTAKE == "one-weight-tripled" and rank == 1:
         stage[0].weight.register_hook(lambda gradient: gradient * 3)
     generator = torch.Generator().manual_seed(0)
-    step = _scheduled(stage) if scene == "pipeline-of-torch" else _by_hand(stage)
+    kinds = {"pipeline-of-torch": _scheduled, "pipeline-with-buffers": _with_buffers}
+    step = kinds.get(scene, _by_hand)(stage)
     for _ in range(STEPS):
         optimizer.zero_grad()
         rows, targets = (torch.randn(2 * ROWS, width, generator=generator) for width in (WIDTH, 4))
@@ -433,6 +434,26 @@ def _by_hand(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
                 received.requires_grad_()
                 (functional.mse_loss(stage(received), wanted) / 2).backward()
                 dist.send(received.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), 0)
+
+    return step
+
+
+def _with_buffers(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
+    """Receive into the same memory each time, and compute with copies of it, as DeepSpeed does."""
+    received, gradient = torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH)
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        for own, wanted in zip(rows.chunk(2), targets.chunk(2), strict=True):
+            if dist.get_rank() == 0:
+                sent = stage(own)
+                dist.send(sent.detach(), 1)
+                dist.recv(gradient, 1)
+                sent.backward(gradient)
+            else:
+                dist.recv(received, 0)
+                leaf = received.detach().requires_grad_()
+                (functional.mse_loss(stage(leaf.clone()), wanted) / 2).backward()
+                dist.send(leaf.grad, 0)
 
     return step
 

@@ -17,7 +17,7 @@ from plumbline.ranks.run import run_on_ranks
 
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
-    "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "gathered-head",
+    "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
     "sharded-gathered-head",
 )  # fmt: skip
 

@@ -121,8 +121,11 @@ class Training:
         self.layers, self.replicas, self.samples = layers[rank // parts], replicas[rank % parts], rank // parts
         self.scale, self.micro_batches, self.limit = scale, micro_batches, limit
         self.model = self.made().to(dtype)
+        self.optimizer = self.made_optimizer(kind)
+
+    def made_optimizer(self, kind):
         self.copies = kind(list(self.model.parameters()), self.replicas)
-        self.optimizer = torch.optim.AdamW(self.copies.masters, lr=1e-2)
+        return torch.optim.AdamW(self.copies.masters, lr=1e-2)
 
     def made(self):
         return Parallel(self.layers)
@@ -140,10 +143,14 @@ class Training:
                 losses.append(loss.item())
             with torch.no_grad():
                 gradients = {name: self.averaged(name, one.grad.float()) for name, one in self.model.named_parameters()}
-                self.copies.give([one * self.clipped(gradients) for one in gradients.values()])
-                self.optimizer.step()
-                self.copies.take()
+                factor = self.clipped(gradients)
+                self.take_step({name: one * factor for name, one in gradients.items()})
         return losses
+
+    def take_step(self, gradients):
+        self.copies.give(list(gradients.values()))
+        self.optimizer.step()
+        self.copies.take()
 
     def averaged(self, name, gradient):
         dist.all_reduce(gradient, group=self.replicas)
@@ -157,6 +164,32 @@ class Training:
         parts = sum(one.square().sum() for name, one in gradients.items() if "." not in name)
         dist.all_reduce(parts, group=self.layers)
         return parts + sum(one.square().sum() for name, one in gradients.items() if "." in name)
+
+
+class InTwoSteps(Training):
+    """Copies get their gradients in two steps of one optimizer, as DeepSpeed's of experts and of other layers do."""
+
+    def made_optimizer(self, kind):
+        named = list(self.model.named_parameters())
+        chosen = [[name for name, _ in named if ("." in name) is whole] for whole in (True, False)]
+        self.sets = [(names, kind([dict(named)[name] for name in names], self.replicas)) for names in chosen]
+        return torch.optim.AdamW([{"params": copies.masters} for _, copies in self.sets], lr=1e-2)
+
+    def take_step(self, gradients):
+        groups = self.optimizer.param_groups
+        for group, (names, copies) in zip(groups, self.sets, strict=True):
+            copies.give([gradients[name] for name in names])
+            self.optimizer.param_groups = [group]
+            self.optimizer.step()
+            self.optimizer.param_groups = groups
+            self.optimizer.zero_grad()
+        for _, copies in self.sets:
+            copies.take()
+
+
+class TripledInTheSecond(InTwoSteps):
+    def averaged(self, name, gradient):
+        return super().averaged(name, gradient) * (1 if "." in name else 3)
 
 
 class InputNotReduced(Training):
@@ -255,6 +288,19 @@ def test_a_mistake_on_the_way_to_copies_of_a_model_in_parts_is_named(judged, wro
     bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]
     named = {one.cause for one in bad if one.check == "gradients"}
     assert named == {WHOLE.get(wrong, WRONG[wrong]) if kind is Whole else WRONG[wrong]}
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 0.3}, {"dtype": torch.bfloat16, "scale": 1024.0}])
+def test_copies_that_get_their_gradients_one_after_the_other_are_judged_in_full(judged, options):
+    training = judged(InTwoSteps, **options)
+    assert answer_of(training) is Answer.RIGHT, (sentence_on(training), training.coverage)
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+def test_gradients_of_a_later_step_are_not_only_longer(judged, limit):
+    training = judged(TripledInTheSecond, limit=limit)
+    assert answer_of(training) is Answer.WRONG
+    assert "some tensors scaled" in sentence_on(training)
 
 
 def test_parts_that_are_clipped_by_their_own_norms_are_wrong(judged):

@@ -101,7 +101,7 @@ class TrackedCall:
 
     @property
     def receives_activations(self) -> bool:
-        """Whether it was given a leaf with a gradient, as a stage of a pipeline is."""
+        """Whether it was given a leaf with a gradient, or a copy of one, as a stage of a pipeline is."""
         return bool(self.activations)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from plumbline.replay.random_state import RandomState
 from plumbline.replay.reasons import STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
-from plumbline.replay.uses import used_outside
+from plumbline.replay.uses import is_received, used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None where there is none that counts."""
@@ -72,6 +71,7 @@ class TrackedCalls:
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._outside: dict[int, list[nn.Parameter]] = {}
+        self._begun_inside: set[int] = set()  # passes with given gradients, not from a loss
         self._recording = False
         self._number = 0
         self._patch: ModuleCalls | None = None
@@ -113,15 +113,18 @@ class TrackedCalls:
             call.cotangents.clear()
         self.calls = [one for one in self.calls if not one.is_over]
 
-    def pass_begins(self, number: int, roots: Iterable[Tensor]) -> None:
-        """Note which parameters the backward pass reaches on ways that lead through no tracked call."""
+    def pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Note where the backward pass begins, and what it reaches on ways that lead through no tracked call."""
         if self._recording:
+            if any(one.numel() != 1 for one in roots):
+                self._begun_inside.add(number)
             found = [one for one in used_outside(roots) if isinstance(one, nn.Parameter)]
             self._outside.setdefault(number, []).extend(found)
 
     def take_outside(self) -> dict[int, list[nn.Parameter]]:
         """Return, by backward passes since the last time, the parameters that are used outside of tracked calls."""
         taken, self._outside = self._outside, {}
+        self._begun_inside.clear()
         return taken
 
     def _called(self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,7 +210,7 @@ class TrackedCalls:
 
     def _activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Activation]:
         for one in tensors_in((args, kwargs)):
-            if one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter):
+            if one.requires_grad and not isinstance(one, nn.Parameter) and is_received(one):
                 activation = Activation(sample(one))
                 register: Any = one.register_hook
                 register(partial(self._arrived, activation))
@@ -285,8 +288,8 @@ class TrackedCalls:
             call.obstacle = "second-order gradients were computed through it (create_graph=True)"
         if number is None:
             return
-        # Stages of a pipeline receive the next ones in their place, and collectives of a backward may change them.
-        copied = any(call.collectives.values()) or "torch.distributed.pipelining" in sys.modules
+        # Stages of a pipeline may receive the next ones in their place, and collectives of a backward change them.
+        copied = any(call.collectives.values()) or number in self._begun_inside
         known = [None if one is None else one.detach() for one in cotangents]
         new = tuple(one.clone() if one is not None and copied else one for one in known)
         old = call.cotangents.get(number)

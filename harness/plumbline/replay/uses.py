@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from plumbline.replay.alias import CallOutputs
 
 _CALL: Any = CallOutputs._backward_cls
+
+MOST_OF_A_COPY = 16
+"""Nodes of the graph of a tensor that counts as a copy. Chosen: a clone, casts and views are a few."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,16 @@ class Graph:
 def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that a gradient of ``outputs`` reaches on a way that is not through a tracked call."""
     return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]
+
+
+def is_received(tensor: Tensor) -> bool:
+    """Return whether a tensor with a gradient is a leaf, or a copy of leaves that are no parameters."""
+    if tensor.is_leaf:
+        return True
+    nodes = list(islice(_walk([tensor], into_calls=True), MOST_OF_A_COPY + 1))
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    is_copy = len(nodes) <= MOST_OF_A_COPY and not any(isinstance(node, _CALL) for node in nodes)
+    return is_copy and bool(leaves) and not any(isinstance(one, nn.Parameter) for one in leaves)
 
 
 def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:

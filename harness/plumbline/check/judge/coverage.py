@@ -203,7 +203,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
         for step in rank.steps:
             for place, parameter in enumerate(step.parameters):
                 key = (step.optimizer, parameter.name)
-                if key in compared:
+                if key in compared or not parameter.is_held:
                     continue
                 if not parameter.sampled:
                     yield key, NOT_SAMPLED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plumbline.check.evidence.training import Facts, RecordedStep
@@ -57,14 +57,14 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     Clipped gradients are shorter than right ones, and as long as the trainer's limit, or of one length at several
     steps.
     """
-    scaled = list(_scaled_steps(steps))
-    shorter = [one for one in scaled if one.factor < 1 - SAME_LENGTH]
+    scaled = _scaled_steps(steps)
+    shorter = [one for one in scaled.values() if one.factor < 1 - SAME_LENGTH]
     are_clipped = (
         len(shorter) > 1
         and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
         and not are_one([one.factor for one in shorter])  # one factor at every step is no clipping
     )
-    clipped = {one.number for one in scaled if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
+    clipped = {one.number for one in scaled.values() if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]
         for step in steps
@@ -72,8 +72,11 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     }
 
 
-def _scaled_steps(steps: Sequence[RecordedStep]) -> Iterator[ScaledStep]:
+def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
+    """Return the steps by their numbers; an optimizer's last one of a number has the norms of all its parts."""
+    found = {}
     for step in steps:
         if (factor := factor_in(step)) is not None and math.isfinite(factor):
             limit = (step.facts.get(MASTERS) or {}).get("limit")
-            yield ScaledStep(step.number, factor, step.facts[OBSERVER]["norms"], limit)
+            found[step.number] = ScaledStep(step.number, factor, step.facts[OBSERVER]["norms"], limit)
+    return found

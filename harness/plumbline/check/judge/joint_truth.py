@@ -42,7 +42,9 @@ class JointTruth(Truth[JointGradient]):
         # The same on all ranks: they exchanged what they found.
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
-        self.scaled = scaled_by_mistake(first.steps)
+        wrong = {number for number, one in self.compared if one["wrong"]}
+        scaled = scaled_by_mistake(first.steps)
+        self.scaled = {number: one for number, one in scaled.items() if number not in wrong}
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
@@ -53,11 +55,12 @@ class JointTruth(Truth[JointGradient]):
         """The wrong gradients of the first step that has any: later steps begin at weights that are wrong."""
         window = max((len(one) for _, found in self.compared for one in _passes(found)), default=1)
         for number, found in self.compared:
-            if found["wrong"]:
-                return [JointGradient.of(number, one, found, window) for one in found["wrong"]]
+            wrong = [(one, each) for other, each in self.compared if other == number for one in each["wrong"]]
+            if wrong:
+                return [JointGradient.of(number, one, each, window) for one, each in wrong]
             if number in self.scaled:
-                wrong = self.scaled[number]
-                return [JointGradient.of(number, wrong, {**found, "wrong": [wrong], "right": []}, window)]
+                scaled = self.scaled[number]
+                return [JointGradient.of(number, scaled, {**found, "wrong": [scaled], "right": []}, window)]
         return []
 
     @cached_property

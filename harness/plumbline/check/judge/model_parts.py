@@ -6,6 +6,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.rank_weights import common_steps, weights_at
 
 OBSERVER = "joint"
+MASTERS = "masters"
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
@@ -21,7 +22,12 @@ def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
     """
     if not forward_communicates(training):
         return set()
-    apart: set[tuple[int, str]] = set()
+    apart = {
+        (step.optimizer, name)
+        for rank in training.ranks
+        for step in rank.steps
+        for name in (step.facts.get(MASTERS) or {}).get("apart", ())
+    }
     shared: set[tuple[int, str]] = set()
     for place, steps in common_steps(training):
         optimizer = next(iter(steps.values())).optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -83,16 +83,21 @@ class HeldPiece:
 
 
 class MasterLayout:
-    """What one optimizer, or a part of it, steps on all ranks together; ``owner`` is the optimizer's first number."""
+    """What one optimizer, or a part of it, steps on all ranks together; ``owner`` is the optimizer's first number.
 
-    def __init__(self, owner: int, held: Sequence[HeldPiece]) -> None:
+    ``apart`` names the parameters with which ranks computed differently when the pieces were found.
+    """
+
+    def __init__(self, owner: int, held: Sequence[HeldPiece], apart: Collection[str]) -> None:
         self.owner = owner
         self.held = held
+        self._apart = apart
 
     def on(self, optimizer: Optimizer) -> MasterLayout:
         """Return the layout with the pieces as they lie in the optimizer's parameters."""
         masters = parameters_of(optimizer)
-        return MasterLayout(self.owner, [replace(one, own=one.own and one.own.within(masters)) for one in self.held])
+        held = [replace(one, own=one.own and one.own.within(masters)) for one in self.held]
+        return MasterLayout(self.owner, held, self._apart)
 
     def known(self) -> Iterator[tuple[int, Piece]]:
         """Yield this rank's pieces of which the parameter is known, with their numbers."""
@@ -126,14 +131,15 @@ class MasterLayout:
     def facts(self, received: Sequence[tuple[Tensor, float]], stale_before: dict[str, float]) -> Facts:
         """Return norms of the pieces' gradients, the limit of clipping, and what is known of the model's weights.
 
-        ``prints`` are their fingerprints; ``stale`` and ``stale_before`` say how far they are from the optimizer's, now
-        and before the pieces were found.
+        ``apart`` names the pieces with which ranks compute differently. ``prints`` are fingerprints; ``stale`` and
+        ``stale_before`` say how far the weights are from the optimizer's, now and before the pieces were found.
         """
         return {
             "owner": self.owner,
             "norms": [norm for _, norm in received],
             "limit": _of_trainer().get("clip_grad"),
             "stale_before": stale_before,
+            "apart": [one.recorded_name for one in self.held if one.name in self._apart],
             "prints": [0 if one.own is None else fingerprint(one.own.model_weights.contiguous()) for one in self.held],
             "stale": {str(n): piece.distance for n, piece in self.known() if piece.is_stale},
         }
@@ -244,8 +250,9 @@ class MasterLayouts:
                 held.setdefault(part, []).append(
                     HeldPiece(name, model[name], start, length, _cut(mine, start, length), name in unclear)
                 )
+        apart = self._apart({one.name: one.parameter for each in held.values() for one in each})
         for part, each in held.items():
-            self._layouts[owner, part] = MasterLayout(owner, each)
+            self._layouts[owner, part] = MasterLayout(owner, each, apart)
             for one in each:
                 self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
 
@@ -256,6 +263,12 @@ class MasterLayouts:
             return {}
         far = {str(n): before.distance(piece) for n, piece in layout.known()}
         return {n: distance for n, distance in far.items() if distance}
+
+    def _apart(self, parameters: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of parameters that have other values on another rank; not of those that ZeRO 3 shards."""
+        whole = {name: one for name, one in parameters.items() if not hasattr(one, "ds_tensor")}
+        every = self._from_all({name: fingerprint(one.detach().contiguous()) for name, one in whole.items()})
+        return {name for name in whole if len({own[name] for own in every}) > 1}
 
     def _from_all(self, own: Any) -> list[Any]:
         """Return what every rank gives; nothing if one does not come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -28,11 +28,21 @@ ROUNDS = 16
 """Directions after which parameters with small gradients are left out. Each shows those whose gradients are above the
 noise of all that are left: few at a time in 16-bit formats."""
 
+UNLUCKY = 2
+"""Directions one after the other that show none of the parameters that are left, after which no more are tried."""
+
 MOST_HALVES = 48
 """Comparisons by which single parameters are found, where a direction through all of them is wrong."""
 
-OF_A_FACTOR = 3
+OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
 """Directions that have to show the same factor before it counts as one in all gradients."""
+
+UNKNOWN_FACTOR = (
+    "gradients of the copies that optimizers step are not those of the model, and too small to tell whether they were "
+    "only clipped"
+)
+
+NO_GRADIENT_YET = "optimizers hold copies of the weights, and none has a gradient on all ranks when one of them steps"
 
 MOST_OWN = 4
 """Parameters of which it is asked whether their copies have effects on the same ranks."""
@@ -51,11 +61,15 @@ class JointComparison:
         self._beginnings = Beginnings()
         self._left: dict[int, Tensor | None] = {}
         self._reading: Reading | None = None
+        self._waiting: JointDerivative | None = None
+        self._factor: tuple[float, float] | None = None
+        self._left_out: set[str] = set()
         self.obstacle = ""
 
     def forget(self) -> None:
         """Let go of gradients."""
         self._left = {}
+        self._waiting = None
 
     def compare(
         self,
@@ -72,28 +86,65 @@ class JointComparison:
         of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on in another way than
         through the outputs of calls, as through a loss that a module holds: S has no such terms.
         """
+
+        def begin() -> JointDerivative:
+            self._left_out = {name for names in self._exchange.values(list(beside)) for name in names}
+            own = self._without_those_beside(held)
+            return JointDerivative(
+                self._exchange, self._meetings, self._beginnings, calls, own, self._left, losses, divisors
+            )
+
+        self._waiting = None
+        return self._compared(held, begin)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some of the copies that optimizers step had no gradient yet when the others were compared."""
+        return self._waiting is not None
+
+    def resume(self, held: Sequence[JointParameter]) -> Facts:
+        """Compare the copies that have their gradients now, by the same forward as the others."""
+
+        def go_on() -> JointDerivative:
+            assert self._waiting is not None
+            self._waiting.receive(self._without_those_beside(held))
+            return self._waiting
+
+        return self._compared(held, go_on)
+
+    def _without_those_beside(self, held: Sequence[JointParameter]) -> list[JointParameter]:
+        return [one for one in held if one.name not in self._left_out]
+
+    def _compared(self, held: Sequence[JointParameter], prepare: Callable[[], JointDerivative]) -> Facts:
         if self.obstacle:
             return {"why": self.obstacle}
         try:
             try:
-                left_out = {name for names in self._exchange.values(list(beside)) for name in names}
-                held = [one for one in held if one.name not in left_out]
-                derivative = JointDerivative(
-                    self._exchange, self._meetings, self._beginnings, calls, held, self._left, losses, divisors
-                )
-                search = _Search(derivative, self._beginnings, self._reading)
-                found, self._reading = search.facts(), search.known
-                if found["wrong"]:
-                    self.obstacle = "gradients of an earlier step were wrong"
+                found = self._search(prepare())
             except NoAgreementError as error:
+                self._waiting = None
                 found = {"why": str(error)}
-            self._left = {id(one.parameter): one.received() for one in held}
+            self._left |= {id(one.parameter): one.received() for one in held if one.is_complete}
             return found
         except AbsentRankError as error:
             self.obstacle = str(error)
         except Exception as error:  # on this rank alone, perhaps
             self._leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
+        self._waiting = None
         return {"why": self.obstacle}
+
+    def _search(self, derivative: JointDerivative) -> Facts:
+        """Look for wrong gradients among those that are complete, and were not compared before."""
+        places = derivative.take_complete()
+        if not places:
+            raise NoAgreementError(NO_GRADIENT_YET)
+        factor = self._factor if self.is_waiting else None
+        search = _Search(derivative, self._beginnings, self._reading, places, factor)
+        found, self._reading, self._factor = search.facts(), search.known, search.factor
+        if found["wrong"]:
+            self.obstacle = "gradients of an earlier step were wrong"
+        self._waiting = None if found["wrong"] or derivative.has_all else derivative
+        return found
 
     def _leave(self, why: str) -> None:
         """Compare nothing any more on this rank; others that wait for it learn why."""
@@ -104,19 +155,32 @@ class JointComparison:
 
 
 class _Search:
-    """Looks for the parameters whose gradients are wrong, in few directions."""
+    """Looks for the parameters whose gradients are wrong, in few directions.
 
-    def __init__(self, derivative: JointDerivative, beginnings: Beginnings, known: Reading | None) -> None:
+    ``factor`` is that in all gradients, and its relative error: given if other gradients of this step have shown it.
+    """
+
+    def __init__(
+        self,
+        derivative: JointDerivative,
+        beginnings: Beginnings,
+        known: Reading | None,
+        places: Sequence[int],
+        factor: tuple[float, float] | None,
+    ) -> None:
         self._derivative = derivative
         self._beginnings = beginnings
         self._groups = derivative.groups
         self._every = derivative.every
+        self._places = places
+        self._factor = factor
+        self.factor = (1.0, 0.0)
         self._parts: set[int] = set()
         self.known = known
 
     def facts(self) -> Facts:
-        """Compare the gradients of all parameters, in few directions."""
-        remaining = [place for place, one in enumerate(self._groups)]
+        """Compare the gradients of all parameters at the places asked for, in few directions."""
+        remaining = list(self._places)
         judged: list[int] = []
         found: Facts = {
             "noise": [],
@@ -130,9 +194,11 @@ class _Search:
         found["one_loss"] = self._derivative.has_one_loss
         found["changed"] = self._derivative.changed
         reading, difference = self._read(remaining)
+        self.factor = reading.factor, reading.factor_error
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         if reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
+        unlucky = 0
         for number in range(ROUNDS):
             if number:
                 difference = self._derivative.difference(remaining, f"{number}")
@@ -148,9 +214,10 @@ class _Search:
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self._groups[place].is_doubtful]
             remaining = [place for place in remaining if place not in seen]
-            if not seen or not remaining:
+            unlucky = 0 if seen else unlucky + 1
+            if unlucky == UNLUCKY or not remaining:
                 break
-        doubtful = [place for place, one in enumerate(self._groups) if one.is_doubtful]
+        doubtful = [place for place in self._places if self._groups[place].is_doubtful]
         found["alike"] = self._named(sorted(self._parts))
         found["judged"] = self._named(sorted(judged))
         found["doubtful"] = self._named(doubtful)
@@ -197,7 +264,7 @@ class _Search:
     def _norms(self) -> list[float]:
         """Return the smallest and the largest norm of all gradients: some may be copies of others, or parts."""
         squares = [
-            [sum(self._every[rank][number]["square"] for rank, number in instance) for instance in group.instances]
+            [sum(self._derivative.squares.get(key, 0.0) for key in instance) for instance in group.instances]
             for group in self._groups
         ]
         seen: dict[Kind, float] = {}
@@ -214,29 +281,39 @@ class _Search:
         readings = (
             [self.known] if self.known else [Reading(each, one) for one in self._derivative.in_place for each in sums]
         )
+        if self._factor is not None:
+            factor, factor_error = self._factor
+            readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
         for one in readings:
             difference = self._read_as(one, places)
             if difference.error(places) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
-                    self.known = one
+                    self.known = replace(one, factor=1.0, factor_error=0.0)
                 return one, difference
-        for one in readings if self._derivative.are_copies else ():
+        for one in readings if self._derivative.are_copies and self._factor is None else ():
             if (scaled := self._with_factor(one, places)) is not None:
                 self.known = one
                 return scaled, self._read_as(scaled, places)
         return readings[0], self._read_as(readings[0], places)
 
     def _with_factor(self, reading: Reading, places: Sequence[int]) -> Reading | None:
-        """Return the reading with one factor in all gradients, None where there is no such factor."""
-        difference = self._read_as(reading, places)
-        received = sum(difference.received[place] for place in places)
-        if abs(difference.right) <= 2 * difference.limit or received * difference.right <= 0:
+        """Return the reading with one factor in all gradients, None where they have no such factor.
+
+        Raises:
+            NoAgreementError: gradients are too small to tell.
+        """
+        self._derivative.read_as(reading)
+        tried = {seed: self._derivative.difference(places, seed) for seed in OF_A_FACTOR}
+        best = max(tried, key=lambda one: abs(tried[one].right) / tried[one].noise if tried[one].noise else 0.0)
+        clearest = tried.pop(best)
+        if abs(clearest.right) <= 2 * clearest.limit:
+            raise NoAgreementError(UNKNOWN_FACTOR)
+        factor = sum(clearest.received[place] for place in places) / clearest.right
+        if factor <= 0:
             return None
-        scaled = replace(
-            reading, factor=received / difference.right, factor_error=difference.noise / abs(difference.right)
-        )
+        scaled = replace(reading, factor=factor, factor_error=clearest.noise / abs(clearest.right))
         self._derivative.read_as(scaled)
-        others = (self._derivative.difference(places, f"scaled {number}") for number in range(OF_A_FACTOR))
+        others = (self._derivative.difference(places, seed) for seed in tried)
         return scaled if all(one.error(places) <= one.limit for one in others) else None
 
     def _scaled(self, reading: Reading, difference: Difference) -> Facts:

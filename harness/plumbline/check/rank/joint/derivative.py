@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, grouped
+from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, Key, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
@@ -86,7 +86,7 @@ class JointDerivative:
     counts the ranks that compute a loss; ``has_one_loss``: all of them compute the same one. ``communicate`` says of
     each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
     readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
-    optimizers step copies of all parameters.
+    optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class JointDerivative:
         self._exchange = exchange
         self._meetings = meetings
         self._rank = torch.distributed.get_rank()
-        self._held = held
         self._left = left
         self.is_first = not left
         collectives: dict[str, list[int]] = {}
@@ -113,20 +112,13 @@ class JointDerivative:
         self._agree(collectives)
         if not all(exchange.values(has_memory_for(held))):
             raise NoAgreementError("too little memory is free on a rank to recompute the forward on all ranks")
-        self._gradients = [one.gradient() for one in held]
         ours = {
-            "held": [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)],
             "losses": list(losses),
             "unit": unit_of(calls),
             "divisors": list(divisors),
             "communicates": any(map(any, collectives.values())),
-            "finite": all(one is None or bool(one.isfinite().all()) for one in self._gradients),
         }
         theirs = exchange.values(ours)
-        if not any(one["held"] for one in theirs):
-            raise NoAgreementError(OTHER_TENSORS)
-        if not all(one["finite"] for one in theirs):
-            raise NoAgreementError("gradients were not finite")
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
         losses_alike = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
         requested = {divisor for one in theirs for divisor in one["divisors"]}
@@ -134,11 +126,10 @@ class JointDerivative:
         self._of = self._mean_of
         self._reading = Reading()
         self.unit = max(one["unit"] for one in theirs)
-        self.every = [one["held"] for one in theirs]
-        note_holders(self.every, self.unit)
-        self.are_copies = all("pieces" in one for own in self.every for one in own)
         self.communicate = [one["communicates"] for one in theirs]
-        self.groups = grouped(self.every, self.unit, beginnings)
+        self._beginnings = beginnings
+        self.squares: dict[Key, float] = {}
+        self.receive(held)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
@@ -157,6 +148,39 @@ class JointDerivative:
         self.in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
         self.limit = LIMIT if self.unit < COARSE else LIMIT_16_BIT
         self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
+
+    def receive(self, held: Sequence[JointParameter]) -> None:
+        """Take the gradients that these parameters have now; they are the same parameters as before."""
+        self._held = held
+        self._gradients = [one.gradient() for one in held]
+        finite = all(one is None or bool(one.isfinite().all()) for one in self._gradients)
+        described = [one.described(gradient) for one, gradient in zip(held, self._gradients, strict=True)]
+        theirs = self._exchange.values({"held": described, "finite": finite})
+        if not any(one["held"] for one in theirs):
+            raise NoAgreementError(OTHER_TENSORS)
+        if not all(one["finite"] for one in theirs):
+            raise NoAgreementError("gradients were not finite")
+        self.every = [one["held"] for one in theirs]
+        note_holders(self.every, self.unit)
+        self.are_copies = all("pieces" in one for own in self.every for one in own)
+        self.groups = grouped(self.every, self.unit, self._beginnings)
+
+    def take_complete(self) -> list[int]:
+        """Return the places of parameters whose gradients are all here now, but for those that were taken before."""
+        complete = [
+            place
+            for place, group in enumerate(self.groups)
+            if all(self.every[rank][number]["complete"] for rank, number in group.keys)
+        ]
+        new = [place for place in complete if not self.groups[place].keys & self.squares.keys()]
+        for rank, number in (key for place in new for key in self.groups[place].keys):
+            self.squares[rank, number] = self.every[rank][number]["square"]
+        return new
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the gradients of all parameters were taken."""
+        return all(group.keys <= self.squares.keys() for group in self.groups)
 
     def _agree(self, collectives: Mapping[str, list[int]]) -> None:
         """Make sure that the members of each process group used it as often in each of their calls."""

@@ -10,10 +10,6 @@ from plumbline.check.rank.joint.copies_and_parts import Key, are_near, largest_r
 from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.observer import Facts
 
-NO_GRADIENT_YET = (
-    "optimizers hold copies of the weights, and some of the copies have no gradient when the first of them steps"
-)
-
 HOLDERS_UNKNOWN = (
     "the forward communicates, and ranks hold pieces of copies of its parameters: which pieces belong to the same copy "
     "is not known"
@@ -37,8 +33,6 @@ def note_holders(every: Sequence[Sequence[Facts]], unit: float) -> None:
         for number, one in enumerate(own):
             if "pieces" in one:
                 parameters.setdefault((one["name"], tuple(one["shape"])), []).append((rank, number))
-                if not one["complete"]:
-                    raise NoAgreementError(NO_GRADIENT_YET)
     most = largest_rounding(unit)
     models = [{one["name"]: one["weights"] for one in own if "pieces" in one} for own in every]
     for keys in parameters.values():

@@ -35,6 +35,11 @@ class JointPieces(JointParameter):
         self._pieces = pieces
         self._recorded = list(recorded)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces have a gradient: some trainers give them theirs one optimizer's step after the other."""
+        return all(one.master.grad is not None for one, _ in self._pieces)
+
     def gradient(self) -> Tensor | None:
         """Return the gradient that the pieces received, zeros elsewhere; None without a piece."""
         return self._joined([factor for _, factor in self._pieces])
@@ -66,5 +71,4 @@ class JointPieces(JointParameter):
             **super().described(gradient),
             "recorded": self._recorded,
             "pieces": [[one.start, one.length] for one, _ in self._pieces],
-            "complete": all(one.master.grad is not None for one, _ in self._pieces),
         }

@@ -58,6 +58,7 @@ class JointSteps(Observer):
         self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
         self._found: Facts | None = None
+        self._of_step: tuple[list[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
         self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
 
@@ -103,9 +104,12 @@ class JointSteps(Observer):
                 return
             losses = [value for value in values.values() if value is not None]
             divisors = requested_divisors(one.call.module for one in calls)
-            held = list(self._held(calls, ends_in_loss))
+            self._of_step = list(calls), ends_in_loss
+            held = list(self._held(*self._of_step))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names)
+        elif not calls and self._comparison.is_waiting:
+            self._found = self._comparison.resume(list(self._held(*self._of_step)))
         elif _are_several_ranks():
             self._compare_functions()
 
@@ -127,6 +131,7 @@ class JointSteps(Observer):
         super().stop()
         self._functions.stop()
         self._comparison.forget()
+        self._of_step = [], {}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return what came of the comparison before the step."""

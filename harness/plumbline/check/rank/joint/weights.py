@@ -59,6 +59,11 @@ class JointParameter:
             return [int(rank) for rank in mesh.device_mesh.mesh.flatten()]
         return [torch.distributed.get_rank()]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the gradient that this rank receives is here."""
+        return True
+
     def values(self) -> Tensor:
         """Return the values with which the module computes; all ranks that hold them have to ask."""
         values = self.parameter.detach()
@@ -88,6 +93,7 @@ class JointParameter:
         ``recorded`` are the names by which it is recorded. ``size`` is the root mean square of the entries here.
         ``weights`` and ``gradient`` are projections, ``square`` is a part of the gradient's squared norm. ``constant``:
         all entries are equal. ``copies``: how many of the ranks that hold the parameter together hold the same part.
+        ``complete``: its gradient is all here.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
@@ -104,6 +110,7 @@ class JointParameter:
             "gradient": [] if gradient is None else segment(gradient).tolist(),
             "square": self.square(gradient),
             "copies": self._copies,
+            "complete": self.is_complete,
         }
 
     def direction(self, seed: str, size: float) -> Tensor:
