@@ -45,7 +45,7 @@ def main():
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=SETTINGS)
     draws = torch.Generator().manual_seed(40 + rank)
-    for batch in range(10):
+    for batch in range(6):
         x, y = torch.randn(8, 16, generator=draws), torch.randn(8, 4, generator=draws)
         outputs, balance = engine(x.bfloat16())
         loss = nn.functional.mse_loss(outputs.float(), y) + 0.01 * balance.float()
