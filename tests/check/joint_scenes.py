@@ -304,6 +304,11 @@ def _nothing(model: nn.Module) -> None:
     pass
 
 
+def _tripled_on_a_rank(model: Any) -> None:
+    if dist.get_rank():
+        model.first.weight.grad *= 3
+
+
 def _tensor_parallel() -> nn.Module:
     model = Block()
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -324,6 +329,7 @@ def _sharded_tensor_parallel() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
     "megatron": (Megatron, _nothing, 0),
+    "edited-megatron": (Megatron, _tripled_on_a_rank, 0),
     "once-megatron": (lambda: once(Megatron()), _nothing, 0),
     "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),
     "once-replicated": (lambda: DistributedDataParallel(once(nn.Linear(WIDTH, 4), first=0)), _nothing, 1),

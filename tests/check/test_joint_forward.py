@@ -73,6 +73,10 @@ def test_a_derivative_of_the_script_s_own_is_not_judged(scene: str) -> None:
     assert answer_of(training) is Answer.NOT_JUDGED
 
 
+def test_copies_that_a_script_itself_changes_otherwise_are_not_judged() -> None:
+    assert answer_of(checked("edited-megatron")) is Answer.NOT_JUDGED
+
+
 @pytest.mark.parametrize(("scene", "mistake"), WRONG)
 def test_a_mistake_is_named(scene: str, mistake: str) -> None:
     training = checked(scene, mistake)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from master_copies import Sharded, Whole
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -64,51 +65,6 @@ class Parallel(nn.Module):
         values = self.first(values)
         middle = functional.gelu(functional.linear(self.copied(values), self.up, self.bias))
         return self.last(values + SummedActivations.apply(functional.linear(middle, self.down), self.group))
-
-
-class Whole:
-    """A float32 copy of each parameter."""
-
-    def __init__(self, weights, group):
-        self.weights, self.group = weights, group
-        self.masters = [nn.Parameter(one.detach().float().clone()) for one in weights]
-
-    def give(self, gradients):
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient.float().clone()
-
-    def take(self):
-        for one, master in zip(self.weights, self.masters, strict=True):
-            one.copy_(master)
-
-    def squares(self):
-        for one in self.masters:
-            yield one.grad.square().sum()
-
-
-class Sharded(Whole):
-    """One float32 copy of all parameters, of which each rank of the group has a run."""
-
-    def __init__(self, weights, group):
-        self.weights, self.group = weights, group
-        self.masters = [nn.Parameter(self.run(weights))]
-
-    def run(self, tensors):
-        flat = torch.cat([one.detach().reshape(-1) for one in tensors]).float()
-        ranks = dist.get_world_size(self.group)
-        return functional.pad(flat, (0, -len(flat) % ranks)).chunk(ranks)[dist.get_rank(self.group)].clone()
-
-    def give(self, gradients):
-        self.masters[0].grad = self.run(gradients)
-
-    def take(self):
-        own = self.masters[0].detach()
-        runs = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(runs, own, group=self.group)
-        flat = torch.cat(runs)
-        for one in self.weights:
-            one.copy_(flat[: one.numel()].reshape(one.shape))
-            flat = flat[one.numel() :]
 
 
 class Training:

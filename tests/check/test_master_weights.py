@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from master_copies import Backwards, Flat, Mixed, NotCopiedBack, Sharded, VectorsLast, Whole
 from torch import nn
 from torch.nn import functional
 
@@ -27,71 +28,6 @@ def with_zeros(dtype):
     return made
 
 
-class Whole:
-    """A float32 copy of each parameter, as apex makes them."""
-
-    def __init__(self, model):
-        self.weights = list(model.parameters())
-        self.masters = [nn.Parameter(one.detach().float().clone()) for one in self.weights]
-
-    def give(self, gradients):
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient.float().clone()
-
-    def take(self):
-        for one, master in zip(self.weights, self.masters, strict=True):
-            one.copy_(master)
-
-
-class Flat:
-    """One float32 copy of all parameters, one after the other."""
-
-    def __init__(self, model):
-        self.weights = list(model.parameters())
-        self.masters = [nn.Parameter(self.run(self.joined(self.weights)).float().clone())]
-
-    def joined(self, tensors):
-        flat = torch.cat([one.detach().reshape(-1) for one in tensors])
-        return functional.pad(flat, (0, -len(flat) % (3 * dist.get_world_size())))
-
-    def run(self, flat):
-        return flat
-
-    def give(self, gradients):
-        self.masters[0].grad = self.run(self.joined(gradients)).float().clone()
-
-    def take(self):
-        self.put(self.masters[0].detach())
-
-    def put(self, flat):
-        for one in self.weights:
-            one.copy_(flat[: one.numel()].reshape(one.shape))
-            flat = flat[one.numel() :]
-
-
-class Sharded(Flat):
-    """A run of the flat copy on each rank, as ZeRO makes them."""
-
-    def run(self, flat):
-        return flat.chunk(dist.get_world_size())[dist.get_rank()]
-
-    def take(self):
-        own = self.masters[0].detach()
-        runs = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(runs, own)
-        self.put(torch.cat(runs))
-
-
-class Backwards(Sharded):
-    """The same with the parameters in the order in which their gradients are ready, as Megatron's buffers have it."""
-
-    def __init__(self, model):
-        super().__init__(nn.ParameterList(reversed(list(model.parameters()))))
-
-    def give(self, gradients):
-        super().give(list(reversed(gradients)))
-
-
 KINDS = {"whole": Whole, "flat": Flat, "sharded": Sharded, "backwards": Backwards}
 
 
@@ -101,7 +37,7 @@ class Training:
     def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, make=model, scale=1.0):
         self.micro_batches, self.limit, self.scale = micro_batches, limit, scale
         self.model = make(dtype)
-        self.copies = kind(self.model)
+        self.copies = kind(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.copies.masters, lr=1e-2)
         self.step = 0
 
@@ -323,38 +259,9 @@ def test_losses_are_the_same_bit_for_bit_without_check(plumbline):
     assert [end.value for end in plain] == plumbline.check(train, ranks=2, steps=STEPS).values
 
 
-class VectorsLast(Sharded):
-    """All matrices, and then all vectors, most of which begin with equal values."""
-
-    def __init__(self, model):
-        weights = list(model.parameters())
-        self.order = sorted(range(len(weights)), key=lambda number: -weights[number].dim())
-        super().__init__(nn.ParameterList([weights[number] for number in self.order]))
-
-    def give(self, gradients):
-        super().give([gradients[number] for number in self.order])
-
-
-class NotCopiedBack(Whole):
-    def take(self):
-        pass
-
-
 def test_parameters_of_equal_values_are_told_apart_after_a_step(judged):
     training = judged(Training, kind=VectorsLast, make=with_zeros)
     assert answer_of(training) is Answer.RIGHT, sentence_on(training)
-
-
-class Mixed(Whole):
-    """Copies in an order that says nothing about which belongs to which parameter."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.order = sorted(range(len(self.masters)), key=lambda number: (number * 5) % 7)
-
-    @property
-    def stepped(self):
-        return [self.masters[number] for number in self.order]
 
 
 def with_norms(dtype):

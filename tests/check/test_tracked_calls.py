@@ -12,6 +12,8 @@ from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from plumbline.replay.uses import is_received
+
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 
 
@@ -436,3 +438,19 @@ def test_memory_is_freed_with_the_graph() -> None:
             body(torch.randn(2, 4))
             recorded.exact()
         assert len(recorded.calls.calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "is_one"),
+    [
+        (lambda leaf: leaf, True),
+        (lambda leaf: leaf.clone(), True),
+        (lambda leaf: leaf.clone().view(-1).double(), True),
+        (lambda leaf: leaf + 1, False),
+        (lambda leaf: nn.Linear(4, 4)(leaf.detach()), False),
+        (lambda leaf: nn.Parameter(leaf.detach()).clone(), False),
+    ],
+    ids=["leaf", "clone", "cast", "sum", "module", "parameter"],
+)
+def test_a_leaf_and_a_copy_of_one_are_received_from_elsewhere(given: Any, is_one: bool) -> None:
+    assert is_received(given(torch.randn(4, 4, requires_grad=True))) is is_one

@@ -210,7 +210,7 @@ class TrackedCalls:
 
     def _activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Activation]:
         for one in tensors_in((args, kwargs)):
-            if one.requires_grad and not isinstance(one, nn.Parameter) and is_received(one):
+            if one.requires_grad and is_received(one):
                 activation = Activation(sample(one))
                 register: Any = one.register_hook
                 register(partial(self._arrived, activation))

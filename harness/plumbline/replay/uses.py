@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from plumbline.replay.alias import CallOutputs
 
 _CALL: Any = CallOutputs._backward_cls
 
-MOST_OF_A_COPY = 16
-"""Nodes of the graph of a tensor that counts as a copy. Chosen: a clone, casts and views are a few."""
+_COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0"})
+"""What a tensor with the values of another one comes from."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,14 @@ def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def is_received(tensor: Tensor) -> bool:
-    """Return whether a tensor with a gradient is a leaf, or a copy of leaves that are no parameters."""
-    if tensor.is_leaf:
-        return True
-    nodes = list(islice(_walk([tensor], into_calls=True), MOST_OF_A_COPY + 1))
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    is_copy = len(nodes) <= MOST_OF_A_COPY and not any(isinstance(node, _CALL) for node in nodes)
-    return is_copy and bool(leaves) and not any(isinstance(one, nn.Parameter) for one in leaves)
+    """Return whether a tensor with a gradient is a leaf, or a copy of one, that is no parameter."""
+    leaf = tensor
+    for node in _walk([tensor], into_calls=True):
+        if hasattr(node, "variable"):
+            leaf = node.variable
+        elif type(node).__name__ not in _COPIES:
+            return False
+    return not isinstance(leaf, nn.Parameter)
 
 
 def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:

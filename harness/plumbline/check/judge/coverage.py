@@ -47,7 +47,7 @@ _REASONS = {
     REDUCED_IN_STEP: "the optimizer's step communicates",
 }
 
-GUESSED = "optimizers hold copies of several parameters with these values, and it is not known which is whose"
+GUESSED = "several parameters have equal values, and it is not known which copy in the optimizer belongs to which"
 NOT_SAMPLED = "not in the sample of --sample-parameters"
 
 

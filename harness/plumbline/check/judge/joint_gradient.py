@@ -198,6 +198,11 @@ def _scaled(case: JointGradient) -> Iterator[Match]:
         yield Match()
 
 
+_SUM_THE_INPUT = (
+    "sum the gradient of a sharded layer's input over its ranks: use Megatron's copy_to_tensor_model_parallel_region, "
+    "or DTensor.to_local(grad_placements=[Partial()])"
+)
+
 register(
     JointGradient,
     Hypothesis("backward-wrong", "sync", holds(lambda case: bool(case.functions)),
@@ -228,16 +233,13 @@ register(
         "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
         "only each rank's own part of a sum over ranks, for {copy} and others",
-        "sum the gradient of a sharded layer's input over its ranks: use Megatron's "
-        "copy_to_tensor_model_parallel_region, or DTensor.to_local(grad_placements=[Partial()])", 357),
+        _SUM_THE_INPUT, 357),
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
         "the same on ranks that hold different parts, such as of {name}",
         "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: case.began_alike),
-        "{name} starts with the same values on several ranks, but its copies receive different gradients, each a part "
-        "of the right one",
-        "sum the gradient of a sharded layer's input over its ranks: use Megatron's "
-        "copy_to_tensor_model_parallel_region, or DTensor.to_local(grad_placements=[Partial()])", 40),
+        "{name} starts with the same values on several ranks, but its copies receive different gradients",
+        _SUM_THE_INPUT, 40),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
         "no known mistake explains the difference",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plumbline.check.evidence.training import Facts, RecordedStep
 from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
 from plumbline.check.judge.clipped_masters import SAME_LENGTH, are_one
-
-OBSERVER = "joint"
+from plumbline.check.judge.model_parts import OBSERVER
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,6 @@ class ScaledStep:
     steps the optimizer, None if it does not say one.
     """
 
-    number: int
     factor: float
     norms: Sequence[float]
     limit: float | None
@@ -64,7 +61,7 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
         and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
         and not are_one([one.factor for one in shorter])  # one factor at every step is no clipping
     )
-    clipped = {one.number for one in scaled.values() if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
+    clipped = {number for number, one in scaled.items() if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]
         for step in steps
@@ -76,7 +73,7 @@ def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
     """Return the steps by their numbers; an optimizer's last one of a number has the norms of all its parts."""
     found = {}
     for step in steps:
-        if (factor := factor_in(step)) is not None and math.isfinite(factor):
+        if (factor := factor_in(step)) is not None:
             limit = (step.facts.get(MASTERS) or {}).get("limit")
-            found[step.number] = ScaledStep(step.number, factor, step.facts[OBSERVER]["norms"], limit)
+            found[step.number] = ScaledStep(factor, step.facts[OBSERVER]["norms"], limit)
     return found

@@ -214,7 +214,9 @@ class JointTruth(Truth[JointGradient]):
 
     def conclude(self, finding: Finding, wrong: Sequence[JointGradient]) -> Finding:
         """Accuse nothing that the script's own code may have meant."""
-        if finding.cause not in BY_ELIMINATION:
+        # Where every wrong parameter may be a copy, the cause is only that these have different gradients.
+        is_of_copies = finding.cause == "parts-of-a-sum" and all(case.began_alike for case in wrong)
+        if finding.cause not in BY_ELIMINATION and not is_of_copies:
             return finding
         if wrong[0].index in self.scaled:
             observed, is_shorter = self.compare(), 0 < wrong[0].common_factor < 1

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.joint_scales import OBSERVER as JOINT
 from plumbline.check.judge.joint_scales import factor_in, without_loss_scale
+from plumbline.check.judge.model_parts import OBSERVER as JOINT
 from plumbline.check.judge.step_objective import (
     EXACT,
     NEAR,

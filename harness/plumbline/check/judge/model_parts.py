@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
 from plumbline.check.judge.rank_weights import common_steps, weights_at
 
 OBSERVER = "joint"
-MASTERS = "masters"
 
 
 def forward_communicates(training: RecordedTraining) -> bool:

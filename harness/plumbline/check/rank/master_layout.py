@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -235,12 +235,20 @@ class MasterLayouts:
         names = {id(one): name for name, one in model.items()}
         own = {(one.part if len(mapped) > 1 else part, names[id(one.parameter)], one.start, one.length): one
                for one in pieces}  # fmt: skip
+        every = self._from_all(
+            {
+                "pieces": list(own),
+                "guessed": [name for (_, name, *_), one in own.items() if id(one) in guessed],
+                # ZeRO 3 shards the model itself: each rank has other entries.
+                "prints": {names[id(one)]: fingerprint(one.detach().contiguous()) for one in candidates
+                           if not hasattr(one, "ds_tensor")},
+            }
+        )  # fmt: skip
         spans: dict[tuple[int, str], set[Span]] = {}
-        unclear: set[str] = set()
-        ours = [(*key, id(one) in guessed) for key, one in own.items()]
-        for part, name, start, length, is_guessed in (tuple(one) for rank in self._from_all(ours) for one in rank):
+        for part, name, start, length in (tuple(one) for rank in every for one in rank["pieces"]):
             spans.setdefault((part, name), set()).add((start, length))
-            unclear |= {name} if is_guessed else set()
+        unclear = {name for rank in every for name in rank["guessed"]}
+        apart = {name for name in model if len({rank["prints"].get(name) for rank in every} - {None}) > 1}
         held: dict[int, list[HeldPiece]] = {}
         for (part, name), found in spans.items():
             if name not in model:
@@ -250,7 +258,6 @@ class MasterLayouts:
                 held.setdefault(part, []).append(
                     HeldPiece(name, model[name], start, length, _cut(mine, start, length), name in unclear)
                 )
-        apart = self._apart({one.name: one.parameter for each in held.values() for one in each})
         for part, each in held.items():
             self._layouts[owner, part] = MasterLayout(owner, each, apart)
             for one in each:
@@ -263,12 +270,6 @@ class MasterLayouts:
             return {}
         far = {str(n): before.distance(piece) for n, piece in layout.known()}
         return {n: distance for n, distance in far.items() if distance}
-
-    def _apart(self, parameters: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of parameters that have other values on another rank; not of those that ZeRO 3 shards."""
-        whole = {name: one for name, one in parameters.items() if not hasattr(one, "ds_tensor")}
-        every = self._from_all({name: fingerprint(one.detach().contiguous()) for name, one in whole.items()})
-        return {name for name in whole if len({own[name] for own in every}) > 1}
 
     def _from_all(self, own: Any) -> list[Any]:
         """Return what every rank gives; nothing if one does not come."""

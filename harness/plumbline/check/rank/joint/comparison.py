@@ -38,8 +38,8 @@ OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
 """Directions that have to show the same factor before it counts as one in all gradients."""
 
 UNKNOWN_FACTOR = (
-    "gradients of the copies that optimizers step are not those of the model, and too small to tell whether they were "
-    "only clipped"
+    "the copies that optimizers step received other gradients than the model, and these are too small to tell whether "
+    "they were only clipped"
 )
 
 NO_GRADIENT_YET = "optimizers hold copies of the weights, and none has a gradient on all ranks when one of them steps"
@@ -62,7 +62,6 @@ class JointComparison:
         self._left: dict[int, Tensor | None] = {}
         self._reading: Reading | None = None
         self._waiting: JointDerivative | None = None
-        self._factor: tuple[float, float] | None = None
         self._left_out: set[str] = set()
         self.obstacle = ""
 
@@ -90,11 +89,9 @@ class JointComparison:
         def begin() -> JointDerivative:
             self._left_out = {name for names in self._exchange.values(list(beside)) for name in names}
             own = self._without_those_beside(held)
-            return JointDerivative(
-                self._exchange, self._meetings, self._beginnings, calls, own, self._left, losses, divisors
-            )
+            return JointDerivative(self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors)
 
-        self._waiting = None
+        left, self._left, self._waiting = self._left, {}, None
         return self._compared(held, begin)
 
     @property
@@ -138,9 +135,8 @@ class JointComparison:
         places = derivative.take_complete()
         if not places:
             raise NoAgreementError(NO_GRADIENT_YET)
-        factor = self._factor if self.is_waiting else None
-        search = _Search(derivative, self._beginnings, self._reading, places, factor)
-        found, self._reading, self._factor = search.facts(), search.known, search.factor
+        search = _Search(derivative, self._beginnings, self._reading, places)
+        found, self._reading = search.facts(), search.known
         if found["wrong"]:
             self.obstacle = "gradients of an earlier step were wrong"
         self._waiting = None if found["wrong"] or derivative.has_all else derivative
@@ -155,26 +151,16 @@ class JointComparison:
 
 
 class _Search:
-    """Looks for the parameters whose gradients are wrong, in few directions.
-
-    ``factor`` is that in all gradients, and its relative error: given if other gradients of this step have shown it.
-    """
+    """Looks for the parameters whose gradients are wrong, in few directions."""
 
     def __init__(
-        self,
-        derivative: JointDerivative,
-        beginnings: Beginnings,
-        known: Reading | None,
-        places: Sequence[int],
-        factor: tuple[float, float] | None,
+        self, derivative: JointDerivative, beginnings: Beginnings, known: Reading | None, places: Sequence[int]
     ) -> None:
         self._derivative = derivative
         self._beginnings = beginnings
         self._groups = derivative.groups
         self._every = derivative.every
         self._places = places
-        self._factor = factor
-        self.factor = (1.0, 0.0)
         self._parts: set[int] = set()
         self.known = known
 
@@ -194,7 +180,7 @@ class _Search:
         found["one_loss"] = self._derivative.has_one_loss
         found["changed"] = self._derivative.changed
         reading, difference = self._read(remaining)
-        self.factor = reading.factor, reading.factor_error
+        self._derivative.factor = reading.factor, reading.factor_error
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         if reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
@@ -281,8 +267,8 @@ class _Search:
         readings = (
             [self.known] if self.known else [Reading(each, one) for one in self._derivative.in_place for each in sums]
         )
-        if self._factor is not None:
-            factor, factor_error = self._factor
+        if self._derivative.factor is not None:  # as other gradients of this step have shown it
+            factor, factor_error = self._derivative.factor
             readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
         for one in readings:
             difference = self._read_as(one, places)
@@ -290,7 +276,7 @@ class _Search:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0)
                 return one, difference
-        for one in readings if self._derivative.are_copies and self._factor is None else ():
+        for one in readings if self._derivative.are_copies and self._derivative.factor is None else ():
             if (scaled := self._with_factor(one, places)) is not None:
                 self.known = one
                 return scaled, self._read_as(scaled, places)
@@ -387,6 +373,8 @@ class _Search:
     def _wrong(self, place: int, difference: Difference, again: Difference | None = None) -> Facts:
         """Return what is wrong; ``again`` is another direction, which shows whether there is a common factor."""
         group = self._groups[place]
+        rank, number = min(group.keys)
+        first = self._every[rank][number]
         others = [] if again is None else [[again.received[place], again.right, again.noise]]
         return {
             **_measured(difference, [place]),
@@ -400,7 +388,7 @@ class _Search:
                 self._every, self._groups, place, self._derivative.unit, self._beginnings
             ),
             "parts": self._parts_of(place),
-            "in_pieces": "pieces" in self._every[group.ranks[0]][min(group.keys)[1]],
+            "in_pieces": "pieces" in first,
         }
 
     def _parts_of(self, place: int) -> list[list[float]]:

@@ -87,6 +87,7 @@ class JointDerivative:
     each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
     readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
     optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
+    ``factor`` is that in all of them, and its relative error; None before any was compared.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class JointDerivative:
         self.communicate = [one["communicates"] for one in theirs]
         self._beginnings = beginnings
         self.squares: dict[Key, float] = {}
+        self.factor: tuple[float, float] | None = None
         self.receive(held)
         self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self.unit)
         gathered = leaves_of(one.call.module for one in calls)

@@ -11,8 +11,8 @@ from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.observer import Facts
 
 HOLDERS_UNKNOWN = (
-    "the forward communicates, and ranks hold pieces of copies of its parameters: which pieces belong to the same copy "
-    "is not known"
+    "the forward communicates, optimizers step copies of its parameters in pieces, and it is not known which ranks "
+    "hold one copy together"
 )
 
 Weights = Mapping[str, Sequence[float]]

@@ -58,7 +58,7 @@ class JointSteps(Observer):
         self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
         self._found: Facts | None = None
-        self._of_step: tuple[list[RecordedCall], Mapping[int, bool]] = [], {}
+        self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
         self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
 
@@ -104,12 +104,13 @@ class JointSteps(Observer):
                 return
             losses = [value for value in values.values() if value is not None]
             divisors = requested_divisors(one.call.module for one in calls)
-            self._of_step = list(calls), ends_in_loss
-            held = list(self._held(*self._of_step))
+            held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names)
+            self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
         elif not calls and self._comparison.is_waiting:
-            self._found = self._comparison.resume(list(self._held(*self._of_step)))
+            self._found = self._comparison.resume(list(self._held(*self._waiting)))
+            self._waiting = self._waiting if self._comparison.is_waiting else ([], {})
         elif _are_several_ranks():
             self._compare_functions()
 
@@ -131,7 +132,7 @@ class JointSteps(Observer):
         super().stop()
         self._functions.stop()
         self._comparison.forget()
-        self._of_step = [], {}
+        self._waiting = [], {}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return what came of the comparison before the step."""
