@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -62,9 +63,16 @@ def listen(address: str) -> socket.socket:
 
 def store_on(listener: socket.socket, address: str) -> TCPStore:
     """Return a rendezvous store on a socket. Ranks join it as they would join that of torchrun's agent."""
-    descriptor = os.dup(listener.fileno())  # the store closes it
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+    def store(**options: Any) -> TCPStore:
+        descriptor = os.dup(listener.fileno())  # the store closes it
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, **options)
+
+    try:
+        return store()
+    except NotImplementedError:  # torch 2.4: its usual server cannot take a socket that listens already
+        return store(use_libuv=False)
 
 
 def new_store(address: str) -> TCPStore:
