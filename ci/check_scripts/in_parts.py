@@ -64,6 +64,22 @@ IN_BFLOAT16 = (
     ("run_simple_mcore_train_loop.py", r"grad_reduce_in_fp32=False", "grad_reduce_in_fp32=True"),
 )
 
+FILE = "run_simple_mcore_train_loop.py"
+IN_STAGES = (
+    *IN_BFLOAT16,
+    (FILE, r"size=2, pipeline_model_parallel_size=1", "size=1, pipeline_model_parallel_size=2"),
+    (FILE, r"use_cpu_initialization=True,", "use_cpu_initialization=True, pipeline_model_parallel_size=2,"),
+    (
+        FILE,
+        r"max_sequence_length=_SEQUENCE_LENGTH,",
+        "max_sequence_length=_SEQUENCE_LENGTH, share_embeddings_and_output_weights=True, "
+        "pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),",
+    ),
+    (FILE, r"num_microbatches=1", "num_microbatches=2"),
+    (FILE, r"micro_batch_size=8", "micro_batch_size=4"),
+    (FILE, r"batch_size=8, sampler", "batch_size=4, sampler"),
+)
+
 
 def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
     """Return the training loop among the examples of Megatron, which needs megatron-core."""
@@ -153,6 +169,12 @@ IN_PARTS = (
         "megatron-core bfloat16",
         "megatron-core 0.19.2: the same in bfloat16 with float32 copies of the weights, and clipping",
         IN_BFLOAT16,
+        ranks=4,
+    ),
+    megatron(
+        "megatron-core pipeline",
+        "megatron-core 0.19.2: two stages with tied embeddings and data parallelism, the rest as before",
+        IN_STAGES,
         ranks=4,
     ),
     torchtitan(

@@ -70,6 +70,7 @@ class TrackedCall:
     ``compiled`` says whether the module or a part of it ran as compiled code. ``collectives`` counts, by the names of
     process groups, how often it communicated. ``is_distributed``: parameters are DTensors that no replay gathers.
     ``activations`` are arguments that are leaves with a gradient, as a stage of a pipeline is given them.
+    ``set_inputs`` are those that the script set as attributes of modules before the call: where each was, and a copy.
     """
 
     number: int
@@ -91,6 +92,7 @@ class TrackedCall:
     collectives: dict[str, int] = field(default_factory=dict)
     is_distributed: bool = False
     activations: tuple[Activation, ...] = ()
+    set_inputs: tuple[tuple[dict[str, Any], str, Tensor], ...] = ()
     discarded: bool = False
     graph: weakref.ref[Any] | None = None
 

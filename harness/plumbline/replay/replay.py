@@ -237,6 +237,8 @@ def _forward(
 ) -> list[Tensor]:
     with mode:
         state.exchange(replacement)
+        for attributes, name, value in call.set_inputs:
+            attributes[name] = replacement(value)
         for module, training in call.training:
             vars(module)["training"] = training
         place_flat(call.module, replacement)

@@ -52,7 +52,8 @@ class TrackedCalls:
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
     it runs, ``ends`` when one has returned, and ``runs_again`` of modules that a backward pass runs again.
-    ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
+    ``is_weight`` says of a tensor that is no parameter whether it is trained. ``unrecorded`` has the parameters of
+    calls that could not be recorded, and why; the script goes on.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TrackedCalls:
         begins: CallBegins | None = None,
         runs_again: RunsAgain | None = None,
         ends: Callable[[], None] | None = None,
+        is_weight: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         self.calls: list[TrackedCall] = []
         self.unrecorded: dict[nn.Parameter, str] = {}
@@ -68,6 +70,7 @@ class TrackedCalls:
         self._begins = begins
         self._runs_again = runs_again
         self._ends = ends
+        self._is_weight = is_weight
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._outside: dict[int, list[nn.Parameter]] = {}
@@ -191,6 +194,7 @@ class TrackedCalls:
     def _recorded(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
         self._number += 1
         module = unwrapping.unwrapped(called)
+        inputs = [one for one in _set_as_attributes(module) if not self._is_weight(one[-1])]
         devices = {one.device for one in (*tensors_in((args, kwargs)), *module.parameters())}
         recorded_args, recorded_kwargs = map_tensors((args, kwargs), _copy)
         return TrackedCall(
@@ -205,11 +209,12 @@ class TrackedCalls:
             buffers=self._copied_buffers(module),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
-            activations=tuple(self._activations(args, kwargs)),
+            activations=tuple(self._activations((args, kwargs, [one for *_, one in inputs]))),
+            set_inputs=tuple((attributes, name, _copy(one)) for attributes, name, one in inputs),
         )
 
-    def _activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Activation]:
-        for one in tensors_in((args, kwargs)):
+    def _activations(self, given: Any) -> Iterator[Activation]:
+        for one in tensors_in(given):
             if one.requires_grad and is_received(one):
                 activation = Activation(sample(one))
                 register: Any = one.register_hook
@@ -321,6 +326,16 @@ def _copy(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _set_as_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the attributes of a module and its submodules that are activations, as Megatron sets those of a stage."""
+    if flat_units(module):  # FSDP1 sets views of its flat parameters, which may not be looked at
+        return
+    for one in module.modules():
+        for name, value in vars(one).items():
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                yield vars(one), name, value
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:

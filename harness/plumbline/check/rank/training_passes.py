@@ -63,7 +63,13 @@ class TrainingPasses:
         self._joint = joint
         self._layouts = layouts
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
-        self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
+        self._calls = TrackedCalls(
+            self._current_pass,
+            self._forward_begins,
+            self._runs_again,
+            self._forward_ends,
+            lambda tensor: any(tensor is one for one in self._optimizers.parameters()),
+        )
         self._exact = ExactGradients(
             self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has, self._before_replay
         )

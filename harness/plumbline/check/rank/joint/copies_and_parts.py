@@ -145,12 +145,13 @@ def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list
             for others in joined:
                 (rank, number), (other_rank, other) = copies[0][0], others[0][0]
                 one, another = held[rank][number], held[other_rank][other]
-                if one["name"] == another["name"] or one["stage"] == another["stage"] or not any(one["gradient"]):
+                if one["name"] == another["name"] or one["stage"] == another["stage"]:
                     continue
                 if (
                     shape == tuple(another["shape"])
                     and size == len(others[0])
-                    and _same(held, copies[0], others[0], ("weights", "gradient"), most)
+                    and _same(held, copies[0], others[0], ("weights",), most)
+                    and _have_same_gradient(held, copies[0], others[0], most)
                 ):
                     others += copies
                     found.remove(copies)
@@ -159,6 +160,21 @@ def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list
                 joined.append(copies)
     for kind in [kind for kind, found in kinds.items() if not found]:
         del kinds[kind]
+
+
+def _have_same_gradient(
+    held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float
+) -> bool:
+    """Return whether two parameters have the same gradient, not zero, wherever ranks hold pieces of either."""
+    if any("pieces" in held[rank][number] for rank, number in (*ours, *theirs)):
+        one, other = ([_added([held[a][i]["gradient"] for a, i in keys])] for keys in (ours, theirs))
+    else:
+        one, other = ([held[a][i]["gradient"] for a, i in keys] for keys in (ours, theirs))
+    return any(map(any, one)) and all(are_near(a, b, most) for a, b in zip(one, other, strict=True))
+
+
+def _added(projections: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(entries) for entries in zip(*(one for one in projections if one), strict=True)]
 
 
 def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: float) -> list[list[Key]]:
