@@ -37,6 +37,9 @@ MOST_HALVES = 48
 OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
 """Directions that have to show the same factor before it counts as one in all gradients."""
 
+MOST_READINGS = 4
+"""Readings that are given up after one of them, before the gradients count as wrong."""
+
 UNKNOWN_FACTOR = (
     "the copies that optimizers step received other gradients than the model, and these are too small to tell whether "
     "they were only clipped"
@@ -162,10 +165,15 @@ class _Search:
         self._every = derivative.every
         self._places = places
         self._parts: set[int] = set()
+        self._rejected: list[Reading] = []
         self.known = known
 
     def facts(self) -> Facts:
         """Compare the gradients of all parameters at the places asked for, in few directions."""
+        return self._facts(*self._read("0"))
+
+    def _facts(self, reading: Reading, difference: Difference) -> Facts:
+        """Compare them by this reading; ``difference`` is that along the first direction."""
         remaining = list(self._places)
         judged: list[int] = []
         found: Facts = {
@@ -179,8 +187,6 @@ class _Search:
         found["right"] = right
         found["one_loss"] = self._derivative.has_one_loss
         found["changed"] = self._derivative.changed
-        reading, difference = self._read(remaining)
-        self._derivative.factor = reading.factor, reading.factor_error
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         if reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
@@ -189,6 +195,8 @@ class _Search:
             if number:
                 difference = self._derivative.difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
+                if number and (other := self._read_again(reading, f"{number}")) is not None:
+                    return self._facts(*other)
                 found["wrong"], searched, unsearched = self._apart(remaining, right)
                 found["unsearched"] = self._named(unsearched)
                 judged += searched
@@ -210,6 +218,7 @@ class _Search:
         found["norms"] = self._norms()
         own = [] if found["wrong"] else self._not_averaged(doubtful)
         found["own"] = self._named(own)
+        self._derivative.factor = reading.factor, reading.factor_error
         found["tied_apart"] = [
             [[self._every[rank][number]["name"], rank] for rank, number in pair]
             for pair in tied_apart(self._every, self._groups, self._derivative.unit)
@@ -261,8 +270,12 @@ class _Search:
             seen[key] = min(own[0], seen.get(key, math.inf))
         return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 
-    def _read(self, places: Sequence[int]) -> tuple[Reading, Difference]:
-        """Return the reading by which all gradients are right, the first one if none is, and its difference."""
+    def _read(self, seed: str) -> tuple[Reading, Difference]:
+        """Return the reading by which all gradients are right along a direction, and its difference.
+
+        That is the first reading if none is.
+        """
+        places = self._places
         sums = (False, True) if self._derivative.losses > 1 else (False,)
         readings = (
             [self.known] if self.known else [Reading(each, one) for one in self._derivative.in_place for each in sums]
@@ -271,7 +284,7 @@ class _Search:
             factor, factor_error = self._derivative.factor
             readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
         for one in readings:
-            difference = self._read_as(one, places)
+            difference = self._read_as(one, seed)
             if difference.error(places) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0)
@@ -279,8 +292,21 @@ class _Search:
         for one in readings if self._derivative.are_copies and self._derivative.factor is None else ():
             if (scaled := self._with_factor(one, places)) is not None:
                 self.known = one
-                return scaled, self._read_as(scaled, places)
-        return readings[0], self._read_as(readings[0], places)
+                return scaled, self._read_as(scaled, seed)
+        return readings[0], self._read_as(readings[0], seed)
+
+    def _read_again(self, reading: Reading, seed: str) -> tuple[Reading, Difference] | None:
+        """Return another reading by which a direction is right, where one that showed less fitted ``reading`` as well.
+
+        Gradients that are hardly above the noise of a direction fit several readings.
+        """
+        self._rejected.append(reading)
+        other, difference = self._read(seed)
+        is_right = difference.error(self._places) <= difference.limit
+        if is_right and other not in self._rejected and len(self._rejected) < MOST_READINGS:
+            return other, difference
+        self._derivative.read_as(reading)
+        return None
 
     def _with_factor(self, reading: Reading, places: Sequence[int]) -> Reading | None:
         """Return the reading with one factor in all gradients, None where they have no such factor.
@@ -311,9 +337,9 @@ class _Search:
         self._derivative.read_as(reading)
         return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 
-    def _read_as(self, reading: Reading, places: Sequence[int]) -> Difference:
+    def _read_as(self, reading: Reading, seed: str) -> Difference:
         self._derivative.read_as(reading)
-        return self._derivative.difference(places, "0")
+        return self._derivative.difference(self._places, seed)
 
     def _shows(self, difference: Difference, place: int) -> bool:
         """Return whether an error as large as the gradient of a parameter would have been seen."""
