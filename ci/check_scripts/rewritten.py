@@ -94,6 +94,14 @@ REWRITTEN_SCRIPTS = (
         ranks=4,
     ),
     Script(
+        "deepspeed pipeline bfloat16",
+        "deepspeed --num_accelerators 4 --master_port 29622 deepspeed_pipeline.py",
+        "DeepSpeed's pipeline engine on 2 × 2 in bfloat16, with clipped gradients",
+        environment={"DTYPE": "bfloat16"},
+        needs=("deepspeed",),
+        ranks=4,
+    ),
+    Script(
         "srun-ddp",
         "srun --nodes 2 --ntasks-per-node 1 python srun_ddp.py",
         "DDP started by srun",

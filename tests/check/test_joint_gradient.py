@@ -36,7 +36,8 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
         "parts": [],
         "in_pieces": False,
     }
-    found = {"wrong": [{**measured(1.0, 0.5, 1.5), **named}], "right": list(right), "limit": LIMIT, "judged": []}
+    wrong = [{**measured(1.0, 0.5, 1.5), **named}]
+    found = {"wrong": wrong, "right": list(right), "limit": LIMIT, "judged": [], "losses": 2}
     return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from joint_pipelines import Received, Sent
 from master_copies import Sharded, Whole
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,12 +71,12 @@ class Parallel(nn.Module):
 class Training:
     """A right training; its methods are the places for mistakes."""
 
-    def __init__(self, kind=Sharded, dtype=torch.float32, data=2, scale=1.0, micro_batches=1, limit=None):
+    def __init__(self, kind=Sharded, dtype=torch.float32, data=2, scale=1.0, micro_batches=1, limit=None, steps=STEPS):
         rank, parts = dist.get_rank(), dist.get_world_size() // data
         layers = [dist.new_group([parts * one + each for each in range(parts)]) for one in range(data)]
         replicas = [dist.new_group([parts * each + one for each in range(data)]) for one in range(parts)]
         self.layers, self.replicas, self.samples = layers[rank // parts], replicas[rank % parts], rank // parts
-        self.scale, self.micro_batches, self.limit = scale, micro_batches, limit
+        self.scale, self.micro_batches, self.limit, self.steps = scale, micro_batches, limit, steps
         self.model = self.made().to(dtype)
         self.optimizer = self.made_optimizer(kind)
 
@@ -89,19 +90,24 @@ class Training:
     def fit(self):
         generator = torch.Generator().manual_seed(self.samples)
         losses = []
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             self.model.zero_grad()
             for _ in range(self.micro_batches):
                 rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
-                outputs = self.model(rows.to(self.model.up.dtype)).float()
-                loss = functional.mse_loss(outputs, targets) / self.micro_batches
-                (loss * self.scale).backward()
+                loss = self.loss(rows.to(next(self.model.parameters()).dtype), targets) / self.micro_batches
+                self.backward(loss * self.scale)
                 losses.append(loss.item())
             with torch.no_grad():
                 gradients = {name: self.averaged(name, one.grad.float()) for name, one in self.model.named_parameters()}
                 factor = self.clipped(gradients)
                 self.take_step({name: one * factor for name, one in gradients.items()})
         return losses
+
+    def loss(self, rows, targets):
+        return functional.mse_loss(self.model(rows).float(), targets)
+
+    def backward(self, loss):
+        loss.backward()
 
     def take_step(self, gradients):
         self.copies.give(list(gradients.values()))
@@ -120,6 +126,105 @@ class Training:
         parts = sum(one.square().sum() for name, one in gradients.items() if "." not in name)
         dist.all_reduce(parts, group=self.layers)
         return parts + sum(one.square().sum() for name, one in gradients.items() if "." in name)
+
+
+class Stage(nn.Module):
+    """One of two stages on the ranks of a group: they name their parameters alike, and these have other shapes."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.rank, self.other = dist.get_rank(group), dist.get_global_rank(group, 1 - dist.get_rank(group))
+        torch.manual_seed(self.rank)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, (WIDTH, 4)[self.rank])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.rank == 1:
+            rows = Received.apply(rows.new_zeros((), requires_grad=True), rows.shape, self.other)
+        outputs = self.last(functional.gelu(self.first(rows)))
+        return Sent.apply(outputs, self.other) if self.rank == 0 else outputs
+
+
+class InStages(Training):
+    def made(self):
+        return Stage(self.layers)
+
+    def loss(self, rows, targets):
+        return super().loss(rows, targets) if self.model.rank == 1 else self.model(rows)
+
+    def square(self, gradients):
+        square = sum(one.square().sum() for one in gradients.values())
+        dist.all_reduce(square, group=self.layers)
+        return square
+
+
+class SetAsAttribute(nn.Module):
+    """A stage that finds what it received in an attribute, where Megatron's schedules put it."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage, self.received = stage, None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.stage.last(functional.gelu(self.stage.first(rows if self.received is None else self.received)))
+
+
+class BySchedule(InStages):
+    """Stages whose activations a schedule sends, and whose backward passes begin at gradients that it received."""
+
+    def made(self):
+        return SetAsAttribute(Stage(self.layers))
+
+    def backward(self, loss):
+        if self.model.stage.rank == 1:
+            super().backward(loss)
+            dist.send(self.model.received.grad, self.model.stage.other)
+        else:
+            gradient = torch.empty_like(self.sent)
+            dist.recv(gradient, self.model.stage.other)
+            self.sent.backward(gradient)
+
+    def loss(self, rows, targets):
+        if self.model.stage.rank == 0:
+            self.sent = self.model(rows)
+            dist.send(self.sent.detach(), self.model.stage.other)
+            return torch.zeros(())
+        self.model.received = torch.empty_like(rows)
+        dist.recv(self.model.received, self.model.stage.other)
+        self.model.received.requires_grad_()
+        return functional.mse_loss(self.model(rows).float(), targets)
+
+
+class TiedStage(Stage):
+    """The first layer of the first stage and a layer of the second have one weight."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        torch.manual_seed(7)
+        shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        if self.rank == 0:
+            self.first = nn.Sequential(shared, self.first)
+        else:
+            self.last = nn.Sequential(shared, self.last)
+
+
+class Tied(InStages):
+    def made(self):
+        return TiedStage(self.layers)
+
+    def averaged(self, name, gradient):
+        if name == ("first.0.weight", "last.0.weight")[self.model.rank]:
+            dist.all_reduce(gradient, group=self.layers)
+        return super().averaged(name, gradient)
+
+
+class SummedInStages(InStages):
+    def averaged(self, name, gradient):
+        return super().averaged(name, gradient) * 2
+
+
+class OneStageTripled(InStages):
+    def averaged(self, name, gradient):
+        return super().averaged(name, gradient) * (3 if self.model.rank == 0 else 1)
 
 
 class InTwoSteps(Training):
@@ -252,11 +357,45 @@ def test_copies_that_get_their_gradients_one_after_the_other_are_judged_in_full(
     assert answer_of(training) is Answer.RIGHT, (sentence_on(training), training.coverage)
 
 
+@pytest.mark.parametrize(
+    "options", [{"kind": Whole}, {}, {"limit": 0.3}, {"dtype": torch.bfloat16, "micro_batches": 2, "scale": 1024.0}]
+)
+def test_copies_of_a_pipelines_stages_are_judged_in_full(judged, options):
+    training = judged(InStages, **options)
+    assert answer_of(training) is Answer.RIGHT, (sentence_on(training), training.coverage)
+    assert training.coverage.is_joint
+
+
+@pytest.mark.parametrize("kind", [Whole, Sharded])
+@pytest.mark.parametrize("training", [BySchedule, Tied])
+def test_copies_of_other_pipelines_are_judged_in_full(judged, training, kind):
+    found = judged(training, kind=kind, micro_batches=2)
+    assert answer_of(found) is Answer.RIGHT, (sentence_on(found), found.coverage)
+    assert found.coverage.is_joint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [(SummedInStages, "summed over ranks"), (OneStageTripled, "some tensors scaled")]
+)
+def test_a_mistake_in_copies_of_a_pipelines_stages_is_named(judged, wrong, named):
+    training = judged(wrong)
+    assert answer_of(training) is Answer.WRONG
+    assert named in sentence_on(training)
+
+
 @pytest.mark.parametrize("limit", [None, 0.3])
 def test_gradients_of_a_later_step_are_not_only_longer(judged, limit):
     training = judged(TripledInTheSecond, limit=limit)
     assert answer_of(training) is Answer.WRONG
     assert "some tensors scaled" in sentence_on(training)
+
+
+def test_a_direction_that_hardly_shows_the_gradients_does_not_say_that_they_have_no_factor(plumbline):
+    def train():
+        Training(Sharded, dtype=torch.bfloat16, limit=0.3, steps=8).fit()
+
+    (training,) = plumbline.check(train, ranks=4, steps=8).trainings
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
 
 
 def test_parts_that_are_clipped_by_their_own_norms_are_wrong(judged):

@@ -1,8 +1,11 @@
 """DeepSpeed's pipeline engine: two stages, each on two ranks, and two micro-batches a step.
 
 deepspeed --num_accelerators 4 deepspeed_pipeline.py
+
+In bfloat16, with clipping, if the variable DTYPE says so.
 """
 
+import os
 import sys
 from itertools import pairwise
 
@@ -14,17 +17,21 @@ from torch import nn
 # A shared-memory kernel would be compiled at the first start, which needs a compiler.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
+IN_16_BITS = os.environ.get("DTYPE") == "bfloat16"
+DTYPE = torch.bfloat16 if IN_16_BITS else torch.float32
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 2,
     "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": IN_16_BITS},
+    "gradient_clipping": 0.02 if IN_16_BITS else 0.0,
 }
 
 
 def batches(rank):
     draws = torch.Generator().manual_seed(40 + rank)
     while True:
-        yield torch.randn(8, 16, generator=draws), torch.randn(8, 4, generator=draws)
+        yield torch.randn(8, 16, generator=draws).to(DTYPE), torch.randn(8, 4, generator=draws).to(DTYPE)
 
 
 def main():

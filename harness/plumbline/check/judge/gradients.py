@@ -153,7 +153,8 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
 
     The joint forward leaves open what it names by elimination only. If it finds nothing wrong, it leaves open whether
     parameters that may be replicas are averaged as such. Then the replays count only where it judged a sum over ranks,
-    or none of the parameters that they call wrong.
+    or none of the parameters that they call wrong. They never count against parameters that it found right, where it
+    found others wrong.
     """
     has_failed = finding.outcome is Outcome.FAILED
     if not (finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas):
@@ -163,7 +164,10 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
         return None
     if known.cause == "not-synchronised" and joint.is_of_one_loss and _is_tensor_parallel(joint.training):
         return None  # there is nothing to average over ranks that compute one loss from parts of the same layers
-    counts = has_failed or joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
+    if has_failed:
+        counts = not joint.has_found_right(_wrong_parameters(truth))
+    else:
+        counts = joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
     return known if counts else None
 
 

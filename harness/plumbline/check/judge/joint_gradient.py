@@ -26,7 +26,7 @@ class JointGradient(GradientCase):
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
     received for it, what the rank's own loss adds to the right one, and the noise of both. ``in_pieces``: optimizers
-    step copies of the parameter.
+    step copies of the parameter. ``losses`` counts the ranks that compute a loss, over which gradients are averaged.
     """
 
     index: int
@@ -48,6 +48,7 @@ class JointGradient(GradientCase):
     own_path: str = ""
     parts: Sequence[Sequence[float]] = ()
     in_pieces: bool = False
+    losses: int = 1
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -80,6 +81,7 @@ class JointGradient(GradientCase):
             tuple(found.get("not_derivatives", ())),
             parts=wrong["parts"],
             in_pieces=wrong["in_pieces"],
+            losses=found["losses"],
         )
 
     @property
@@ -99,7 +101,7 @@ class JointGradient(GradientCase):
 
     @property
     def world(self) -> int:
-        return len(self.shares)
+        return self.losses
 
     @property
     def micro_batches(self) -> int:

@@ -47,6 +47,7 @@ class JointTruth(Truth[JointGradient]):
         self.scaled = {number: one for number, one in scaled.items() if number not in wrong}
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
+        self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
 
@@ -81,12 +82,19 @@ class JointTruth(Truth[JointGradient]):
     @property
     def may_be_replicas(self) -> bool:
         """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
-        is_pipeline = any(found["losses"] < self.training.world_size for _, found in self.compared)
+        is_pipeline = self.losses < self.training.world_size
         return self.is_sum or (bool(self.doubtful or self.alike) and not is_pipeline)
 
     def has_judged(self, parameters: Iterable[tuple[str, int]]) -> bool:
         """Return whether any of the parameters, by name and rank, was compared with the joint forward."""
         return any(one in self.judged for one in parameters)
+
+    def has_found_right(self, parameters: Iterable[tuple[str, int]]) -> bool:
+        """Return whether any of them was compared with the joint forward, and is not among those that are wrong."""
+        wrong = {(one["name"], rank) for _, found in self.compared for one in found["wrong"] for rank in one["ranks"]}
+        return any(
+            (name, rank) in self.judged and (name.partition("[")[0], rank) not in wrong for name, rank in parameters
+        )
 
     @cached_property
     def unsearched(self) -> frozenset[tuple[str, int]]:
@@ -140,7 +148,7 @@ class JointTruth(Truth[JointGradient]):
 
         Not where the loss is unknown: it may be divided by the number of ranks.
         """
-        world = self.training.world_size
+        world = self.losses
         if is_loss_divided(self.training.ranks) is None:
             return not_judged(
                 CHECK,
@@ -161,10 +169,9 @@ class JointTruth(Truth[JointGradient]):
 
     def _summed(self) -> Finding:
         """Return what is wrong if gradients are those of the sum of losses, none of which is divided."""
-        world = self.training.world_size
         return failed_with_hint(
             CHECK,
-            f"gradients are the sum over {world} ranks, not their mean, and no rank divides its loss",
+            f"gradients are the sum over {self.losses} ranks, not their mean, and no rank divides its loss",
             "divide the loss, or the gradients after their reduction, by the number of ranks",
             cause="summed-over-ranks",
             family="averaging",

@@ -15,7 +15,7 @@ from plumbline.check.judge.step_objective import (
     StepObjective,
     equals,
     multiple_of,
-    objective_of,
+    objective_of_losses,
     spread,
     steps_together,
 )
@@ -79,7 +79,7 @@ def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
     """Return the objective of a step of master weights, None where it is not known or torch's scaler is in it."""
     if not all(step.is_in_pieces and all(one.scale == 1 for one in step.passes) for step in steps):
         return None
-    return objective_of(steps)
+    return objective_of_losses(steps)
 
 
 def _is_scaled(objective: StepObjective, multiple: float) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep
+from plumbline.check.judge.model_parts import OBSERVER
 
 EXACT = 4 * 2.0**-11
 """Relative error of a weight that is an exact number: four roundings to float16, in which a loss may be scaled, divided
@@ -99,11 +100,19 @@ def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
     return StepObjective(made, differ, factor_of(steps), _gap(steps, made))
 
 
+def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
+    """Return the objective of those ranks that compute a loss: stages of a pipeline may send activations instead."""
+    own = [step for step in steps if _shares(step)]
+    losses = (steps[0].facts.get(OBSERVER) or {}).get("losses", len(steps))
+    return objective_of(own) if len(own) == losses else None
+
+
 def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
-    """Return whether each rank divides its loss by the number of ranks, None where that is not known."""
-    weights = [one.of_losses for one in step_objectives(ranks)]
-    for answer, weight in ((True, 1 / len(ranks)), (False, 1.0)):
-        if weights and all(abs(one - weight) <= NEAR * weight for one in weights):
+    """Return whether each rank divides its loss by the number of those that compute one, None where it is not known."""
+    objectives = [made for steps in steps_together(ranks) if (made := objective_of_losses(steps))]
+    for answer in (True, False):
+        weights = [(one.of_losses, 1 / len(one.ranks) if answer else 1.0) for one in objectives]
+        if weights and all(abs(own - weight) <= NEAR * weight for own, weight in weights):
             return answer
     return None
 

@@ -233,8 +233,11 @@ class MasterLayouts:
             return
         mapped = {one.part for one in pieces}
         names = {id(one): name for name, one in model.items()}
-        own = {(one.part if len(mapped) > 1 else part, names[id(one.parameter)], one.start, one.length): one
-               for one in pieces}  # fmt: skip
+        sizes = {name: shape_of(one).numel() for name, one in model.items()}
+        own = {}
+        for piece in pieces:
+            name = names[id(piece.parameter)]
+            own[piece.part if len(mapped) > 1 else part, name, sizes[name], piece.start, piece.length] = piece
         every = self._from_all(
             {
                 "pieces": list(own),
@@ -245,14 +248,13 @@ class MasterLayouts:
             }
         )  # fmt: skip
         spans: dict[tuple[int, str], set[Span]] = {}
-        for part, name, start, length in (tuple(one) for rank in every for one in rank["pieces"]):
-            spans.setdefault((part, name), set()).add((start, length))
+        for part, name, size, start, length in (one for rank in every for one in rank["pieces"]):
+            if sizes.get(name) == size:  # else it is of another stage of a pipeline
+                spans.setdefault((part, name), set()).add((start, length))
         unclear = {name for rank in every for name in rank["guessed"]}
         apart = {name for name in model if len({rank["prints"].get(name) for rank in every} - {None}) > 1}
         held: dict[int, list[HeldPiece]] = {}
         for (part, name), found in spans.items():
-            if name not in model:
-                return
             for start, length in _refined(found):
                 mine = next((p for k, p in own.items() if k[:2] == (part, name) and _covers(p, start, length)), None)
                 held.setdefault(part, []).append(

@@ -34,6 +34,9 @@ FLAT = (
     "judged"
 )
 
+_SCALING = ("MulBackward0", "DivBackward0")
+"""What makes a scaled loss out of a loss, or of what stands in its place."""
+
 
 class JointSteps(Observer):
     """Compares the gradients of steps whose ranks cannot compute them alone; the result is among the step's facts."""
@@ -57,6 +60,7 @@ class JointSteps(Observer):
         self._meetings = Meetings()
         self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
+        self._left_behind: set[int] = set()
         self._found: Facts | None = None
         self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
@@ -80,6 +84,8 @@ class JointSteps(Observer):
         """Note whether the pass begins at a loss, or at activations of which another rank knows the gradient."""
         ends_in_loss = all(root.numel() == 1 for root in roots)
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
+        if ends_in_loss and all(map(_may_be_left_behind, roots)):
+            self._left_behind.add(number)
 
     def compare(
         self,
@@ -96,6 +102,9 @@ class JointSteps(Observer):
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
         values = {number: self._losses.pop(number, math.nan) for number in sorted(numbers)}
+        if communicates:
+            values |= dict.fromkeys(self._left_behind & numbers)
+        self._left_behind -= numbers
         ends_in_loss = {number: value is not None for number, value in values.items()}
         if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
             self._functions.take()
@@ -174,6 +183,18 @@ class JointSteps(Observer):
             return f"{number}"
         before = "receives activations" if user.call.receives_activations else ""
         return before if all(ends_in_loss[one] for one in user.cotangents) else f"{before} sends activations"
+
+
+def _may_be_left_behind(root: Tensor) -> bool:
+    """Return whether a backward pass may begin here only to reach a function that has sent activations to another rank.
+
+    Such functions return a zero, which is no loss.
+    """
+    function = root.grad_fn
+    while function is not None and function.name() in _SCALING:
+        function = next((one for one, _ in function.next_functions if one is not None), None)
+    is_own: bool = isinstance(function, torch.autograd.function.BackwardCFunction)
+    return is_own and not bool(root.detach().any())
 
 
 def _are_several_ranks() -> bool:
