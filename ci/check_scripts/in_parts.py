@@ -6,28 +6,31 @@ from script import Script
 
 TORCHRUN = "torchrun --standalone --nproc-per-node"
 
+FILE = "run_simple_mcore_train_loop.py"
+"""The training loop among the examples of Megatron, in which the changes below are made."""
+
 ON_THE_CPU = (
-    ("run_simple_mcore_train_loop.py", r"(?m)^import torch$", "import torch\nimport cpu_for_cuda"),
-    ("run_simple_mcore_train_loop.py", r"torch\.cuda\.set_device\(local_rank\)", "pass"),
-    ("run_simple_mcore_train_loop.py", '"nccl"', '"gloo"'),
-    ("run_simple_mcore_train_loop.py", r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
-    ("run_simple_mcore_train_loop.py", r"compile_helpers\(\)\n", "pass\n"),
+    (FILE, r"(?m)^import torch$", "import torch\nimport cpu_for_cuda"),
+    (FILE, r"torch\.cuda\.set_device\(local_rank\)", "pass"),
+    (FILE, '"nccl"', '"gloo"'),
+    (FILE, r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
+    (FILE, r"compile_helpers\(\)\n", "pass\n"),
 )
 OWN_OPTIMIZER = (
     (
-        "run_simple_mcore_train_loop.py",
+        FILE,
         r"optim: Adam = Adam\(gpt_model\.parameters\(\)\)",
         "from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer\n"
         "    optim = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=0.0), [gpt_model])",
     ),
-    ("run_simple_mcore_train_loop.py", r"optim\.zero_grad\(\)", "gpt_model.zero_grad_buffer(), optim.zero_grad()"),
+    (FILE, r"optim\.zero_grad\(\)", "gpt_model.zero_grad_buffer(), optim.zero_grad()"),
 )
 
 DISTRIBUTED_OPTIMIZER = (
-    ("run_simple_mcore_train_loop.py", r"tensor_model_parallel_size=2", "tensor_model_parallel_size=1"),
-    ("run_simple_mcore_train_loop.py", r"use_distributed_optimizer=False", "use_distributed_optimizer=True"),
+    (FILE, r"tensor_model_parallel_size=2", "tensor_model_parallel_size=1"),
+    (FILE, r"use_distributed_optimizer=False", "use_distributed_optimizer=True"),
     (
-        "run_simple_mcore_train_loop.py",
+        FILE,
         r"batch_size=8, shuffle=True",
         "batch_size=8, sampler=torch.utils.data.distributed.DistributedSampler(datasets[0])",
     ),
@@ -40,7 +43,7 @@ DISTRIBUTED_OPTIMIZER = (
 OF_PARTS = (
     *DISTRIBUTED_OPTIMIZER[1:2],
     (
-        "run_simple_mcore_train_loop.py",
+        FILE,
         r"batch_size=8, shuffle=True",
         "batch_size=8, sampler=torch.utils.data.distributed.DistributedSampler(datasets[0], "
         "parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())",
@@ -51,20 +54,19 @@ OF_PARTS = (
 IN_BFLOAT16 = (
     *OF_PARTS,
     (
-        "run_simple_mcore_train_loop.py",
+        FILE,
         r"pipeline_dtype=torch\.float32,",
         "pipeline_dtype=torch.bfloat16, bf16=True, params_dtype=torch.bfloat16,",
     ),
-    ("run_simple_mcore_train_loop.py", r"gpt_model\.to\(device\)", "gpt_model = gpt_model.to(device).bfloat16()"),
+    (FILE, r"gpt_model\.to\(device\)", "gpt_model = gpt_model.to(device).bfloat16()"),
     (
-        "run_simple_mcore_train_loop.py",
+        FILE,
         r"clip_grad=0\.0,",
         "clip_grad=0.05, bf16=True, params_dtype=torch.bfloat16,",
     ),
-    ("run_simple_mcore_train_loop.py", r"grad_reduce_in_fp32=False", "grad_reduce_in_fp32=True"),
+    (FILE, r"grad_reduce_in_fp32=False", "grad_reduce_in_fp32=True"),
 )
 
-FILE = "run_simple_mcore_train_loop.py"
 IN_STAGES = (
     *IN_BFLOAT16,
     (FILE, r"size=2, pipeline_model_parallel_size=1", "size=1, pipeline_model_parallel_size=2"),
@@ -86,14 +88,14 @@ def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], .
     settings: dict[str, object] = {
         "source": "NVIDIA/Megatron-LM",
         "folder": "examples",
-        "also": ("examples/run_simple_mcore_train_loop.py",),
+        "also": (f"examples/{FILE}",),
         "needs": ("megatron.core.datasets.helpers_cpp", "cpu_for_cuda"),
         "changes": (*ON_THE_CPU, *more_changes),
         "ranks": 2,
         "steps": 5,
         **more,
     }
-    return Script(name, f"{TORCHRUN} {settings['ranks']} run_simple_mcore_train_loop.py", covers, **settings)  # type: ignore[arg-type]
+    return Script(name, f"{TORCHRUN} {settings['ranks']} {FILE}", covers, **settings)  # type: ignore[arg-type]
 
 
 def torchtitan(name: str, ranks: int, options: str, covers: str, model: str = "llama3") -> Script:

@@ -2,7 +2,7 @@
 
 deepspeed --num_accelerators 4 deepspeed_pipeline.py
 
-In bfloat16, with clipping, if the variable DTYPE says so.
+Set DTYPE=bfloat16 to train in bfloat16 with clipped gradients.
 """
 
 import os

@@ -64,15 +64,15 @@ def listen(address: str) -> socket.socket:
 def store_on(listener: socket.socket, address: str) -> TCPStore:
     """Return a rendezvous store on a socket. Ranks join it as they would join that of torchrun's agent."""
     port = listener.getsockname()[1]
-
-    def store(**options: Any) -> TCPStore:
-        descriptor = os.dup(listener.fileno())  # the store closes it
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, **options)
-
+    options: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": os.dup(listener.fileno()),  # the store closes it, if it begins
+    }
     try:
-        return store()
-    except NotImplementedError:  # torch 2.4: its usual server cannot take a socket that listens already
-        return store(use_libuv=False)
+        return TCPStore(address, port, **options)
+    except NotImplementedError:  # in torch 2.4 and 2.6 the default server takes no socket that listens already
+        return TCPStore(address, port, use_libuv=False, **options)
 
 
 def new_store(address: str) -> TCPStore:

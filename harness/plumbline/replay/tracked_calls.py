@@ -52,8 +52,8 @@ class TrackedCalls:
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
     it runs, ``ends`` when one has returned, and ``runs_again`` of modules that a backward pass runs again.
-    ``is_weight`` says of a tensor that is no parameter whether it is trained. ``unrecorded`` has the parameters of
-    calls that could not be recorded, and why; the script goes on.
+    ``is_weight`` says of a tensor that is no parameter whether an optimizer updates it. ``unrecorded`` has the
+    parameters of calls that could not be recorded, and why; the script goes on.
     """
 
     def __init__(
@@ -330,12 +330,17 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _set_as_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield the attributes of a module and its submodules that are activations, as Megatron sets those of a stage."""
-    if flat_units(module):  # FSDP1 sets views of its flat parameters, which may not be looked at
-        return
     for one in module.modules():
         for name, value in vars(one).items():
-            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            if isinstance(value, Tensor) and value.requires_grad and _is_leaf(value):
                 yield vars(one), name, value
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # one of several views whose base was changed in place, such as those that FSDP1 sets
+        return False
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:

@@ -37,7 +37,7 @@ class RemoteTensor(Tensor):
         """Return one with the shape and dtype of ``tensor`` that reports the device ``at`` to user code."""
         hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
         meta = tensor.meta if isinstance(tensor, RemoteTensor) else tensor.detach().to("meta")
-        made = Tensor._make_subclass(RemoteTensor, meta)  # unlike as_subclass, in torch 2.4 too where a mode is active
+        made = Tensor._make_subclass(RemoteTensor, meta)  # as_subclass fails in torch 2.4 under a dispatch mode
         made.meta, made.at, made.hidden_in = meta, at, hidden_in
         return made
 

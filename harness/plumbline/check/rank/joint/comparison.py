@@ -38,7 +38,7 @@ OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
 """Directions that have to show the same factor before it counts as one in all gradients."""
 
 MOST_READINGS = 4
-"""Readings that are given up after one of them, before the gradients count as wrong."""
+"""How many readings of a step's gradients may be refuted before the gradients count as wrong."""
 
 UNKNOWN_FACTOR = (
     "the copies that optimizers step received other gradients than the model, and these are too small to tell whether "
@@ -271,11 +271,10 @@ class _Search:
         return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 
     def _read(self, seed: str) -> tuple[Reading, Difference]:
-        """Return the reading by which all gradients are right along a direction, and its difference.
+        """Return the first reading by which all gradients are right along a direction, and its difference.
 
-        That is the first reading if none is.
+        If there is none, return the first reading.
         """
-        places = self._places
         sums = (False, True) if self._derivative.losses > 1 else (False,)
         readings = (
             [self.known] if self.known else [Reading(each, one) for one in self._derivative.in_place for each in sums]
@@ -285,12 +284,12 @@ class _Search:
             readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
         for one in readings:
             difference = self._read_as(one, seed)
-            if difference.error(places) <= difference.limit:
+            if difference.error(self._places) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0)
                 return one, difference
         for one in readings if self._derivative.are_copies and self._derivative.factor is None else ():
-            if (scaled := self._with_factor(one, places)) is not None:
+            if (scaled := self._with_factor(one)) is not None:
                 self.known = one
                 return scaled, self._read_as(scaled, seed)
         return readings[0], self._read_as(readings[0], seed)
@@ -308,12 +307,13 @@ class _Search:
         self._derivative.read_as(reading)
         return None
 
-    def _with_factor(self, reading: Reading, places: Sequence[int]) -> Reading | None:
+    def _with_factor(self, reading: Reading) -> Reading | None:
         """Return the reading with one factor in all gradients, None where they have no such factor.
 
         Raises:
             NoAgreementError: gradients are too small to tell.
         """
+        places = self._places
         self._derivative.read_as(reading)
         tried = {seed: self._derivative.difference(places, seed) for seed in OF_A_FACTOR}
         best = max(tried, key=lambda one: abs(tried[one].right) / tried[one].noise if tried[one].noise else 0.0)
