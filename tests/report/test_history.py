@@ -93,7 +93,7 @@ def test_the_page_says_what_changed_and_what_else_did(reports: Path, capsys: pyt
     assert "failed: sum-instead-of-mean → passed" in page
     assert "<h3>mine 1.0 → 1.1 " in page
     assert "&lt;b&gt;the sum&lt;/b&gt;" in page
-    assert re.search(r"−(19|20)\.\d %", page)
+    assert re.search(r"−(19|20)\.\d\s%", page)
 
 
 @pytest.mark.parametrize(
@@ -226,5 +226,5 @@ def test_what_cannot_be_read_is_left_out_and_named(
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["history", str(tmp_path)]) == 2
-    assert "no run" in capsys.readouterr().err
+    assert "There is no readable run in" in capsys.readouterr().err
     assert RunNotFound is not None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from plumbline.core.numbers import compact, x_noise
 from plumbline.report.text import counted, digits, in_words, printable_lines, shortened
+
+_BEFORE_ITS_UNIT = re.compile(r"(?<=\d) (?=%|×)")
+_OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")
 
 
 def page_environment(*packages: str) -> Environment:
@@ -18,8 +23,18 @@ def page_environment(*packages: str) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printable_lines(value) if type(value) is str else value,
+        finalize=lambda value: _prose(value) if type(value) is str else value,
     )
-    filters: tuple[Callable[..., str], ...] = (compact, counted, digits, in_words, shortened, x_noise)
+    filters: tuple[Callable[..., str], ...] = (code, compact, counted, digits, in_words, shortened, x_noise)
     environment.filters |= {one.__name__: one for one in filters}
     return environment
+
+
+def code(text: str) -> Markup:
+    """Return text that people copy: unchanged, and no line breaks inside of an option."""
+    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', str(escape(printable_lines(text)))))
+
+
+def _prose(text: str) -> str:
+    """Return text whose figures stay on the line of their units."""
+    return _BEFORE_ITS_UNIT.sub("\N{NO-BREAK SPACE}", printable_lines(text))

@@ -104,7 +104,7 @@ def report_page(run: Run) -> str:
         "step_shares": charts.STEP_SHARES.values(),
         "how_to_open": measured.HOW_TO_OPEN,
         "claims": claims(run) if workloads else (),
-        "comparability": run_summary.comparability(run.header.fingerprint).items(),
+        "comparability": _comparability(run).items(),
         "other_facts": run_summary.other_facts(run).items(),
         "packages": run.header.fingerprint.packages.items(),
         "most_groups": MOST_GROUPS,
@@ -126,6 +126,12 @@ def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
     subjects = dict.fromkeys(one.group.subject for one in wrong)
     words = [*(families if len(families) > 1 else ()), *(subjects if len(subjects) > 1 else ())]
     return words[:MOST_FACETS]
+
+
+def _comparability(run: Run) -> dict[str, str]:
+    facts = run_summary.comparability(run.header.fingerprint)
+    simulated = facts.get("device") == facts.get("cpu")
+    return {name: value for name, value in facts.items() if not (simulated and name == "device")}
 
 
 @cache
@@ -173,14 +179,14 @@ def _in_full(cells: int) -> Callable[[GridCell], bool]:
     return lambda cell: cells <= MOST_IN_FULL or (bool(cell.bad) and next(shown) <= MOST_IN_FULL)
 
 
-def _logs_of(run: Run) -> Callable[[GridCell], list[tuple[str, str]]]:
+def _logs_of(run: Run) -> Callable[[str], list[tuple[str, str]]]:
     room = MOST_LOG_TEXT
 
-    def of(cell: GridCell) -> list[tuple[str, str]]:
+    def of(cell: str) -> list[tuple[str, str]]:
         nonlocal room
-        if not (cell.bad or cell.known or cell.others) or room <= 0:
+        if room <= 0:
             return []
-        shown = log_tails(run.path, cell.cell)
+        shown = log_tails(run.path, cell)
         room -= sum(len(tail) for _, tail in shown)
         return shown
 
