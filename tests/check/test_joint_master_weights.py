@@ -398,8 +398,24 @@ def test_a_direction_that_hardly_shows_the_gradients_does_not_say_that_they_have
     assert answer_of(training) is Answer.RIGHT, sentence_on(training)
 
 
-def test_parts_that_are_clipped_by_their_own_norms_are_wrong(judged):
-    assert answer_of(judged(OwnNorm, limit=0.3)) is Answer.WRONG
+@pytest.mark.parametrize("kind", [Whole, Sharded])
+def test_clipping_by_the_norm_of_a_ranks_own_parts_is_named(judged, kind):
+    training = judged(OwnNorm, kind=kind, limit=0.3)
+    assert answer_of(training) is Answer.WRONG
+    assert "clipped shard by shard" in sentence_on(training)
+
+
+class PartsScaled(OwnNorm):
+    """The ranks of a layer scale what they hold by factors that have nothing to do with its length."""
+
+    def clipped(self, gradients):
+        return (0.5, 0.25)[dist.get_rank(self.layers)]
+
+
+def test_parts_that_are_scaled_by_factors_of_their_own_were_not_clipped(judged):
+    training = judged(PartsScaled)
+    assert answer_of(training) is Answer.WRONG
+    assert "clipped" not in sentence_on(training)
 
 
 def test_one_step_that_is_shorter_may_have_been_clipped(plumbline):

@@ -26,7 +26,8 @@ class JointGradient(GradientCase):
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
     received for it, what the rank's own loss adds to the right one, and the noise of both. ``in_pieces``: optimizers
-    step copies of the parameter. ``losses`` counts the ranks that compute a loss, over which gradients are averaged.
+    step copies of the parameter. ``clipped_apart``: ranks made what they hold shorter, to one length each. ``losses``
+    counts the ranks that compute a loss, over which gradients are averaged.
     """
 
     index: int
@@ -49,6 +50,7 @@ class JointGradient(GradientCase):
     parts: Sequence[Sequence[float]] = ()
     in_pieces: bool = False
     losses: int = 1
+    clipped_apart: bool = False
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -223,6 +225,11 @@ register(
         "each rank's part of {name} has the gradient of that rank's own samples only",
         "call the module that holds the weight, so that its hooks gather it and reduce its gradient, or gather it with "
         "full_tensor(grad_placements=[Partial()]) and divide the gradient by the number of ranks", 694),
+    Hypothesis("clipped-shard-by-shard", "clipping", holds(lambda case: case.clipped_apart),
+        "clipped on each rank by the norm of the gradients that this rank holds, so that the parts have different "
+        "factors",
+        "clip by the norm of the whole model: add the squared norms of all parts with an all-reduce, and count copies "
+        "once", 697),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,
         "{factor} × the right ones for some parameters, such as {name}",
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "
@@ -237,7 +244,7 @@ register(
         "only each rank's own part of a sum over ranks, for {copy} and others",
         _SUM_THE_INPUT, 357),
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
-        "the same on ranks that hold different parts, such as of {name}",
+        "equal on ranks that hold different parts of a parameter, such as {name}",
         "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: case.began_alike),
         "{name} starts with the same values on several ranks, but its copies receive different gradients",

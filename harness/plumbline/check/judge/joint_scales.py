@@ -1,7 +1,8 @@
-"""One factor in the gradients of all master weights, against the joint forward: which steps were only clipped."""
+"""Factors in gradients, against the joint forward: which steps were only clipped, and by which norms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,3 +78,38 @@ def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
             limit = (step.facts.get(MASTERS) or {}).get("limit")
             found[step.number] = ScaledStep(factor, step.facts[OBSERVER]["norms"], limit)
     return found
+
+
+def are_clipped_apart(found: Facts, lengths: Sequence[float]) -> bool:
+    """Return whether groups of ranks scaled the gradients of their parts, each by a factor of its own, to one length.
+
+    ``lengths`` are the norms of what each rank's optimizers received. Copies of whole parameters are left out: what
+    each of them should receive is not in ``found``.
+    """
+    limit = found["limit"]
+    if any(abs(one["received"]) > 2 * limit * one["noise"] for one in found["right"]):
+        return False
+    factors: dict[int, tuple[float, float]] = {}
+    for one in found["wrong"]:
+        directions = [(one["received"], one["right"], one["noise"]), *map(tuple, one["again"])]
+        received, right, noise = max(directions, key=lambda each: abs(each[1]) / each[2])
+        within = limit * noise / abs(right) if right else math.inf
+        if one["began_alike"] or within > SAME_LENGTH:
+            continue
+        for rank in one["ranks"]:
+            known, least = factors.get(rank, (received / right, within))
+            if abs(received / right - known) > within + least:
+                return False
+            factors[rank] = known, max(within, least)
+    groups: list[list[int]] = []
+    for rank, (factor, within) in factors.items():
+        alike = [one for one in groups if abs(factors[one[0]][0] - factor) <= within + factors[one[0]][1]]
+        if not alike:
+            groups.append([])
+        (alike or groups)[-1].append(rank)
+    return (
+        len(factors) == len(lengths)
+        and len(groups) > 1
+        and all(0 < factor < 1 for factor, _ in factors.values())
+        and are_one([math.hypot(*(lengths[rank] for rank in one)) for one in groups])
+    )

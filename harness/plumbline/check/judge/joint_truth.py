@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
-from plumbline.check.judge.joint_scales import scaled_by_mistake
+from plumbline.check.judge.joint_scales import are_clipped_apart, scaled_by_mistake
 from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.manual_edits import about_one_factor
 from plumbline.check.judge.model_parts import OBSERVER
@@ -28,7 +29,7 @@ CHECK = "gradients"
 BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 """Causes that a script's own code may have made on purpose."""
 
-_SCALED = ", apart from one factor in all of them, which clipping explains"
+_SCALED = ", up to one common factor, which clipping explains"
 
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
@@ -58,11 +59,18 @@ class JointTruth(Truth[JointGradient]):
         for number, found in self.compared:
             wrong = [(one, each) for other, each in self.compared if other == number for one in each["wrong"]]
             if wrong:
-                return [JointGradient.of(number, one, each, window) for one, each in wrong]
+                apart = any(are_clipped_apart(each, self._lengths(number)) for _, each in wrong)
+                cases = [JointGradient.of(number, one, each, window) for one, each in wrong]
+                return [replace(case, clipped_apart=apart) for case in cases]
             if number in self.scaled:
                 scaled = self.scaled[number]
                 return [JointGradient.of(number, scaled, {**found, "wrong": [scaled], "right": []}, window)]
         return []
+
+    def _lengths(self, number: int) -> Sequence[float]:
+        return [
+            math.hypot(*(step.norm for step in rank.steps if step.number == number)) for rank in self.training.ranks
+        ]
 
     @cached_property
     def judged(self) -> frozenset[tuple[str, int]]:
@@ -153,7 +161,7 @@ class JointTruth(Truth[JointGradient]):
             return not_judged(
                 CHECK,
                 f"all {world} ranks compute the same loss, and gradients are {world} × its derivative. That is right "
-                f"if the loss is divided by {world}; it is not known whether it is",
+                f"if the loss is divided by {world}, which could not be determined",
                 self.compared[0][0],
             )
         return failed_with_hint(
@@ -183,8 +191,8 @@ class JointTruth(Truth[JointGradient]):
         name, ranks = own[0]
         return failed_with_hint(
             CHECK,
-            f"{listed(dict.fromkeys(name for name, _ in own))} began with the same values on several ranks, and each "
-            "copy has samples of its own, but gradients of the copies are not averaged",
+            f"{listed(dict.fromkeys(name for name, _ in own))} started with the same values on several ranks, "
+            "and each copy is trained on different samples, but the gradients of the copies are not averaged",
             "all-reduce the gradients of all replicated parameters",
             cause="some-parameters-not-synchronised",
             family="sync",
