@@ -75,7 +75,7 @@ def main() -> int:
             ran = follow(placed_in(Path(folder) / name, script, asked), asked)
             found[name] = ran
             print(f"{name} from step {begin} on: {headline(ran)}", flush=True)
-    due = f"first in the window at step {-(-begin // asked.every) * asked.every}"
+    due = f"first wrong at step {-(-begin // asked.every) * asked.every}"
     is_found = {name: headline(ran).startswith("wrong") and due in headline(ran) for name, ran in found.items()}
     ratios = [b / a for a, b in zip(plain, followed, strict=True)]
     command = " ".join(["python", "ci/bench_following.py", *map(shown, sys.argv[1:])])

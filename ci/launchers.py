@@ -203,7 +203,7 @@ class Comparison:
                 seen.append("the cell came to its end")
             except LaunchError as error:
                 print(f"    {error}"[:400])
-                if host and f" on {host}: it is gone" not in str(error):
+                if host and f" on {host}: it closed the connection" not in str(error):
                     seen.append(f"{host} is not named: {error}")
             if pool.alive:
                 seen.append("the pool counts as alive")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plumbline.core.finding import RAISED
+
 BAD = ("failed", "crashed", "timed_out")
-BROKEN = "it could not be judged: "
-"""How the message of a check begins that an exception ended."""
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ def read_verdict(file: Path) -> Verdict:
         max((noise for noise in noises if noise is not None), default=None),
         tuple(f"{one['check']}: {one['cause'] or 'unexplained'}" for one in bad),
         min((one["coverage"]["replayed"] for one in trainings), default=None),
-        tuple(one["check"] for one in findings if one["outcome"] == "errored" and BROKEN in one.get("message", "")),
+        tuple(one["check"] for one in findings if one["outcome"] == "errored" and RAISED in one.get("message", "")),
     )

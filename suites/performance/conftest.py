@@ -22,6 +22,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     rows = table(figure for one in found if one is not None for figure in one.measurements)
     if rows:
-        terminalreporter.section("time over that of a loop by hand")
+        terminalreporter.section("overhead: time relative to a hand-written loop")
         for row in rows:
             terminalreporter.write_line(row)

@@ -37,7 +37,7 @@ WRONG = Finding(
 )
 FOLLOWS = Finding("ranks-agree", Outcome.FAILED, "weights differ between ranks", consequence_of="gradients")
 NOT_JUDGED = Finding("gradients", Outcome.SKIPPED, "no gradients were judged: gradients were not finite")
-BROKEN = Finding("update", Outcome.ERRORED, "it could not be judged: ZeroDivisionError")
+BROKEN = Finding("update", Outcome.ERRORED, "the check raised an error, so it has no verdict: ZeroDivisionError")
 
 
 def updates(numbers=(0, 1)):
@@ -70,7 +70,7 @@ def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="",
         for number in range(steps)
         for optimizer in range(optimizers)
     )
-    noted = {"uncovered": {"scale": "it is used outside of any recorded call"}, **(facts or {})}
+    noted = {"uncovered": {"scale": "this parameter is used outside any recorded call"}, **(facts or {})}
     recorded = RecordedTraining(tuple(RecordedRank(rank, ranks, taken, noted, error) for rank in range(ranks)))
     return CheckedTraining(recorded, in_reading_order(findings), coverage_of(recorded, findings))
 

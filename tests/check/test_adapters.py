@@ -206,7 +206,7 @@ def test_adapters_that_each_rank_begins_for_itself_are_not_judged() -> None:
     """Nothing tells huggingface/transformers#48873, where ranks draw other adapters, from adapters of each rank."""
     found = checked(added_after_sharding)
     assert found.answer is Answer.NOT_JUDGED
-    assert "This is a mistake unless the ranks train separate adapters" in found.sentence
+    assert "Unless the ranks train separate adapters, this is a mistake" in found.sentence
 
 
 def of_a_later_optimizer_group() -> None:

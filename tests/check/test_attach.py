@@ -245,7 +245,7 @@ def test_without_a_step_nothing_is_judged() -> None:
         pass
     verdict = attached.verdict()
     assert (verdict.answer.value, verdict.right) == ("not judged", False)
-    assert "completed 0 steps since it was attached" in verdict.sentence
+    assert "completed 0 steps since attach() was called" in verdict.sentence
     with pytest.raises(AssertionError, match="nothing was recorded"):
         verdict.assert_right()
 
@@ -256,7 +256,7 @@ def test_without_a_step_nothing_is_judged() -> None:
         ({"steps": 0}, "steps=0"),
         ({"after": -1}, "after=-1"),
         ({"objective": "mean"}, "token-mean"),
-        ({"folder": "/nowhere/at/all"}, "make it first"),
+        ({"folder": "/nowhere/at/all"}, "create it first"),
     ],
 )
 def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -276,7 +276,8 @@ def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyP
         os.rmdir(folder)
         return "found"
 
-    assert sorted(one.partition("pass ")[2] for one in on_two_ranks(found)) == ["", "folder=, which all machines share"]
+    told = sorted(one.partition("pass ")[2] for one in on_two_ranks(found))
+    assert told == ["", "attach() a folder= that all machines share"]
 
 
 def test_what_watches_a_training_is_imported_without_what_compiles_it():

@@ -173,14 +173,14 @@ def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, mon
 def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_first(check):
     code, _, err, written = check(LOOP.format(steps=2, after="raise SystemExit(5)"))
     assert "NOT JUDGED: the command failed: exit code 5; before that, 100 % of gradients and updates" in said(err)
-    assert "! the script took only 2 of the 4 steps to record" in said(err)
+    assert "! the script took only 2 of the 4 requested steps" in said(err)
     assert (code, written["script"]["exit_code"]) == (2, 5)
 
 
 def test_a_forked_rank_that_takes_fewer_steps_leaves_its_last_evidence(check):
     _, _, err, _ = check(FORKED)
     assert said(err).startswith("RIGHT: 100 % of gradients and updates judged in 2 steps")
-    assert "! the script took only 2 of the 4 steps to record" in said(err)
+    assert "! the script took only 2 of the 4 requested steps" in said(err)
     assert "killed" not in err
 
 
@@ -358,4 +358,4 @@ def test_evidence_that_cannot_be_kept_leaves_the_script_alone(check, does, sente
 def test_a_folder_for_evidence_that_cannot_be_made_is_said_with_the_way_out(folder, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     assert main(["check", "--", sys.executable, "-c", "print(1)"]) == 2
-    assert "set TMPDIR to a folder that is writable" in capsys.readouterr().err
+    assert "set TMPDIR to a writable folder" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_what_can_be_checked_is_let_through(words):
         (["--after", "-1"], "must be 0 or more"),
         (["--time-limit", "0"], "must be a number above 0"),
         (["--time-limit", "nan"], "must be a number above 0"),
-        (["--json", "no/folder/file.json"], "make it first"),
+        (["--json", "no/folder/file.json"], "create it first"),
         (["--html", "/"], "is a folder: name a file"),
     ],
 )

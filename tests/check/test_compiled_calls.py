@@ -191,5 +191,5 @@ def test_compiled_code_whose_numbers_cannot_be_drawn_again_is_named_as_such(make
         gradients, uncovered = recorded.total()
     torch._dynamo.reset()
     assert not gradients
-    assert all("compiled code draws random numbers in a way" in why for why in uncovered.values())
+    assert all("compiled code draws random numbers that check cannot repeat" in why for why in uncovered.values())
     assert set(uncovered) == set(model.parameters())

@@ -300,8 +300,8 @@ def test_sequences_that_see_each_other_are_wrong_and_the_first_layer_is_named(pl
     assert answer_of(checked.trainings[0]) is Answer.WRONG
     (found,) = [one for one in checked.findings if one.outcome.is_bad]
     assert (found.check, found.cause) == ("documents", "documents-see-each-other")
-    assert "the batch declares documents (cu_seqlens), but they see each other" in found.message
-    assert f"moves the output of {where} at" in found.message
+    assert "the batch declares documents (cu_seqlens), but they influence each other" in found.message
+    assert f"changes the output of {where} at" in found.message
 
 
 @pytest.mark.parametrize("module", [ForgottenInBackward, SeesLaterOnes])
@@ -309,7 +309,7 @@ def test_gradients_that_depend_on_another_sequence_are_wrong(plumbline, module):
     checked = plumbline.check(behind(module), ranks=1, steps=STEPS)
     (found,) = [one for one in checked.findings if one.outcome.is_bad]
     assert (found.check, found.cause) == ("documents", "gradients-of-other-documents")
-    assert f"the gradients of 8 of 8 other tokens, first behind after ({module.__name__})" in found.message
+    assert f"gradients of 8 of 8 other tokens, first in the backward pass of after ({module.__name__})" in found.message
 
 
 @pytest.fixture
@@ -330,29 +330,29 @@ NOTED = {
     # huggingface/nanoVLM#204: positions begin again, and attention does not
     "positions that begin again": (
         partial(fit, partial(ByPositions, (False, False)), PLACES),
-        "The batch declares documents (position_ids), but they see each other",
+        "The batch declares documents (position_ids), but they influence each other",
     ),
     "numbers of documents that all layers ignore": (
         partial(fit, partial(ByIds, (False, False)), IDS, seams=True),
-        "blocks.0.attention (Attention) at 14 of 14 positions of the others",
+        "blocks.0.attention (Attention) at 14 of 14 positions of the other documents",
     ),
     "padding on the left that a layer sees": (
         partial(fit, partial(ByMask, (True, False)), LEFT),
-        "moves the output of blocks.1.attention (Attention)",
+        "changes the output of blocks.1.attention (Attention)",
     ),
     "padding that both directions see": (
         partial(fit, partial(ByMask, (False, True), causal=False), MASK),
-        "moves the output of blocks.0.attention (Attention)",
+        "changes the output of blocks.0.attention (Attention)",
     ),
     "a mean over padding": (
         partial(fit, partial(Classifier, True, causal=False), MASK, pooled=True),
-        "moves the output of the model (Classifier)",
+        "changes the output of the model (Classifier)",
     ),
     # 01-ai/Yi#110
     "labels of padding": (partial(fit, ByMask, MASK, padded=True), "the loss counts 18 of 22 padded positions"),
     "labels at seams": (
         partial(fit, ByIds, IDS, seams=True),
-        "the last token of a document is trained to predict the first token of the next one, at 6 of 6 seams",
+        "is trained to predict the first token of the next one, at 6 of 6 document boundaries",
     ),
 }
 
@@ -366,38 +366,44 @@ def test_what_is_seldom_meant_is_noted(notes, train, said):
 RIGHT = {
     "documents by ids": (
         partial(fit, ByIds, IDS),
-        "a change of one document moves no other one, nor its gradients (document_ids)",
+        "changing one document changes no output or gradient of other documents (document_ids)",
     ),
     "documents by positions": (
         partial(fit, ByPositions, PLACES),
-        "moves no other one, nor its gradients (position_ids)",
+        "changes no output or gradient of other documents (position_ids)",
     ),
     "documents by boundaries": (
         partial(fit, ByBoundaries, BOUNDARIES),
-        "moves no other one, nor its gradients (cu_seqlens)",
+        "changes no output or gradient of other documents (cu_seqlens)",
     ),
-    "padding": (partial(fit, partial(ByMask, causal=False), LEFT), "a change of padding moves nothing else"),
-    "padding behind causal attention": (partial(fit, partial(ByMask, (False, False)), MASK), "moves nothing else"),
+    "padding": (
+        partial(fit, partial(ByMask, causal=False), LEFT),
+        "changing padding changes no output or gradient of other tokens",
+    ),
+    "padding behind causal attention": (
+        partial(fit, partial(ByMask, (False, False)), MASK),
+        "padding changes no output",
+    ),
     "a mean over tokens": (
         partial(fit, partial(Classifier, False, causal=False), MASK, pooled=True),
-        "moves nothing else",
+        "padding changes no output",
     ),
     "experts that documents share": (
         partial(fit, lambda: ByIds(after=Shared()), IDS),
-        "moves others first in after (Shared), which",
+        "outputs of other tokens is after (Shared), which",
     ),
     "statistics that documents share": (
         partial(fit, lambda: ByIds(after=Normed()), IDS),
-        "in after.norm (BatchNorm1d), which",
+        "is after.norm (BatchNorm1d), which",
     ),
     "positions that go on": (
         partial(fit, ByIds, IDS | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}),
-        "moves no other one, nor its gradients (document_ids)",
+        "changes no output or gradient of other documents (document_ids)",
     ),
     "a stream of tokens": (partial(fit, lambda: Plain(), {}), None),
     "documents that are read beside each other": (
         partial(fit, ByEmbedding, {"doc_ids": DOCUMENTS}),
-        "It also looks vectors up by their numbers",
+        "The model also embeds the document numbers",
     ),
     "numbers of the tokens themselves": (
         partial(fit, lambda: Named(), {"seq_idx": torch.arange(LENGTH).expand(ROWS, -1)}),
@@ -423,11 +429,11 @@ RIGHT = {
         partial(fit, lambda: Named(), {"mask": RIGHT_PADDED.flip(1)}),
         None,
     ),
-    "labels of a decoder": (partial(fit, ByMask, MASK, another=True), "moves nothing else"),
-    "padding of zeros": (partial(fit, OfZeros, MASK), "whose vectors are zeros"),
-    "experts that choose": (behind(Chosen), "moves others first in after (Chosen), which"),
-    "statistics of channels": (behind(NormedByChannel), "moves others first in after (NormedByChannel), which"),
-    "a scale of all tokens": (behind(Quantised), "moves others first in after (Quantised), which"),
+    "labels of a decoder": (partial(fit, ByMask, MASK, another=True), "padding changes no output"),
+    "padding of zeros": (partial(fit, OfZeros, MASK), "whose vectors are zero"),
+    "experts that choose": (behind(Chosen), "outputs of other tokens is after (Chosen), which"),
+    "statistics of channels": (behind(NormedByChannel), "outputs of other tokens is after (NormedByChannel), which"),
+    "a scale of all tokens": (behind(Quantised), "outputs of other tokens is after (Quantised), which"),
 }
 
 

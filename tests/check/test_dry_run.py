@@ -33,7 +33,7 @@ def test_time_memory_and_evidence_are_those_of_all_recorded_steps():
 def test_a_screen_has_an_estimate_for_each_training_or_says_why_there_is_none():
     known = replace(training(RIGHT, steps=1), estimate=ONE)
     assert dry_run_screen(checked(known, known), 4).count("DRY RUN: 4 recorded steps") == 2
-    assert "did not take" in dry_run_screen(checked(training(RIGHT, steps=1)), 4)
+    assert "not every rank" in dry_run_screen(checked(training(RIGHT, steps=1)), 4)
     assert "no Python process" in " ".join(dry_run_screen(checked(), 4).split())
 
 
@@ -70,7 +70,7 @@ def test_an_estimate_that_is_not_there_is_written_with_the_reason():
     document = json.loads(dry_run_json(checked_command, 4, why, 2))
     SCHEMA.validate(document)
     assert document["trainings"] == []
-    assert document["obstacle"] == why == "the ranks of the training did not take 1 step each"
+    assert document["obstacle"] == why == "not every rank of the training took 1 step"
 
 
 def test_the_document_has_the_figures_of_the_screen():

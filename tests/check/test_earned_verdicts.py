@@ -327,7 +327,7 @@ def test_halves_of_a_layer_are_not_praised_even_where_they_begin_equal(judged, a
     training, answer, _ = judged(train)
     assert answer in (Answer.RIGHT_IN_PART, Answer.NOT_JUDGED)
     (why,) = (one.why for one in training.coverage.gradients.left_out if "first.weight" in one.names)
-    assert "right only for shards, not for replicas" in why
+    assert "right for shards, but wrong for replicas" in why
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["of-the-same-weights", "of-another-model"])

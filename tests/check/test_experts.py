@@ -203,7 +203,7 @@ MISTAKES = {
     # NVIDIA-NeMo/Automodel#1412, its first and its second mistake
     "what it returns is dropped": (
         partial(fit, lambda: Net(attach=dropped), main_only),
-        "Attached is given a loss that is computed from the scores of a router, but nothing uses what it returns",
+        "A loss computed from router scores is passed to Attached, but the return value is not used",
     ),
     "attached without the main loss's factor": (partial(fit, lambda: Net(attach=attached), main_only), UNDIVIDED),
     "attached with another factor": (
@@ -212,12 +212,12 @@ MISTAKES = {
     ),
     "counts alone": (
         partial(fit, lambda: Net(counted_only=True)),
-        "adds a number without a gradient, moe.balance has none",
+        "A constant is added to the loss: moe.balance has no gradient",
     ),
     # TIML-Group/Robust-MoE-Dual-Model#2
     "a router without a gradient": (
         partial(fit, lambda: Net(detached=True), main_only),
-        "moe.gate selects by scores that are computed with moe.gate.weight, but in 3 steps no gradient arrives at it.",
+        "moe.gate selects experts by scores computed with moe.gate.weight, but no gradient reached it in 3 steps.",
     ),
 }
 
@@ -242,7 +242,7 @@ def test_a_weight_of_one_expert_that_is_divided_by_itself_leaves_no_gradient(not
         return model
 
     (said,) = notes(partial(fit, make, main_only))
-    assert "no gradient arrives at it" in said
+    assert "no gradient reached it" in said
 
 
 def in_mixed_precision():
@@ -411,7 +411,7 @@ def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
     checked = plumbline.check(partial(fit, lambda: Net(run, jitter=Jitter()), main_only), ranks=1, steps=STEPS)
     (found,) = [one for one in checked.findings if one.outcome.is_bad]
     assert (found.check, found.cause) == ("recomputation", "experts-chosen-anew-in-the-backward")
-    assert "of 16 tokens to other experts" in found.message
+    assert "of 16 tokens to different experts" in found.message
 
 
 class Synchronised(Experts):

@@ -33,7 +33,7 @@ def test_a_training_that_never_synchronises_fails_with_its_cause(plumbline):
 
 def test_a_rank_that_raises_is_named(plumbline):
     checked = plumbline.check(lambda: [][0], ranks=1)
-    with pytest.raises(AssertionError, match=r"rank 0 failed"):
+    with pytest.raises(AssertionError, match=r"rank 0 raised"):
         checked.assert_right()
 
 

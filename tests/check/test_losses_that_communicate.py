@@ -58,7 +58,7 @@ def test_a_backward_that_exchanges_otherwise_than_its_forward_is_named(
 
 def test_it_is_said_whose_backward_was_compared(plumbline: Any) -> None:
     messages = [one.message for one in checked(plumbline, "contrast").findings if one.check == "gradients"]
-    assert any("communicates with Gathered, whose backward is the derivative" in one for one in messages)
+    assert any("communicates through Gathered, whose backward is the derivative" in one for one in messages)
 
 
 def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> None:

@@ -70,12 +70,12 @@ def test_where_memory_lacks_the_option_that_helps_is_named(monkeypatch):
     model, options = model_of(10**6), RecordingOptions()
     parameters = list(model.parameters())
     # 8 million entries: 0.128 GB in float64 with the largest gradient, and 0.416 GB for their update
-    for free, words in ((300_000_000, "--sample-parameters 0.1 needs"), (100_000_000, "--truth float32 --sample")):
+    for free, words in ((300_000_000, "--sample-parameters 0.1 it needs"), (100_000_000, "--truth float32 --sample")):
         monkeypatch.setattr(memory_needed, "free_bytes", lambda device, free=free: free)
         with pytest.raises(NotEnoughMemoryError, match=words):
             require_memory([model], parameters, ParameterSample(0), options)
     monkeypatch.setattr(memory_needed, "free_bytes", lambda device: 1000)
-    with pytest.raises(NotEnoughMemoryError, match="even --truth float32"):
+    with pytest.raises(NotEnoughMemoryError, match="even with --truth float32"):
         require_memory([model], parameters, ParameterSample(0), options)
     monkeypatch.setattr(memory_needed, "free_bytes", lambda device: None)
     require_memory([model], parameters, ParameterSample(0), options)

@@ -41,7 +41,7 @@ def test_a_training_that_is_right_has_none():
 def test_a_script_that_failed_is_to_be_mended_first():
     verdict = verdict_of(checked(training(RIGHT), code=1))
     assert verdict.answer is Answer.NOT_JUDGED
-    assert verdict.next_step == "run the command without Plumbline, and mend what it raises"
+    assert verdict.next_step == "run the command without Plumbline, and fix the error that it raises"
 
 
 def test_the_reason_in_the_sentence_comes_first():

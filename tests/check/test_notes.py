@@ -73,7 +73,7 @@ def two_networks():
 def test_micro_batches_that_nobody_divides_are_told_whatever_computes_the_loss(notes):
     (said,) = notes(accumulating, 1)
     assert said == (
-        "The gradient is the sum over 4 micro-batches, not their mean. Divide the loss by 4 if a mean is meant."
+        "The gradient is the sum over 4 micro-batches, not their mean. Divide the loss by 4 if a mean is intended."
     )
 
 
@@ -102,7 +102,7 @@ def warming_up(optimizer):
 
 def test_updates_that_round_to_nothing_are_told(notes):
     (said,) = notes(in_bfloat16, 1e-6)
-    assert "of 676 bfloat16 weights with a gradient change. The other updates are lost to rounding." in said
+    assert "of the 676 bfloat16 weights that have a gradient change at all; the other updates are lost" in said
 
 
 # Parameters that were tied

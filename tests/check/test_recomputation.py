@@ -223,7 +223,7 @@ def test_a_right_checkpoint_is_not_accused(plumbline, training):
     checked, finding = found(plumbline, training)
     checked.assert_right()
     assert finding.outcome is Outcome.PASSED
-    assert finding.message.endswith("recomputed the values of the forward")
+    assert finding.message.endswith("recomputed the same values as the forward")
     assert checked.trainings[0].coverage.replays.part == 1
 
 

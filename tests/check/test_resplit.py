@@ -90,19 +90,19 @@ def test_samples_are_dealt_to_batches_of_the_same_sizes():
 
 def test_a_mean_of_means_moves(plumbline):
     found = said(plumbline, training(own))
-    assert found.message.startswith("The gradient moves by about ")
-    assert "if the 12 samples of the first step are moved" in found.message
+    assert found.message.startswith("The gradient changes by about ")
+    assert "if the 12 samples of the first step go to other ranks" in found.message
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.5])
 def test_a_mean_over_all_tokens_does_not_move(plumbline, dropped):
     found = said(plumbline, training(of_all, dropped))
-    assert found.message.startswith("no effect of the split was found: the gradient of the first step")
+    assert found.message.startswith("the split has no visible effect: the gradient changes by ")
 
 
 def test_data_that_are_drawn_anew_are_not_judged(plumbline):
     found = said(plumbline, training(of_all, draws=True))
-    assert found.message.startswith("not judged: the gradient also moves by about ")
+    assert found.message.startswith("not judged: the gradient also changes by about ")
 
 
 def test_batches_of_no_loader_are_not_judged(plumbline):
@@ -110,7 +110,7 @@ def test_batches_of_no_loader_are_not_judged(plumbline):
         return [padded(data[place] for place in range(first, first + size)) for first in range(0, 12, size)]
 
     found = said(plumbline, training(of_all, loader_of=by_hand))
-    assert found.message == "not judged: the first batch comes from no DataLoader of torch"
+    assert found.message == "not judged: the first batch does not come from a torch DataLoader"
 
 
 SCRIPT = """
@@ -137,7 +137,7 @@ def test_the_command_runs_again_and_the_declared_objective_is_wrong(tmp_path, ca
     assert main(["check", *options, "--", sys.executable, str(script)]) == 1
     found = {one["check"]: one for one in json.loads(file.read_text())["trainings"][0]["findings"]}
     assert found["objective"]["cause"] == "mean-of-micro-batch-means"
-    assert found["resplit"]["message"].startswith("The gradient moves by about ")
+    assert found["resplit"]["message"].startswith("The gradient changes by about ")
     assert "WRONG: objective: mean of micro batch means" in capfd.readouterr().err
 
 

@@ -39,7 +39,7 @@ def said(plumbline, train):
 def test_a_short_window_that_weighs_less_is_a_note(plumbline):
     (note,), (told,) = said(plumbline, fit(lambda count: 3))
     assert note.startswith(
-        "The losses of a step over 1 micro-batch weigh 0.3333 together, and those of a step over 3 weigh 1."
+        "The losses of a step over 1 micro-batch have a total weight of 0.3333; those of a step over 3 have 1."
     )
     assert told == "The loss is 0.3333 to 1 × the mean over all 8 to 24 terms of cross_entropy."
 

@@ -318,7 +318,7 @@ def test_a_forward_with_a_memory_cannot_be_judged() -> None:
     with recording() as recorded:
         recorded.backward(body(torch.randn(2, 4)).sum())
         (reason,) = reasons(recorded)
-    assert "gave another result when it was run again" in reason
+    assert "returned a different result when it was run again" in reason
 
 
 def test_a_counter_on_the_module_is_put_back() -> None:

@@ -327,7 +327,7 @@ def clipped_before_the_all_reduce():
     [
         (each_rank_alone, "wrap the model in DistributedDataParallel", "call the DistributedDataParallel object"),
         (around_its_wrapper, "call the DistributedDataParallel object", "wrap the model"),
-        (clipped_before_the_all_reduce, "each rank clips its own gradient before the all-reduce", "never all-reduced"),
+        (clipped_before_the_all_reduce, "clip after the all-reduce", "never all-reduced"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
@@ -450,7 +450,7 @@ def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline,
         edit(model)
 
     checked = plumbline.check(trained_after(clip_and_edit), ranks=1, steps=STEPS)
-    with pytest.raises(AssertionError, match=r"not judged: the script changes gradients .* after it clips them"):
+    with pytest.raises(AssertionError, match="not judged: the script changes gradients after it clips them"):
         checked.assert_right()
 
 

@@ -278,8 +278,8 @@ def test_a_class_that_torch_does_not_have_is_judged_where_a_copy_repeats_its_ste
     ("make", "why"),
     [
         (lambda p: PlainSign(p, noisy=True), "gives a different result for the same step"),
-        (KeepsFirst, "cannot be copied for a replay"),
-        (Slow, "uses tensors other than its parameter's own"),
+        (KeepsFirst, "cannot be copied, so the step cannot be recomputed"),
+        (Slow, "uses tensors other than the parameter's own"),
     ],
 )
 def test_other_classes_are_not_judged(make, why):

@@ -82,7 +82,7 @@ def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():
 def test_the_sentence_has_no_noise_where_nothing_differs():
     sentence = verdict_of(checked(training(replace(RIGHT, error_x_noise=0.0)))).sentence
     assert sentence.endswith(
-        "; 75 % of gradients recomputed, the others taken as the script's backward passes computed them"
+        "; 75 % of gradients recomputed, the others compared with the script's own backward passes"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_script_that_failed_is_said_first():
         (
             [process(torch="2.13.0", optimizers=1, passes=9, steps=9)],
             {"options": RecordingOptions(after=10)},
-            "takes 9 optimizer steps, and --after 10 leaves none",
+            "no optimizer took more than 10 steps, so --after 10 leaves none",
         ),
         (
             [process(torch="2.13.0", rank=0, raised="RuntimeError: no data"), process(torch="2.13.0")],
@@ -127,10 +127,10 @@ def test_a_script_that_failed_is_said_first():
         (
             [process(torch="2.13.0", rank=3, ended=False)],
             {"code": -9},
-            "signal SIGKILL (on rank 3: process 7 was killed)",
+            "signal SIGKILL (on rank 3: process 7 was killed, or called os._exit)",
         ),
         ([process(torch="2.13.0")], {"by": EndedBy.TIME_LIMIT, "time_limit": 5.0}, "at the time limit of 5 s"),
-        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no space left in /t: free some, or set TMPDIR"),
+        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no space left in /t: free some space, or set TMPDIR"),
     ],
 )
 def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sentence):
@@ -142,7 +142,7 @@ def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sente
 @pytest.mark.parametrize(
     ("one", "more", "incident"),
     [
-        (training(RIGHT, steps=2), {}, "the script took only 2 of the 4 steps to record"),
+        (training(RIGHT, steps=2), {}, "the script took only 2 of the 4 requested steps"),
         (training(RIGHT, error="MemoryError: out"), {}, "rank 0: MemoryError: out"),
         (training(RIGHT), {"out_of_memory": 1}, "out of memory"),
         (training(RIGHT), {"by": EndedBy.TIME_LIMIT, "time_limit": 9.0}, "ended at the time limit of 9 s"),

@@ -60,7 +60,7 @@ def test_a_screen_fits_80_columns_and_is_plain():
 def test_each_question_has_a_line_with_its_answer():
     text = screen(checked(training(WRONG, FOLLOWS, BROKEN)))
     assert re.search(r"wrong +ranks-agree +consequence of gradients", text)
-    assert re.search(r"not judged +update +it could not be judged", text)
+    assert re.search(r"not judged +update +the check raised an error", text)
 
 
 def test_what_says_nothing_about_being_right_is_a_note_everywhere():
@@ -93,7 +93,7 @@ def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
     assert "judged: 100 % of gradients and 100 % of updates, of 8 trainable entries" in text
     assert "recomputed in float64 on each rank: 75 % of the backward passes' gradients" in text
-    assert "not computed again: 25 %, scale: it is used outside of any recorded call" in text
+    assert "not recomputed: 25 %, scale: this parameter is used outside any recorded call" in text
 
 
 def test_without_a_replay_it_is_said_what_gradients_were_compared_with():
@@ -167,7 +167,7 @@ def test_text_of_a_script_is_only_text(text):
 def test_quiet_a_right_training_has_one_line_and_any_other_is_shown_whole():
     assert screen(checked(training(RIGHT)), quiet=True) == screen(checked(training(RIGHT)), width=200).splitlines()[0]
     noted = checked(training(RIGHT, headline_note("objective", "It is a sum.")))
-    assert screen(noted, quiet=True).endswith("; 1 note, shown without --quiet")
+    assert screen(noted, quiet=True).endswith("; 1 note hidden by --quiet")
     failed = checked(training(RIGHT), code=3)
     for other in (EVERYTHING, failed, checked(training(NOT_JUDGED)), checked(training(RIGHT, moved=(0,)))):
         assert screen(other, quiet=True) == screen(other)

@@ -76,7 +76,7 @@ def test_one_step_in_ten_is_judged_while_the_training_runs(tmp_path, capfd):
     assert code == 0
     assert "after training" in out
     assert windows_in(err) == [("0", "right"), ("10", "right"), ("20", "right"), ("30", "right")]
-    assert "4 of 4 windows judged while it ran, the last one at step 30" in " ".join(err.split())
+    assert "4 of 4 recordings judged while it ran, the last one at step 30" in " ".join(err.split())
     assert [one["step"] for one in json.loads(file.read_text())["windows"]] == [0, 10, 20, 30]
 
 
@@ -87,7 +87,7 @@ def test_a_mistake_that_begins_later_is_found_in_the_next_window(tmp_path, capfd
     out, err = capfd.readouterr()
     assert "after training" in out
     assert windows_in(err) == [("0", "right"), ("10", "right"), ("20", "wrong"), ("30", "wrong")]
-    assert "first in the window at step 20, not in that at step 10" in " ".join(err.split())
+    assert "first wrong at step 20, still right at step 10" in " ".join(err.split())
     assert "first at step 20" in err
     assert "took only" not in err
 

@@ -144,7 +144,7 @@ def test_praise_of_more_than_was_judged_is_false_praise(runner, result):
 def test_a_check_that_an_exception_of_ours_ended_is_not_as_it_should_be(runner, tmp_path):
     broken = {
         "check": "gradients", "outcome": "errored", "cause": None, "error_x_noise": None,
-        "message": "it could not be judged: RuntimeError: split_with_sizes",
+        "message": "the check raised an error, so it has no verdict: RuntimeError: split_with_sizes",
     }  # fmt: skip
     training = {"verdict": "not judged", "findings": [broken], "coverage": {"replayed": 0.0}}
     file = tmp_path / "verdict.json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -70,3 +72,12 @@ def promising(job):
     if job.precision == "16":
         raise ValueError("not in 16 bits")
     right(job)
+
+
+def wait_long():
+    time.sleep(1000)
+
+
+@subject(name="hanging", backends=["ddp"])
+def hanging(job):
+    wait_long()

@@ -11,6 +11,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.engine.adapter_diagnosis import SmokeEvidence, diagnose, refused
 from plumbline.evidence.trace import Evaluation, Exit, MicroBatch, RankTrace, Step, Trace
+from plumbline.judge.causes.launch import SEE_LOG
 
 PASSED = (Finding("gradients", Outcome.PASSED, "as it should be"),)
 BEGIN = {"weight": torch.zeros(2), "bias": torch.zeros(1)}
@@ -39,7 +40,8 @@ def evidence(cell_of):
 
 
 def broken(outcome, cause="raised", family="launch"):
-    return [Finding("launch", outcome, "rank 1: ValueError: no: see the rank's log, in …", cause=cause, family=family)]
+    message = f"rank 1: ValueError: no: the launch ended with an error; {SEE_LOG}\nrank 1 said last\nno"
+    return [Finding("launch", outcome, message, cause=cause, family=family, hint=SEE_LOG)]
 
 
 def test_what_is_right(evidence):
@@ -71,7 +73,7 @@ def test_a_wrong_trainer_has_a_right_adapter(evidence):
 
 WRONG = {
     "job.model() was never called. Train": lambda rank: rank_of(rank, step_of(rank), final=None),
-    "rank 0 trained, but rank 1 made no step": lambda rank: rank_of(rank, *[step_of(rank)] * (rank == 0)),
+    "rank 0 trained, but rank 1 took no step": lambda rank: rank_of(rank, *[step_of(rank)] * (rank == 0)),
     "the weights changed, but no optimizer step was recorded": lambda rank: rank_of(rank),
     "train(job) returned before training, or does not call": lambda rank: rank_of(rank, final=BEGIN),
     "each had a world size of 1": lambda rank: rank_of(rank, step_of(rank), world_size=1),
@@ -97,7 +99,7 @@ def test_a_wrong_adapter_is_told_before_the_judge_is_heard(evidence, sentence):
 
 def test_a_model_that_is_only_evaluated_was_called_all_the_same(evidence):
     evaluated = evidence(lambda rank: rank_of(rank, final=BEGIN, evaluations=(Evaluation(0, 0, (1, 2), False),)))
-    assert "was only evaluated" in diagnose(evaluated).sentences[0]
+    assert "the model was evaluated, but no optimizer stepped" in diagnose(evaluated).sentences[0]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_an_end_that_nobody_knows_is_the_adapter_s(evidence, outcome, how):
     assert diagnose(ended).code == 2
     (said,) = diagnose(ended).sentences
     assert f"train(job) {how} before the first optimizer step" in said
-    assert said.endswith("rank 1: ValueError: no")
+    assert said.endswith("rank 1: ValueError: no: the launch ended with an error")
 
 
 def test_it_says_how_far_training_came(evidence):
@@ -133,7 +135,7 @@ def test_it_says_how_far_training_came(evidence):
 
 
 def test_an_end_that_is_known_from_trainers_is_the_trainer_s(evidence):
-    exits = {1: Exit(Outcome.TIMED_OUT, "no evidence")}
+    exits = {1: Exit(Outcome.TIMED_OUT, "not finished")}
     ended = evidence(findings=broken(Outcome.TIMED_OUT, "collective-not-joined", "sync"))
     ended = replace(ended, trace=replace(ended.trace, ranks=ended.trace.ranks[:1], exits=exits))
     verdict = diagnose(ended)
@@ -144,7 +146,7 @@ def test_an_end_that_is_known_from_trainers_is_the_trainer_s(evidence):
 def test_a_rank_that_returns_at_once_lets_the_others_wait(evidence):
     """The judge sees a collective that is not joined; here it is seen that nobody went there."""
     ended = evidence(findings=broken(Outcome.TIMED_OUT, "collective-not-joined", "sync"))
-    trace = Trace((rank_of(1, final=None),), {0: Exit(Outcome.TIMED_OUT, "no evidence")})
+    trace = Trace((rank_of(1, final=None),), {0: Exit(Outcome.TIMED_OUT, "not finished")})
     verdict = diagnose(replace(ended, trace=trace))
     assert verdict.code == 2
     assert "returned on rank 1 without an optimizer step, and the other ranks could not finish." in verdict.sentences[0]

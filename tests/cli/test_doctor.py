@@ -79,7 +79,7 @@ def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytes
     assert main(["doctor"]) == 1
     assert (
         capsys.readouterr().out
-        == "ok python: 3.11\n!! disk: full to the brim; make room\nSolve 1 problem first (see !!).\n"
+        == "ok python: 3.11\n!! disk: full to the brim; make room\nFix 1 problem first (lines marked !!).\n"
     )
 
 
@@ -168,14 +168,15 @@ def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
             other.wait()
     assert busy.is_note
     assert "the machine is busy" in (busy.advice or "")
-    assert "× its CPU time" in busy.found
+    assert "× their CPU time" in busy.found
 
 
 def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
     asked(load=[ProbeResult("a lot", "the machine is busy", is_note=True)], links=[ProbeResult("none")])
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert said == "~~ load: a lot; the machine is busy\nok links: none\nThis machine is ready. 1 note (see ~~).\n"
+    summary = "This machine is ready. 1 note (lines marked ~~)."
+    assert said == f"~~ load: a lot; the machine is busy\nok links: none\n{summary}\n"
 
 
 def test_links_are_read_off_the_matrix() -> None:

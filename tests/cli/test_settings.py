@@ -76,7 +76,8 @@ def test_without_a_table_nothing_is_set(write):
         ("[tool.plumbline.check]\ntime-limit = -1.5", "time-limit = -1.5: must be a number above 0"),
         ('[tool.plumbline.check]\ncommand = "\'"', 'command = "\'": No closing quotation'),
         ("[tool.plumbline.chekc]\nsteps = 1", "[tool.plumbline] has 'chekc'"),
-        ("[tool.plumbline]\nsteps = 1", "[tool.plumbline] has 'steps': settings are in [tool.plumbline.check]"),
+        ("[tool.plumbline]\nsteps = 1", "has 'steps', which is not a table of settings: put settings in [tool."),
+        ("[tool.plumbline]\ncheck = 1", "[tool.plumbline] has 'check', which is not a table of settings"),
         ("[tool]\nplumbline = 3", "[tool.plumbline] is not a table"),
         ("[tool.plumbline.check", "pyproject.toml cannot be read"),
     ],
@@ -92,7 +93,7 @@ def test_a_mistake_is_one_sentence_with_the_file(write, capsys, text, said):
 def test_options_that_exclude_a_setting_are_told_where_that_comes_from(write, capsys):
     write("[tool.plumbline.check]\nafter = 3\n")
     assert main(["check", "--resplit", "--", *TRUE]) == 4
-    assert "settings of pyproject.toml: after = 3; --no-settings ignores it" in capsys.readouterr().err
+    assert "settings of pyproject.toml: after = 3; --no-settings ignores them" in capsys.readouterr().err
 
 
 def test_a_table_of_another_command_is_not_read_for_this_one(write):

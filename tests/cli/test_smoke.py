@@ -19,9 +19,9 @@ def smoke(warm_pool, one_thread, capsys, tmp_path, monkeypatch):
     pool = warm_pool(ADAPTERS)
     declarations = {declared["name"]: declared for declared in pool.subjects}
 
-    def smoke(name):
+    def smoke(name, **limit):
         cells = cells_of(declarations[name], "cpu")
-        code = try_in_turn(pool, cells, untried=untried_of(declarations[name], "cpu", cells))
+        code = try_in_turn(pool, cells, untried=untried_of(declarations[name], "cpu", cells), **limit)
         return code, capsys.readouterr().out
 
     return smoke
@@ -64,7 +64,7 @@ def test_a_wrong_trainer_gets_the_diagnosis(smoke):
         ("returning", "no optimizer stepped: train(job) returned before training, or does not call"),
         ("not-stepping", "no optimizer stepped: train(job) returned before training, or does not call"),
         ("raising-early", "train(job) raised before the first optimizer step"),
-        ("promising", "it declares precision '16', but fails with it"),
+        ("promising", "it declares precision '16', but fails with this precision"),
     ],
 )
 def test_a_wrong_adapter_is_told_in_a_sentence(smoke, name, sentence):
@@ -82,6 +82,7 @@ def test_what_was_raised_is_shown_where_it_was_raised(smoke):
     assert "parallel(job).no_such_thing()" in said
     assert "AttributeError: 'DistributedDataParallel' object has no attribute 'no_such_thing'" in said
     assert "harness/plumbline/worker" not in said
+    assert "see the rank's log" not in said
 
 
 def test_a_long_traceback_is_cut():
@@ -92,11 +93,16 @@ def test_a_long_traceback_is_cut():
     assert len(shown) == EXCERPT_LINES + 1
 
 
-def test_a_rank_that_hung_shows_its_stack():
-    assert excerpt('Current thread:\n  File "mine.py", line 3 in train') == [
-        "Current thread:",
-        '  File "mine.py", line 3 in train',
-    ]
+def test_a_log_without_a_traceback_is_shown_from_its_beginning():
+    assert excerpt("epoch 0\n\nepoch 1") == ["epoch 0", "epoch 1"]
+
+
+def test_a_rank_that_hung_shows_its_stack(smoke):
+    code, said = smoke("hanging", limit=3.0)
+    assert code == 2
+    assert "train(job) hung before the first optimizer step" in said
+    stack = [line.rpartition(" in ")[2] for line in said.splitlines() if line.startswith("    ")]
+    assert stack[:2] == ["wait_long", "hanging"]
 
 
 def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, capsys):

@@ -172,7 +172,7 @@ def test_a_main_address_on_loopback_is_an_error_and_no_hang(hosts, tmp_path, sta
     for process in running:
         said, _ = process.communicate(timeout=LONG)
         assert process.returncode == 1, said
-        assert "127.0.0.1 leads every host to itself" in said
+        assert "127.0.0.1 is a loopback address" in said
         assert "set MASTER_ADDR to an address by which they reach the first node" in said
 
 

@@ -99,10 +99,10 @@ INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_af
 FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
 
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
-LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
-STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps instead of 2 on rank 0")
+LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 1 of 1")
+STEPS = Finding("steps", Outcome.FAILED, "1 optimizer step instead of 2 on rank 0")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
-RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
+RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used different samples")
 SHARED = Finding("buffers", Outcome.FAILED, "buffers are not broadcast", cause="buffers-not-broadcast")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")

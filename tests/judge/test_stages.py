@@ -86,7 +86,7 @@ NAMED = [
     ("statistics-updated-by-the-recomputation", "cnn-batchnorm/1x2", "statistics-updated-again", "buffers",
      "each forward updates the statistics twice: check whether activations are recomputed in training mode"),
     ("statistics-updated-before-the-first-step", "cnn-batchnorm/1x2", "statistics-updated-again", "buffers",
-     "the first forward started with other buffers than the job's"),
+     "the first forward started with buffers that differ from the job's"),
     ("activations-of-another-micro-batch", "mlp/1x2", "activations-of-another-micro-batch", "gradients",
      "on rank 0 (layers.0.weight and layers.0.bias) the backward went through the activations of another"),
     ("labels-in-the-reverse-order", "mlp/1x2", "targets-of-another-micro-batch", "gradients",
@@ -103,7 +103,7 @@ NAMED = [
      "clipped by a norm in which a parameter that several ranks hold counts once for each of them"),
     ("schedule-on-the-first-stage-only", "schedule/1x2", "schedule-never-stepped", "learning-rate", "on rank 1"),
     ("masks-drawn-anew-by-the-recomputation", "random-masks/1x2", "masks-drawn-anew-in-the-backward", "rng",
-     "activations are recomputed with other random numbers"),
+     "activations are recomputed with different random numbers"),
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_share_sequences_are_no_stages(verdict, monkeypatch):
     first = diagnosis(findings.values())
     assert outcome is Outcome.FAILED
     assert (first.cause, first.family, first.cause_x_noise) == ("exchanged-otherwise", "sync", None)
-    assert "from that" not in first.message
+    assert "from this prediction" not in first.message
     assert "right for all others" not in first.message
 
 

@@ -405,7 +405,7 @@ def test_a_mistake_of_every_second_step_says_when(simulation):
 
 def test_what_is_unexplained_has_its_figures(simulation):
     first = findings_of(EntriesDropped, simulation)[0]
-    assert "× as long as the right one, cosine" in first.message
+    assert "× the right norm, cosine" in first.message
 
 
 def test_a_second_mistake_in_the_update_stands_beside_the_first(simulation):

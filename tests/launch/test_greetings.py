@@ -342,7 +342,8 @@ def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_s
         pool.wait_until_idle()
         proxies[0].changes.set()
         with pytest.raises(
-            LaunchError, match=r"it is gone: plumbline.worker: the launcher is lost: the MAC of message 1 is"
+            LaunchError,
+            match=r"it closed the connection: plumbline.worker: the launcher is lost: the MAC of message 1 is",
         ):
             pool.wait_until_idle()
     finally:

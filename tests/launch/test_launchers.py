@@ -60,7 +60,7 @@ def test_one_that_is_registered_trains_and_reads_its_own_options_only(monkeypatc
 
 
 def test_a_name_that_is_not_registered_is_refused_with_the_next_one():
-    with pytest.raises(PlanError, match="there is no launcher 'slrum': did you mean 'slurm'"):
+    with pytest.raises(PlanError, match="unknown launcher 'slrum': did you mean 'slurm'"):
         find_launcher("slrum")
 
 

@@ -148,7 +148,7 @@ def test_what_raises_while_ranks_train_does_not_wait_for_the_time_limit(started)
         ("raises-early", Outcome.ERRORED, "ValueError: no data"),
         ("cannot-be-pickled", Outcome.ERRORED, "pickle"),
         ("first-dies", Outcome.CRASHED, "rank 0: ended with exit code 3"),
-        ("does-nothing", Outcome.CRASHED, "no process that the subject started was this rank"),
+        ("does-nothing", Outcome.CRASHED, "the subject started no process with this rank"),
         ("two-of-a-rank", Outcome.ERRORED, "two processes of this launch were rank 0"),
         ("trains-alone", Outcome.FAILED, "rank 0 trained in a world of 1 instead of 2"),
     ],

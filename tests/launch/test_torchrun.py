@@ -127,7 +127,7 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
     assert "--max-restarts 3 -m plumbline.worker --connect" in by_hand.said[0]
     first, second = by_hand.start(), by_hand.start()
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along-once")
-    with pytest.raises(LaunchError, match="it is gone"):
+    with pytest.raises(LaunchError, match="it closed the connection"):
         launch(pool, cell, tmp_path / "lost", Settings(LONG))
     assert not pool.alive
     pool.close()

@@ -132,7 +132,7 @@ ADDED = {
     ),
     "a loss that is not finite": (
         "def loss(self, outputs, batch):\n    return outputs.mean() / 0",
-        "inf at the initial weights",
+        "inf at the initial weights: return a finite loss",
     ),
     "a loss that depends on the order": (
         "def loss(self, outputs, batch):\n    return (outputs[:, 0] * torch.arange(len(outputs))).mean()",

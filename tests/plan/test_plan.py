@@ -208,6 +208,11 @@ def test_what_is_declared_for_another_accelerator_alone_is_refused_with_its_name
     assert the_cell_of(mine, "cp", 2, "transformer", accelerator="cuda").refusal is None
 
 
+def test_a_trainer_without_a_precision_on_an_accelerator_is_refused_with_a_sentence():
+    mine = declared(backends=("cp",), precisions={"cpu": (), "*": ("32",)})
+    assert the_cell_of(mine, "cp", 2, "transformer").refusal == "mine declares no precision on cpu"
+
+
 @pytest.mark.parametrize(
     ("divides", "backend", "gpus", "workload", "refusal"),
     [

@@ -117,14 +117,14 @@ def test_each_precision_has_the_limit_that_its_rounding_leaves():
     limits = {}
     for precision in ("64", "32", "bf16"):
         cell, trace = recorded(precision)
-        (limits[precision],) = KINDS["gradient, times a number"](TraceAnalysis(trace, MLP, cell), trace, 1, 0)
+        (limits[precision],) = KINDS["gradient, all tensors"](TraceAnalysis(trace, MLP, cell), trace, 1, 0)
     assert limits["64"] < 1e-6 * limits["32"] < 1e-6 * limits["bf16"]
 
 
 def test_a_report_is_judged_where_there_is_one(training):
     cell, trace = training
     analysis = TraceAnalysis(trace, MLP, cell)
-    (limit,) = KINDS["metric, times a number"](analysis, trace, 1, 0)
+    (limit,) = KINDS["metric"](analysis, trace, 1, 0)
     assert 0 < limit < 1e-5
 
 

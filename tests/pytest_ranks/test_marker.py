@@ -50,7 +50,7 @@ def test_ranks_that_fail_otherwise_are_shown_apart(bodies):
 def test_ranks_that_wait_for_one_that_raised_are_ended_and_say_so(bodies):
     result = bodies["test_one_raises_others_wait"]
     assert "rank 1 of 3 failed" in result.text
-    assert "ranks 0, 2 ended because of that, waiting in all_reduce" in result.text
+    assert "ranks 0, 2 stopped after that failure, waiting in all_reduce" in result.text
     assert result.message.startswith("rank 1 of 3: ValueError: the cause")
 
 
@@ -66,7 +66,7 @@ def test_a_hang_shows_where_every_rank_was(bodies):
 
 def test_a_rank_that_dies_is_named_and_not_those_that_lose_it(bodies):
     assert "rank 1 of 3 died by signal 9 (SIGKILL)" in bodies["test_killed"].message
-    assert "lost the connection to it" in bodies["test_killed"].text
+    assert "lost the connection to the rank that died" in bodies["test_killed"].text
     assert "rank 1 of 2 exited with code 7" in bodies["test_exit_code"].message
 
 

@@ -140,7 +140,7 @@ def test_a_run_that_loses_a_node_names_it_and_goes_on(cluster, waiting_folder, t
     messages = [result.message for result in found.results if result.check == "launch"]
     assert len(messages) == 1
     assert "the first attempt failed: the fork server of" in messages[0]
-    assert "on node1: it is gone" in messages[0]
+    assert "on node1: it closed the connection" in messages[0]
 
 
 def test_a_cluster_that_is_started_here_ends_with_its_pool(cell_of, tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ GRID = ErrorGrid(("layers.0.weight", "layers.0.bias"), (0, 1), ((4e6, math.inf),
 SUMMED = Finding(
     "gradients",
     Outcome.FAILED,
-    f"gradients at step 0 on rank 1 are the sum (0.9 × noise from that; 4e6 × noise from right): {HINT}; it happens "
-    "in every second step",
+    "gradients at step 0 on rank 1 are the sum (0.9 × noise from this prediction; 4e6 × noise from the right "
+    f"gradient): {HINT}; it happens in every second step",
     "summed-over-ranks",
     "averaging",
     error_x_noise=4e6,
@@ -94,7 +94,7 @@ def test_a_diagnosis_says_what_where_how_large_how_sure_and_what_to_change(run_o
     (one,) = diagnoses(run)
     assert one.title == "Summed over ranks"
     assert HINT not in one.observed
-    assert one.observed.endswith("from right); it happens in every second step")
+    assert one.observed.endswith("from the right gradient); it happens in every second step")
     assert one.where == ("step 0", "rank 1", "parameter layers.0.weight", "layer layers.0")
     assert one.size == "4e6 × noise; a correct trainer stays below 8"
     assert one.certainty == "The error is 5e5 × the limit. The cause predicts the recorded numbers within 0.9 × noise."
@@ -103,7 +103,8 @@ def test_a_diagnosis_says_what_where_how_large_how_sure_and_what_to_change(run_o
     assert one.right is not None
     assert one.right.subject == "right"
     page = report_page(run)
-    for text in (HINT, "4e6 × noise", "Right: right", "✗ 1 × rank 0", "pytest -k "):
+    run_again = 'pytest <span class="option">-k</span> '
+    for text in (HINT, "4e6\N{NO-BREAK SPACE}× noise", "Right: right", "✗ 1\N{NO-BREAK SPACE}× rank 0", run_again):
         assert text in page, text
 
 
@@ -111,8 +112,14 @@ def test_a_cause_without_a_name_gets_advice_of_its_outcome(run_of):
     run = run_of({cell(): Finding("launch", Outcome.TIMED_OUT, "rank 1 never came")})
     (one,) = diagnoses(run)
     assert "collective" in one.advice
-    assert "before its numbers could be checked" in one.certainty
+    assert one.certainty == "The training did not end normally, so its numbers were not checked."
     assert one.right is None
+
+
+def test_a_check_that_could_not_have_failed_is_not_said_to_have_ended_early(run_of):
+    (one,) = diagnoses(run_of({cell(): Finding("update", Outcome.ERRORED, "vacuous: no weight moved at any step")}))
+    assert one.certainty.startswith("It has no verdict")
+    assert "the check could not have failed" in one.certainty
 
 
 def test_a_named_cause_is_never_called_unknown(run_of):

@@ -65,7 +65,7 @@ def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(slurm
 def test_a_node_whose_server_is_gone_is_named(slurm_pool, cell_of, tmp_path):
     pool = slurm_pool(ON_NODES)
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along")
-    with pytest.raises(LaunchError, match=r"on node\d: it is gone"):
+    with pytest.raises(LaunchError, match=r"on node\d: it closed the connection"):
         launch(pool, cell, tmp_path, Settings(600))
     assert not pool.alive
 

@@ -217,7 +217,7 @@ def test_what_pods_could_not_find_or_start_is_refused(submission, changed, said)
         (["kubernetes"], "--engine kubernetes needs --image"),
         (["kubernetes", "--image", "one"], "needs --volume"),
         (["kubernetes", "--image", "one", "--volume", "Reports"], "--volume Reports: names in Kubernetes have"),
-        (["kubernets"], "there is no engine 'kubernets': did you mean 'kubernetes'?"),
+        (["kubernets"], "unknown engine 'kubernets': did you mean 'kubernetes'?"),
         (["ray", "--image", "one"], "--image is for --engine kubernetes, not for ray"),
         (["kubernetes", "--image", "one", "--volume", "v", "--time", "1"], "--time is for --engine slurm"),
     ],

@@ -44,7 +44,7 @@ def test_options_stand_as_sbatch_reads_them():
     [
         ({"--mem": 0}, {}, "no option '--mem'"),
         ({"mem": '1"\n#SBATCH --uid=0'}, {}, "cannot be"),
-        ({}, {"a b": "1"}, "no variable"),
+        ({}, {"a b": "1"}, "not a valid name for an environment variable"),
     ],
 )
 def test_what_cannot_be_written_down_is_refused(options, environment, said):

@@ -54,7 +54,7 @@ def test_resuming_in_the_middle_of_epoch_2_with_other_ranks(problem, scheduled, 
 
     with pytest.raises(MisconfigurationError, match="do not divide into batches of 3"):
         trainer_for(1).fit(scheduled(batch_size=3, samples=32), ckpt_path=tmp_path / "at-6.ckpt")
-    with pytest.raises(MisconfigurationError, match="other optimizers, schedulers or another precision"):
+    with pytest.raises(MisconfigurationError, match="different optimizers, schedulers or precision"):
         trainer_for(1).fit(problem.Regression(batch_size=4, samples=32), ckpt_path=tmp_path / "at-6.ckpt")
 
 

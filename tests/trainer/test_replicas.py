@@ -176,7 +176,7 @@ def test_a_batch_without_tensors_goes_to_one_replica():
 
 
 def test_tensors_of_unequal_lengths_are_refused():
-    with pytest.raises(ValueError, match="2 and 3 chunks over 3 devices"):
+    with pytest.raises(ValueError, match="numbers of chunks, 2 and 3, over 3 devices"):
         scatter({"a": torch.ones(6), "b": torch.ones(2)}, 3)
 
 

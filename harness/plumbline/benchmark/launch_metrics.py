@@ -271,7 +271,7 @@ def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
     # Of a pipeline some stages may never call the job's model.
     samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
-        raise SamplesError("no samples passed through job.model() in a round: train the model that it returns")
+        raise SamplesError("no samples passed through job.model() in a round: train the model that job.model() returns")
     if len(set(samples)) < len(samples):
         raise SamplesError(
             f"{len(samples)} samples passed through the model in a round, but only {len(set(samples))} of them are "

@@ -33,13 +33,14 @@ def measurements(
         "step_p50": {"quantiles": step_quantiles(launches)},
         "pipeline_bubble": {
             "timeline": timeline(launches[-1].timed, replicas),
-            "formula": "1 - computing / (ranks × time), from a step's first chunk to its last one",
+            "formula": "1 - computing / (ranks × time), from the start of a step's first forward or backward "
+            "to the end of its last",
         },
     }
     if not isinstance(work.peak, str):
         over = f"{work.peak.flops:.5g} FLOP/s ({work.peak.source})"
-        further["mfu"] = {"formula": f"{work.flops:.5g} FLOP a sample × samples a second and device / {over}"}
-        further["hfu"] = {"formula": f"FLOP that the ranks executed a second and device / {over}"}
+        further["mfu"] = {"formula": f"{work.flops:.5g} FLOP per sample × samples per second and device / {over}"}
+        further["hfu"] = {"formula": f"FLOP executed per second and device / {over}"}
     return [_measurement(cell, key, samples, same | further.get(key[0], {})) for key, samples in found.items()]
 
 
@@ -50,7 +51,7 @@ def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | N
     if isinstance(peak, str):
         found |= {"mfu": peak, "hfu": peak}
     elif cell.processes < cell.topology.devices or any(rank.flops is None for rank in looked):
-        found["hfu"] = "operations of a process that uses several devices are not counted"
+        found["hfu"] = "FLOPs are not counted if one process uses several devices"
     energy = next((launch.timed.energy for launch in launches if isinstance(launch.timed.energy, str)), None)
     if energy is not None:
         found |= {"energy_per_step": energy, "energy_per_sample": energy}

@@ -35,7 +35,7 @@ class RoundControl:
         except OSError as error:
             self._listener.close()
             raise LaunchError(
-                f"no socket can be bound to {path} ({error}): set TMPDIR to a short path on this machine"
+                f"cannot create a socket at {path} ({error}): set TMPDIR to a shorter path on this machine"
             ) from error
         self._listener.listen(ranks)
         self._selector = selectors.DefaultSelector()

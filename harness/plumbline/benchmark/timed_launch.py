@@ -55,7 +55,7 @@ class EnergyUse:
         if not used:
             return "this version of torch does not report the UUIDs of devices"
         if missing := sorted(used - self._joules.keys()):
-            return f"{missing[0]} has no energy counter (NVML has one for Volta and newer, not for parts of a device)"
+            return f"{missing[0]} has no energy counter: NVML has one for Volta and newer GPUs, not for MIG instances"
         rounds = zip(*(rank.rounds for rank in ranks), strict=True)
         shortest = min((max(one.seconds for one in each) for each in rounds), default=0.0)
         if shortest < LEAST_ROUND_S:
@@ -88,7 +88,7 @@ class LaunchTimings:
 
     ranks: tuple[RankTiming, ...]
     seconds: float
-    energy: float | str = "it was not measured"
+    energy: float | str = "energy was not measured"
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,6 @@ def _blaming_yardstick(do: Callable[[], T]) -> T:
     try:
         return do()
     except TimedLaunchError as failed:
-        message = f"the hand-written loop that it is compared with failed: {failed.finding.message}"
+        message = f"the baseline, a hand-written loop, failed: {failed.finding.message}"
         finding = replace(failed.finding, outcome=Outcome.ERRORED, message=message)
         raise TimedLaunchError(finding, failed.folder) from failed

@@ -54,9 +54,9 @@ class WarmPools:
         while more and (left := self._left()) is not None and left < more * SERVER + SPARE:
             if not others:
                 raise LaunchError(
-                    f"not enough memory for {more} more interpreters (each launch needs one for the trainer and one "
-                    f"for the hand-written loop): {left / GIB:.1f} GiB are free, {(more * SERVER + SPARE) / GIB:.1f} "
-                    "GiB are needed. Use fewer --launches, or end other processes"
+                    f"not enough memory for {more} more interpreter{'s' * (more > 1)} (each launch needs one for "
+                    f"the trainer and one for the hand-written loop): {left / GIB:.1f} GiB are free, "
+                    f"{(more * SERVER + SPARE) / GIB:.1f} GiB are needed. Use fewer --launches, or end other processes"
                 )
             for pool in self._pools.pop(others.pop(0)):
                 pool.close()

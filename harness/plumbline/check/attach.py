@@ -111,11 +111,14 @@ class Attachment:
         return self._verdict
 
     def _why_none(self) -> str:
+        from plumbline.report.text import counted
+
         taken = self._recorder.progress["steps"]
-        why = f"optimizers of this process have completed {taken} steps since it was attached"
+        assert isinstance(taken, int)
+        why = f"the optimizers of this process have completed {counted(taken, 'step')} since attach() was called"
         if self._after:
-            why += f", of which the first {self._after} were to be skipped"
-        return f"{why}; attach in the process that trains, and before its last steps"
+            why += f", and it skips the first {counted(self._after, 'step')} of each optimizer"
+        return f"{why}; call attach() in the process that trains, before its last steps"
 
 
 def attach(
@@ -142,11 +145,11 @@ def attach(
         ValueError: an argument has no meaning.
     """
     if steps < 1 or after < 0:
-        raise ValueError(f"attach was given steps={steps} and after={after}: record 1 step or more, after 0 or more")
+        raise ValueError(f"attach(steps={steps}, after={after}): steps must be 1 or more, and after 0 or more")
     if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"attach was given folder={folder!r}, which is not a folder: make it first")
+        raise ValueError(f"attach(folder={folder!r}): no such folder; create it first")
     if objective and objective not in OBJECTIVES:
-        raise ValueError(f"attach was given objective={objective!r}: choose one of {', '.join(OBJECTIVES)}")
+        raise ValueError(f"attach(objective={objective!r}): unknown objective; choose one of {', '.join(OBJECTIVES)}")
     return Attachment(optimizers, RecordingOptions(steps, after, objective=objective), folder)
 
 

@@ -44,7 +44,8 @@ class CheckedFunction(TrainingVerdict):
         __tracebackhide__ = True
         for end in self.ends:
             if end.has_failed:
-                raise AssertionError(f"rank {end.rank} failed: {end.description or end.how.value}\n{end.stderr}")
+                what = f": {end.description}" if end.description else ""
+                raise AssertionError(f"rank {end.rank} {end.how.value}{what}\n{end.stderr}")
         super().assert_right(require_full=require_full)
 
 

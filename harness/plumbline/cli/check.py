@@ -89,12 +89,16 @@ def check(options: argparse.Namespace) -> int:
             "estimate"
         )
     if options.every and (options.stop or options.dry_run):
-        raise PlanError("--every follows the whole training: remove --stop and --dry-run")
+        raise PlanError("--every follows the whole training, so it cannot be combined with --stop or --dry-run")
     if options.resplit and (options.after or options.every or options.dry_run):
-        raise PlanError("--resplit trains the first step again: remove --after, --every and --dry-run")
+        raise PlanError(
+            "--resplit trains the first step again, so it cannot be combined with --after, --every or --dry-run"
+        )
     others = (options.every, options.stop_when_wrong, options.resplit, options.dry_run, options.after)
     if options.resume_after and any(others):
-        raise PlanError("--resume-after: remove --every, --stop-when-wrong, --resplit, --after and --dry-run")
+        raise PlanError(
+            "--resume-after cannot be combined with --every, --stop-when-wrong, --resplit, --after or --dry-run"
+        )
     if options.resume_command and not options.resume_after:
         raise PlanError("--resume-command needs --resume-after K")
     refuse_unwritable(options.html, options.json, options.sarif)
@@ -109,7 +113,7 @@ def check(options: argparse.Namespace) -> int:
         for name in options.modules:
             importlib.import_module(name)
     except Exception as error:
-        raise PlanError(f"-p {name}: it cannot be imported: {type(error).__name__}: {error}") from error
+        raise PlanError(f"-p {name}: cannot import this module: {type(error).__name__}: {error}") from error
     finally:
         del sys.path[0]
     if options.dry_run:

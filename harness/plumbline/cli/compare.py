@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "compare",
         description=inspect.getdoc(compare),
-        epilog=f"exit codes: that of the first condition in --fail-on that applies\n{gates}\n"
+        epilog=f"exit code: that of the first --fail-on condition that applies\n{gates}\n"
         f"  0  no condition applies\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     measure("--launches", type=int, default=10, metavar="N", help="launches of each trainer per cell (default: 10)")
     measure("--gpus", type=int, metavar="N", help="maximum number of devices")
     for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
-        measure(f"--{name}", type=names, metavar="A,B", help=f"for example {example} (default: all)")
+        measure(f"--{name}", type=names, metavar="A,B", help=f"{name} to measure, for example {example} (default: all)")
     measure("--accelerator", **ACCELERATOR, help="type of device; cpu simulates devices (default: auto)")
     measure("--report-dir", metavar="DIR", help="folder for both runs (default: reports/)")
     add("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="output format (default: text)")

@@ -21,7 +21,7 @@ def completion(options: argparse.Namespace) -> int:
       plumbline completion zsh > FOLDER_OF_FPATH/_plumbline
       plumbline completion fish > ~/.config/fish/completions/plumbline.fish
 
-    The script does not start Python. Write it again after an update.
+    The script does not start Python. Generate it again after each update of Plumbline.
     """
     try:
         import shtab  # type: ignore[import-not-found, unused-ignore]

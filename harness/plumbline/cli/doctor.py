@@ -52,6 +52,6 @@ def doctor(options: argparse.Namespace) -> int:
             text.append(f"; {printable(line.advice)}")
         console.print(text)
         sys.stdout.flush()
-    summary = f"Solve {counted(problems, 'problem')} first (see !!)." if problems else "This machine is ready."
-    console.print(f"{summary} {counted(notes, 'note')} (see ~~)." if notes else summary, style="bold")
+    summary = f"Fix {counted(problems, 'problem')} first (lines marked !!)." if problems else "This machine is ready."
+    console.print(f"{summary} {counted(notes, 'note')} (lines marked ~~)." if notes else summary, style="bold")
     return UNFIT if problems else 0

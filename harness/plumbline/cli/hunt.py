@@ -27,18 +27,20 @@ def add_to(commands: Any) -> None:
     limit = "time limit of each training in seconds (default: 60)"
     add("--time-limit", type=duration, default=60.0, metavar="S", help=limit)
     add("--gpus", type=int, default=4, metavar="K", help="maximum number of devices (default: 4)")
-    folder = "corpus of failures (default: reports/hunt/SUBJECT); several subjects get a subfolder each"
+    folder = (
+        "folder for the failures found (default: reports/hunt/SUBJECT); with several subjects, each gets a subfolder"
+    )
     add("--folder", type=Path, metavar="DIR", help=folder)
-    again = "train the problems of the corpus again and rewrite their pages, instead of searching"
+    again = "train the problems found so far again and rewrite their pages, instead of searching"
     add("--again", action="store_true", help=again)
 
 
 def hunt(options: argparse.Namespace) -> int:
     """Train a subject on randomly generated problems, judge each training, and shrink the problems that fail.
 
-    A failure is shrunk to the simplest problem that fails with the same cause. The corpus gets a file for
+    A failure is shrunk to the simplest problem that fails with the same cause. The folder gets a file for
     ``--workload``, a program without Plumbline that is run to confirm the failure, and a page about both. Causes that
-    are in the corpus, or expected of the subject, are not reported again.
+    are in the folder, or expected of the subject, are not reported again.
 
     Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid command line.
     """
@@ -99,7 +101,7 @@ def _search(search: Search, corpus: Corpus, options: argparse.Namespace, minutes
             f"\n{counted(counts['drawn'], 'problem')} generated: {counts['trained']} trained and judged, "
             f"{counts['failed']} failed, {counts['unfit']} unsuitable for judging, "
             f"{counts['refused']} not supported by the subject, "
-            f"{counts['vacuous']} passed, but one of their checks had no power to fail; "
+            f"{counts['vacuous']} passed although a check could not have failed; "
             f"{counted(counts['causes'], 'new cause')}"
         )
     return int(counts["causes"] > 0)

@@ -15,8 +15,8 @@ from plumbline.machine.software import plumbline_version
 from plumbline.report.text import settings_in_words
 
 COMMANDS: Final = {
-    "new-subject": "write an adapter that runs as it is, to replace step by step with your trainer",
-    "new-workload": "write a training problem that runs as it is, to replace step by step with yours",
+    "new-subject": "write an example adapter that runs as is, to replace piece by piece with your trainer",
+    "new-workload": "write an example training problem that runs as is, to replace piece by piece with yours",
     "check": "check your own training script, unmodified: gradients, updates and data on every rank",
     "smoke": "train a tiny model and say whether the adapter or the trainer is wrong",
     "run": "run a suite from any folder: conformance, performance or detection",
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.do(options))
     except UsageError as error:
         used = settings_in_words(getattr(options, "settings", {}))
-        print_error(f"{error} ({used}; {settings.IGNORE} ignores it)" if used else error)
+        print_error(f"{error} ({used}; {settings.IGNORE} ignores them)" if used else error)
         return USAGE
     except (PlumblineError, OSError) as error:
         print_error(error)

@@ -25,16 +25,17 @@ def add_to(commands: Any) -> None:
     add("--precisions", type=names, metavar="A,B", help="only these precisions (default: all)")
     runs = "number of injected errors of each kind (default: 100)"
     add("--runs", type=at_least(1), default=100, metavar="N", help=runs)
-    trainings = "number of trainings to spread them over (default: 10)"
+    trainings = "number of trainings over which the injected errors are spread (default: 10)"
     add("--trainings", type=at_least(1), default=10, metavar="N", help=trainings)
 
 
 def power(options: argparse.Namespace) -> int:
     """Train a correct trainer, inject known errors into its evidence, and find the smallest that the judge detects.
 
-    For each cell, print the smallest relative error of a gradient, an update and a reported loss that is detected in
-    99 % of the runs (in all of them, if there are fewer than 100). Each run picks a step and one or all tensors of one
-    of several trainings, which differ in weights, data and order.
+    For each cell, print the limit, which is the smallest relative error of a gradient, an update and a reported loss
+    that is detected in 99 % of the runs (in all of them, if there are fewer than 100), and the smallest that is
+    detected in 50 %. Each run picks a step and one or all tensors of one of several trainings, which differ in weights,
+    data and order.
 
     Exit code: 0 measured, 2 a training is wrong without an injected error, 4 invalid command line.
     """
@@ -57,7 +58,7 @@ def power(options: argparse.Namespace) -> int:
 
 
 def power_lines(found: Iterable[Power]) -> Iterable[str]:
-    yield f"  {'relative error of a':<26} {'caught':>10} {'in runs':>14} {'in half':>10}"
+    yield f"  {'relative error of a':<26} {'limit':>10} {'caught in':>14} {'50 % from':>10}"
     for one in found:
         if one.limit is None or one.median is None:
             yield f"  {one.kind:<26} {'nothing to judge':>25}"

@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
     add = declare(commands, "judge", judge)
     add("run", type=Path, metavar="RUN", help=RUN)
-    workload = "your own workload that the run used, as it was given to the run (repeatable)"
+    workload = "your own workload that the run used, as it was given to --workload (repeatable)"
     add("--workload", action="append", default=[], metavar="WHAT", help=workload)
 
 

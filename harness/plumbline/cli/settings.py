@@ -62,7 +62,8 @@ def _read_table(command: str) -> dict[str, Any]:
     for name, table in tables.items():
         if name not in COMMANDS or not isinstance(table, dict):
             raise PlanError(
-                f"{FILE}: [tool.plumbline] has {name!r}: settings are in {', '.join(map(_table, COMMANDS))}"
+                f"{FILE}: [tool.plumbline] has {name!r}, which is not a table of settings: "
+                f"put settings in {', '.join(map(_table, COMMANDS))}"
             )
     return dict(tables.get(command, {}))
 

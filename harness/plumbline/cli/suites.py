@@ -143,5 +143,5 @@ def submit(options: argparse.Namespace) -> int:
         return TROUBLE
     write_report(run.path)
     print(support_for_terminal(run, width=100, colour=sys.stdout.isatty()).rstrip("\n"))
-    print(f"report: {run.path / 'support.md'}")
+    print(f"report: {run.path / 'report.html'}")
     return TROUBLE if run.footer is None else run.footer.exit_status

@@ -46,7 +46,9 @@ def add_to(commands: Any) -> None:
 
 
 def smoke(options: argparse.Namespace) -> int:
-    """Train a tiny model on two devices, then with the other declared backends and precisions, and print the cause.
+    """Train a tiny model, and say whether the adapter or the trainer is wrong.
+
+    The model is trained on two devices, then with the other declared backends and precisions.
 
     Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 unknown subject.
     """

@@ -75,6 +75,12 @@ class Finding:
 UNEXPLAINED = "unexplained"
 """The cause of a finding that no known mistake explains."""
 
+VACUOUS = "vacuous"
+"""How the message of a check begins that could not have failed."""
+
+RAISED = "the check raised an error, so it has no verdict: "
+"""How the message of a check begins that an exception ended."""
+
 NOT_FINITE = frozenset({"not-finite", "update-not-finite"})
 """Causes that leave weights that are not finite. They must be corrected before anything else matters."""
 

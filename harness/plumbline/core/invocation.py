@@ -40,11 +40,11 @@ def pytest_arguments(words: Sequence[str]) -> list[str]:
             close = difflib.get_close_matches(name, SUITES, 1)
             raise PlanError(
                 f"unknown suite {name!r}: {f'did you mean {close[0]}? ' if close else ''}choose from "
-                f"{', '.join(SUITES)}; options of pytest follow"
+                f"{', '.join(SUITES)}; put pytest's options after the suites"
             )
     folder = suites()
     if not folder.is_dir():
-        raise PlanError(f"the suites are missing from {folder}: install Plumbline again")
+        raise PlanError(f"the suites are missing from {folder}: reinstall Plumbline")
     # An earlier version may have left an entry point of the name that is disabled here.
     settings = ["-c", str(folder / "plumbline.ini"), "-p", "no:plumbline", "-p", "plumbline.pytest_plugin.plugin"]
     if PERFORMANCE not in names:

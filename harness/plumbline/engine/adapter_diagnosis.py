@@ -15,7 +15,9 @@ from plumbline.core.errors import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.outcome import Outcome, worst
 from plumbline.evidence.trace import Step, Tensors, Trace
-from plumbline.report.text import counted, shortened
+from plumbline.judge.causes.launch import SEE_LOG
+from plumbline.judge.causes.stage_pattern import ranks_in_words
+from plumbline.report.text import counted, shortened, without_hint
 
 _WRONG = "The adapter is wrong: "
 _LONGEST = 120
@@ -68,18 +70,21 @@ def refused(verdict: AdapterVerdict, evidence: SmokeEvidence, plain: Cell) -> Ad
         return verdict
     cell = evidence.cell
     what, declared = ("backend", cell.backend) if cell.backend != plain.backend else ("precision", cell.precision)
-    advice = f"it declares {what} {declared!r}, but fails with it. Support it or remove it from @subject(...)."
+    advice = (
+        f"it declares {what} {declared!r}, but fails with this {what}. Support it, or remove it from @subject(...)."
+    )
     earlier = (sentence.removeprefix(_WRONG) for sentence in verdict.sentences)
     return AdapterVerdict(ADAPTER_WRONG, (f"{_WRONG}{advice}", *earlier))
 
 
 def _ended_badly(evidence: SmokeEvidence) -> str | None:
     broken = next(finding for finding in evidence.findings if finding.check == "launch")
-    error = broken.message.partition(": see the rank's log")[0].partition("; it said last:")[0]
+    # The rest is in the log, which the command prints.
+    error = without_hint(broken.message.partition("\n")[0], SEE_LOG)
     idle = [rank.rank for rank in evidence.trace.ranks if not rank.steps and not rank.error]
     if idle:
         return (
-            f"train(job) returned on rank {_listed(idle)} without an optimizer step, and the other ranks could not "
+            f"train(job) returned on {ranks_in_words(idle)} without an optimizer step, and the other ranks could not "
             f"finish. Every rank must take part. {error}"
         )
     if broken.family != "launch":
@@ -102,7 +107,7 @@ def _only_some_ranks(evidence: SmokeEvidence) -> str | None:
     if not busy or not idle:
         return None
     return (
-        f"rank {_listed(busy)} trained, but rank {_listed(idle)} made no step. "
+        f"{ranks_in_words(busy)} trained, but {ranks_in_words(idle)} took no step. "
         "Every rank calls train(job) in its own process and must take part."
     )
 
@@ -112,11 +117,11 @@ def _no_step(evidence: SmokeEvidence) -> str | None:
         return None
     if evidence.moved:
         return (
-            "the weights changed, but no optimizer step was recorded. Only the steps of a torch.optim.Optimizer are: "
-            "use job.optimizer(...)."
+            "the weights changed, but no optimizer step was recorded. Only steps of a torch.optim.Optimizer are "
+            "recorded: use job.optimizer(...)."
         )
     if any(rank.evaluations for rank in evidence.trace.ranks):
-        return "the model was only evaluated. No optimizer stepped."
+        return "the model was evaluated, but no optimizer stepped. Train it before train(job) returns."
     return "no optimizer stepped: train(job) returned before training, or does not call optimizer.step()."
 
 
@@ -124,8 +129,9 @@ def _alone(evidence: SmokeEvidence) -> str | None:
     worlds = {rank.world_size for rank in evidence.trace.ranks}
     if worlds == {evidence.cell.processes}:
         return None
+    sizes = " and ".join(map(str, sorted(worlds)))
     return (
-        f"{evidence.cell.processes} ranks were launched, but each had a world size of {_listed(sorted(worlds))}. "
+        f"{evidence.cell.processes} ranks were launched, but each had a world size of {sizes}. "
         "Call torch.distributed.init_process_group(job.comm), or let the trainer read torchrun's environment variables."
     )
 
@@ -158,8 +164,8 @@ def _other_parameters(evidence: SmokeEvidence) -> str | None:
         return None
     if any_gradient:
         return (
-            "the optimizer steps, but the weights of job.model() do not change: it has the parameters of a copy or "
-            "of an earlier job.model(). Call job.model() once and train that model."
+            "the optimizer steps, but the weights of job.model() do not change: the optimizer has the parameters of a "
+            "copy, or of an earlier job.model(). Call job.model() once and train that model."
         )
     if any(step.gradients for step in evidence.steps):
         return None
@@ -182,7 +188,7 @@ _PROBLEMS: tuple[Callable[[SmokeEvidence], str | None], ...] = (
 
 def _right_adapter(evidence: SmokeEvidence) -> Iterator[str]:
     if not evidence.trace.is_whole:
-        yield "The adapter seems right: a known mistake of trainers ended this training."
+        yield "The adapter seems right: the training ended because of a known mistake of trainers."
         return
     ranks, steps = evidence.trace.ranks, len(evidence.trace.ranks[0].steps)
     samples = {i for step in evidence.steps for micro in step.micro_batches for i in micro.samples}
@@ -209,7 +215,3 @@ def _right_trainer(evidence: SmokeEvidence) -> str:
     else:
         promise = "what one device computes"
     return f"The trainer is right here: it computes {promise} ({counted(checks, 'check')})."
-
-
-def _listed(numbers: list[int]) -> str:
-    return " and ".join(map(str, numbers))

@@ -110,7 +110,7 @@ def _difference(name: str, source: WorkloadSource, found: Mapping[str, OwnWorklo
     if not found:
         return (
             f"{name!r} is not a built-in workload, and programs named in a record are not run. If you trust it, add "
-            f"--workload {shlex.quote(source.locator)}, or the place of the file now"
+            f"--workload {shlex.quote(source.locator)}, or the path where the file is now"
         )
     if name not in found:
         return f"{', '.join({one.locator for one in found.values()})} no longer has a workload {name!r}"

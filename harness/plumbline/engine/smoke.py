@@ -17,6 +17,7 @@ from plumbline.core.backend import smoke_order
 from plumbline.core.cell import Cell
 from plumbline.core.errors import ADAPTER_WRONG, PlanError, SubjectError
 from plumbline.core.invocation import command
+from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.devices.types import device_type
@@ -207,9 +208,12 @@ def _print_verdict(cell: Cell, verdict: AdapterVerdict) -> None:
 
 def _print_log(evidence: SmokeEvidence, folder: Path) -> None:
     broken = next((finding for finding in evidence.findings if finding.check == "launch"), None)
-    log = folder / f"rank-{broken.rank if broken and broken.rank is not None else 0}.log"
+    rank = broken.rank if broken and broken.rank is not None else 0
+    log = folder / f"rank-{rank}.log"
     if broken and log.exists():
-        for line in excerpt(log.read_text(errors="replace")):
+        end = evidence.trace.exits.get(rank)
+        stack = end.stack.splitlines() if end and end.outcome is Outcome.TIMED_OUT else []
+        for line in stack or excerpt(log.read_text(errors="replace")):
             print(f"    {' ' * (len(line) - len(line.lstrip()))}{printable(line)}")
     print(f"  log: {log}")
 
@@ -217,7 +221,7 @@ def _print_log(evidence: SmokeEvidence, folder: Path) -> None:
 def excerpt(log: str) -> list[str]:
     """Return the first lines of the first traceback in a rank's log, without the harness's own frame.
 
-    Without a traceback, return the first lines of the log: the stack of a rank that hung.
+    Without a traceback, return the first lines of the log.
     """
     lines = log.partition("Traceback (most recent call last):\n")[2].splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]

@@ -62,7 +62,9 @@ def _read_launch(folder: Path) -> Trace:
     files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
-        raise TraceError(f"there is no trace of rank {', '.join(absent)}, which did not end well")
+        raise TraceError(
+            f"there is no trace of rank{'s' * (len(absent) > 1)} {', '.join(absent)} in {folder}: see the logs there"
+        )
     return whole_tensors(Trace(tuple(read_rank(file) for file in files.values())), folder / FOLDER)
 
 

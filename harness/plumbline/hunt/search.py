@@ -19,7 +19,7 @@ from hypothesis.errors import Flaky
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError, WorkloadError
-from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.finding import UNEXPLAINED, VACUOUS, Finding
 from plumbline.core.invocation import suites
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
@@ -170,7 +170,7 @@ def trained_on(cell: Cell, recipe: Recipe, locator: str) -> Cell:
 DRAWN_TOGETHER = 200  # problems that one round of the search draws
 TIME_LIMIT = 60.0  # default limit of one training in seconds
 SHRINKING = 120.0  # seconds for which the last failure is still shrunk after the search's time is over
-VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
+NEVER_STEPPED = "never-stepped"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Corpus:
 EXPECTED = {
     "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
     "metrics": "The loss that is reported is the mean over the samples.",
-    "validation": "Each held-out sample is evaluated, when it is due.",
+    "validation": "Each held-out sample is used in every evaluation that is due.",
     "samples": "Each sample is used once an epoch, on one rank, in the order that was asked for.",
     "ranks-agree": "All ranks have the same weights after each step.",
     "launch": "The training ends without an exception.",
@@ -149,7 +149,7 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
             with suppress(NotExpressedError):
                 values |= {"program": render_by_hand(problem, "The weights that one device ends with.")}
             if _folder(declaration) == SHIPPED and not declaration.software.library:
-                values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
+                values |= {"refusal": "the trainer is a part of Plumbline", "advice": None}
     page = folder / f"{name}.md"
     environment = Environment(
         loader=PackageLoader("plumbline.hunt", ""), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
 
 
 _CLIPPED_FIRST: Collection[str | None] = {"clipped-before-averaging"}
-_CLIPPED_HINT = "each rank clips its own gradient before the all-reduce"
+_CLIPPED_HINT = "clip after the all-reduce: each rank clips its own gradient before it"
 
 SCRIPT_RULES: tuple[Rule, ...] = (
     Rule("gradients", "clipping", "gradients are judged as they were clipped: of each rank's own samples",
@@ -233,7 +233,7 @@ def _marked(
     missing = next((one.origin for one in rules if one.needed and one.applies_to(finding)), None)
     if missing is None or not finding.outcome.is_bad:
         return finding
-    why = "found nothing wrong" if missing in judged else "could not judge them"
+    why = "found nothing wrong" if missing in judged else "has no verdict"
     message = f"{finding.message}; this does not count as wrong, because the check {missing} {why}"
     changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None}
     return Information(**vars(finding) | changed)

@@ -117,7 +117,9 @@ def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
     It raises ``TypeError`` if the kind of case is left out, or there is no hypothesis.
     """
     if not isinstance(kind, type) or not hypotheses or not all(isinstance(one, Hypothesis) for one in hypotheses):
-        raise TypeError("register takes a kind of case, then hypotheses: register(GradientCase, Hypothesis(…))")
+        raise TypeError(
+            "register() takes a kind of case and then one or more hypotheses: register(GradientCase, Hypothesis(…))"
+        )
     HYPOTHESES.setdefault(kind, []).extend(hypotheses)
 
 

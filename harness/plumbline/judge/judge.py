@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from plumbline.core.finding import Finding, in_reading_order
+from plumbline.core.finding import RAISED, VACUOUS, Finding, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.recording import Recording
 from plumbline.judge.causes.launch import LaunchCase
@@ -38,12 +38,12 @@ def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]
         if found is not None:
             yield from [found] if isinstance(found, Finding) else found
     except Vacuous as reason:
-        finding = Finding(name, Outcome.ERRORED, f"vacuous: {reason}")
+        finding = Finding(name, Outcome.ERRORED, f"{VACUOUS} (this check could not have failed): {reason}")
         yield explain(finding, VacuousCase(evidence)) if isinstance(evidence, TraceAnalysis) else finding
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
-        yield Finding(name, Outcome.ERRORED, f"it could not be judged: {raised}")
+        yield Finding(name, Outcome.ERRORED, f"{RAISED}{raised}")
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
             if earlier.outcome is Outcome.FAILED:
                 return earlier
     vacuous = (
-        f"vacuous: the training diverges: at step {step} the gradient of one device, or the norm that clips it, is not "
-        f"finite in precision {until.cell.precision} either; lower the learning rate, or clip"
+        f"{VACUOUS}: the training diverges. In precision {until.cell.precision} on one device, the gradient at step "
+        f"{step}, or the norm that clips it, is not finite either; lower the learning rate, or clip gradients"
     )
     return Finding(finding.check, Outcome.ERRORED, vacuous, step=step)
 

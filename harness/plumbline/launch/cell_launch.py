@@ -115,7 +115,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     whole_nodes = any(declared["launch"] == "node" for declared in _declared(pool, cell))
     if whole_nodes and barrier_socket:
-        raise LaunchError(f"{cell.subject} starts its ranks itself; such ranks can be recorded, but not timed")
+        raise LaunchError(f"{cell.subject} starts its own ranks, so its speed cannot be measured")
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for left in folder.glob("*.safetensors") if whole_nodes else ():
         left.unlink()  # only this launch's evidence may be found there

@@ -31,12 +31,12 @@ def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, 
     if end.unwritten is not None:
         place = Path(assignment.evidence).parent
         remedy = f"free some space in {place}, or set TMPDIR to another folder"
-        return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {remedy}", end.steps)
+        return Exit(Outcome.ERRORED, f"its trace cannot be written ({end.unwritten}): {remedy}", end.steps)
     if end.silent is not None:
         return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _PRINTED))
     return Exit(
         Outcome.TIMED_OUT if late else Outcome.CRASHED,
-        _late(end, time_limit, hung) if late else f"{_died(end)} before its evidence was complete",
+        _late(end, time_limit, hung) if late else f"{_died(end)} before its trace was complete",
         step=end.steps,
         waits_in=collective_of(calls) if late and assignment.cell.processes > 1 else None,
         stack="\n".join(map(str, calls[:_LONGEST_STACK])),
@@ -47,9 +47,9 @@ def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, 
 def _late(end: LaunchedRankEnd, time_limit: float, hung: bool) -> str:
     if not end.limit_reached:
         if hung:
-            return "it had not ended some seconds after all ranks had written their evidence"
-        return "killed, because it waited for ranks that were gone"
-    missed = "it had not ended" if hung else "no evidence"
+            return "it was still running some seconds after all ranks had written their traces"
+        return "killed while it waited for ranks that had ended"
+    missed = "it had not ended" if hung else "not finished"
     return f"{missed} after {time_limit:.0f} s{' (it was stopped by SIGSTOP or a debugger)' if end.stopped else ''}"
 
 

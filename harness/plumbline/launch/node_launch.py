@@ -107,13 +107,13 @@ def _missing(
         if child is origin:
             exit = explain(replace(late, code=child.code or 0), own, time_limit)
             if child.code is None and child.unwritten is None:
-                exit = replace(exit, message="ended with an unknown exit code before its evidence was complete")
+                exit = replace(exit, message="ended with an unknown exit code before its trace was complete")
         else:
             exit = explain(replace(late, limit_reached=child.late and end.limit_reached), own, time_limit)
     elif broken or end.code is None:
-        exit = replace(explain(late, own, time_limit), message="no process was this rank until the launch was ended")
+        exit = replace(explain(late, own, time_limit), message="no process took this rank before the launch ended")
     else:
-        exit = Exit(Outcome.CRASHED, "no process that the subject started was this rank")
+        exit = Exit(Outcome.CRASHED, "the subject started no process with this rank")
     return exit if exit.said else replace(exit, said=explain(late, node, time_limit).said)
 
 

@@ -98,8 +98,8 @@ class Pool:
         while (event := self._next(wait.next_check)) is None:
             if not wait.goes_on(f"{self._python} to import {self.locator}"):
                 raise ServerNotStartedError(
-                    f"{self._python} has not imported it in {wait.seconds:.0f} s; it used {self._cpu_seconds():.0f} s "
-                    "of CPU time"
+                    f"{self._python} did not finish the import in {wait.seconds:.0f} s (CPU time used: "
+                    f"{self._cpu_seconds():.0f} s)"
                 )
         return event
 
@@ -211,7 +211,7 @@ class Pool:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise self._lost("is gone") from error
+            raise self._lost("has ended") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Return the next event, None at the deadline."""

@@ -53,7 +53,7 @@ class EnergyMeter:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._nvml, name)(*arguments)
         if code:
-            raise NoEnergyError(f"the driver's {name} failed with error {code} of NVML")
+            raise NoEnergyError(f"NVML's {name} failed with error {code}")
 
 
 @cache
@@ -63,7 +63,7 @@ def meter_of(accelerator: str) -> Callable[[], Counters]:
         if accelerator == "cpu":
             raise NoEnergyError("simulated devices have no energy counter")
         if accelerator != "cuda":
-            raise NoEnergyError("only NVIDIA's driver is asked for energy counters")
+            raise NoEnergyError("energy is measured on NVIDIA GPUs only")
         return EnergyMeter().read
     except NoEnergyError as error:
         why = error

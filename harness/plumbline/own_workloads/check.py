@@ -35,7 +35,9 @@ def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise WorkloadError(f"loss(outputs, batch) returned {what}: return a scalar tensor, for example with .mean()")
     if not bool(loss.isfinite()):
-        raise WorkloadError(f"loss(outputs, batch) is {float(loss.detach())} at the initial weights")
+        raise WorkloadError(
+            f"loss(outputs, batch) is {float(loss.detach())} at the initial weights: return a finite loss"
+        )
     return loss
 
 

@@ -69,11 +69,10 @@ class Declaration:
         offered = of_accelerator(self.precisions, cell.accelerator)
         if not offered:
             others = " and ".join(name for name, some in self.precisions.items() if some and name != EVERY_OTHER)
-            others = others or "no accelerator"
-            return Refusal(
-                f"{self.name} declares backend {cell.backend!r} only on {others}, not on {cell.accelerator}",
-                (f"backend {cell.backend} on {cell.accelerator}",),
-            )
+            sentence = f"{self.name} declares no precision on {cell.accelerator}"
+            if others:
+                sentence = f"{self.name} declares backend {cell.backend!r} only on {others}, not on {cell.accelerator}"
+            return Refusal(sentence, (f"backend {cell.backend} on {cell.accelerator}",))
         if cell.precision not in offered:
             return Refusal(
                 f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}",
@@ -83,7 +82,7 @@ class Declaration:
         limits = dict(self._limits(cell))
         missing = sorted(workload.needs - self.capabilities)
         if limits or missing:
-            needed = f"{cell.workload} needs {', '.join(missing)}, and {self.name} does not declare it"
+            needed = f"{cell.workload} needs {', '.join(missing)}, which {self.name} does not declare"
             return Refusal(next(iter(limits.values()), needed), (*missing, *limits))
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
             return Refusal(f"{self.name} starts its own ranks, so its speed cannot be measured")

@@ -87,7 +87,7 @@ def parse_mesh(text: str) -> MeshChoice:
             return MeshChoice(text, backend.name, ordered)
     known = "; ".join(f"{names} ({backend.name})" for backend in BACKENDS.values() if (names := _names(backend)))
     raise PlanError(
-        f"--mesh {text}: no backend has these dimensions. Available: {known}. {DATA} stands for the dimension that "
+        f"--mesh {text}: no backend has these dimensions. Available: {known}. Write {DATA} for the dimension that "
         "divides samples, and fsdp for shard"
     )
 

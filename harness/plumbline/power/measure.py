@@ -144,11 +144,11 @@ def _of_metrics(analysis: TraceAnalysis, trace: Trace, count: int, seed: int) ->
 
 
 KINDS: Mapping[str, Limits] = {
-    "gradient, times a number": _of_steps(gradient_off, compare_gradients, whole=True),
+    "gradient, all tensors": _of_steps(gradient_off, compare_gradients, whole=True),
     "gradient, one tensor": _of_steps(gradient_off, compare_gradients, whole=False),
-    "update, times a number": _of_steps(update_off, compare_updates, whole=True),
+    "update, all tensors": _of_steps(update_off, compare_updates, whole=True),
     "update, one tensor": _of_steps(update_off, compare_updates, whole=False),
-    "metric, times a number": _of_metrics,
+    "metric": _of_metrics,
 }
 """Kinds of errors, with the limits of the check that has to notice them."""
 

@@ -198,7 +198,9 @@ def _finding(figures: Sequence[Measurement]) -> Finding:
     throughput, overhead = by_metric["throughput"], by_metric.get("overhead")
     if throughput.refusal:
         return Finding(CHECK, Outcome.SKIPPED, throughput.refusal)
-    message = f"{throughput.value:.4g} samples/s, 95 % between {throughput.low:.4g} and {throughput.high:.4g}"
+    message = f"{throughput.value:.4g} samples/s, 95 % interval {throughput.low:.4g} to {throughput.high:.4g}"
     if overhead is not None and overhead.value is not None:
-        message += f"; {overhead.value:.3g} × the time by hand ({overhead.low:.3g} to {overhead.high:.3g})"
+        message += (
+            f"; {overhead.value:.3g} × the time of a hand-written loop ({overhead.low:.3g} to {overhead.high:.3g})"
+        )
     return Finding(CHECK, Outcome.PASSED, message)

@@ -118,13 +118,16 @@ def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBeha
         )
     for name, software in now.subjects.items():
         if (before := run.header.subjects.get(name, software)) != software:
-            raise NothingToResume(f"--resume: {run.path} tested {name} with {before}, and {software} is installed now")
+            raise NothingToResume(
+                f"--resume: {run.path} tested {name} with {before}, but {software} is installed now: "
+                "install the former, or begin a new run"
+            )
     conduct = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
     for planned in run.header.planned:
         if not planned.measured and (declared := conduct.get(planned.cell, planned.conduct)) != planned.conduct:
             raise NothingToResume(
                 f"--resume: {planned.subject} declared {planned.conduct or 'nothing'} in {run.path}, "
-                f"and declares {declared or 'nothing'} now: begin a new run"
+                f"but declares {declared or 'nothing'} now: begin a new run"
             )
     for name, present in now.code.items():
         if run.header.code.get(name, present).sha256 != present.sha256:

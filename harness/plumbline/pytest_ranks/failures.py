@@ -67,11 +67,11 @@ def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) ->
         crash = crash or _crash(group, len(ends), limit, file, line)
     for group in groups_of((end for end in ends if end.how is How.ENDED), file):
         links += [
-            _heading(f"―― {group.names} ended because of that{_waiting(group.first)} ――"),
+            _heading(f"―― {group.names} stopped after that failure{_waiting(group.first)} ――"),
             *_stack(group.first, file),
         ]
     for group in groups_of(lost, file):
-        links.append(_heading(f"―― {group.names} lost the connection to it ――"))
+        links.append(_heading(f"―― {group.names} lost the connection to the rank that died ――"))
     passed = [end.rank for end in ends if end.how is How.RETURNED]
     if passed:
         links.append(_heading(f"―― rank{'s' if len(passed) > 1 else ''} {_numbers(passed)} passed ――"))

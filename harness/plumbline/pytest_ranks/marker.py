@@ -14,8 +14,8 @@ NAME = "ranks"
 DEFAULT_TIMEOUT_S = 60.0
 DESCRIPTION = (
     "ranks(n, *, timeout=60, backend=None, init=True): run the body of the test on n ranks of torch.distributed, for "
-    "at most timeout seconds; backend None is that of the devices, such as nccl, if there is one for each rank, else "
-    "gloo; with init=False the body initialises the process group itself (Plumbline)"
+    "at most timeout seconds; by default the backend is that of the devices, such as nccl, if there is one for each "
+    "rank, and gloo otherwise; with init=False the body initialises the process group itself (Plumbline)"
 )
 _USAGE = "write @pytest.mark.ranks(4), @pytest.mark.ranks(4, timeout=120) or @pytest.mark.ranks(4, backend='gloo')"
 

@@ -46,14 +46,14 @@ def rank(request: pytest.FixtureRequest) -> int:
         return int(request.node.stash[ON_RANK].rank)
     if MARKER in request.node.stash:
         pytest.fail("a fixture requests `rank` by getfixturevalue(): make it an argument instead", pytrace=False)
-    pytest.fail("the fixture `rank` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
+    pytest.fail("the fixture `rank` works only in marked tests: add @pytest.mark.ranks(4)", pytrace=False)
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
     """The number of ranks of a test marked ``ranks``."""
     if MARKER not in request.node.stash:
-        pytest.fail("the fixture `world_size` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
+        pytest.fail("the fixture `world_size` works only in marked tests: add @pytest.mark.ranks(4)", pytrace=False)
     return int(request.node.stash[MARKER].ranks)
 
 

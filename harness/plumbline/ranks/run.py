@@ -74,7 +74,9 @@ def run_on_ranks(
         try:
             pid = os.fork()
         except OSError as error:
-            raise LaunchError(f"cannot start a process for the ranks: {error.strerror}; see ulimit -u") from error
+            raise LaunchError(
+                f"cannot start a process for the ranks: {error.strerror}; check ulimit -u and the free memory"
+            ) from error
     if not pid:
         here.close()
         supervise(world, order, there, parent)

@@ -155,14 +155,14 @@ class _Step:
             self._check(call, exact)
             if self._otherwise:
                 self._added(call, ReplayPrecision.NATIVE, None)
-            self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
+            self._uncover(call, exact.hidden, f"{call.name} uses this parameter, but does not hold it")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
             # A replay can fail, on this rank alone, before it comes to what the others wait for.
             failed_before = isinstance(error, FailedReplayError) and any(call.collectives.values())
             for number in call.cotangents:
                 self._passes[number].communicates |= failed_before or isinstance(error, NeedsAllRanksError)
-        self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
+        self._uncover(call, call.foreign, f"{call.name} receives this parameter as an argument")
 
     def _exactly(self, call: TrackedCall) -> Replayed:
         if call.module not in self._drawn:
@@ -173,7 +173,9 @@ class _Step:
         try:
             return self._added(call, self._truth, self._drawn[call.module])
         except UnknownDrawError:
-            raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
+            raise CannotReplayError(
+                f"{call.name}: its recomputation draws more random numbers than the forward"
+            ) from None
 
     def _added(self, call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> Replayed:
         """Replay a call for its gradients, and add them to those of its passes once all of them are known."""

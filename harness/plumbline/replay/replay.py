@@ -247,7 +247,7 @@ def _forward(
         args, kwargs = map_tensors((call.args, call.kwargs), replacement)
         outputs = differentiable(call.module(*args, **kwargs))
     if len(outputs) != len(call.outputs):
-        why = f"run again, it gave {len(outputs)} outputs instead of {len(call.outputs)}"
+        why = f"its forward returned {len(outputs)} outputs instead of {len(call.outputs)} when it was run again"
         raise CannotReplayError(f"{call.name}: {why}")
     return outputs
 

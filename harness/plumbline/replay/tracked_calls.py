@@ -25,7 +25,7 @@ from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
-from plumbline.replay.reasons import STALE
+from plumbline.replay.reasons import FLAT_PARTS, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
 from plumbline.replay.uses import is_received, used_outside
@@ -354,7 +354,7 @@ def _obstacle(call: TrackedCall, parameters: Iterable[Tensor]) -> str:
     if any(one.is_stale for one in units):
         return STALE
     if not all(one.is_of_all_ranks for one in units):
-        return "FSDP1 shards DTensors, or shards it over some of the ranks only (`fully_shard` can be followed there)"
+        return FLAT_PARTS
     if call.is_distributed:
         return "its parameters are DTensors that `fully_shard` did not make"
     if any(not one.is_leaf for one in parameters):

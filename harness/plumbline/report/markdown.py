@@ -79,7 +79,7 @@ def support_page(run: Run) -> str:
         f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
         if not (run.header.simulated or SIMULATED in set(table["Devices"]))
         else "**Simulated devices.** Processes and replicas on the CPU take the place of GPUs. "
-        "The table shows correctness; no figure of this run is about speed.",
+        "The table shows correctness; figures of speed and memory, if any, are those of this CPU.",
         *([f"> **{markdown(missing)}**"] if (missing := what_is_missing(run, cells)) else []),
         *(f"> {markdown(note)}" for note in notes(run)),
         *_side_by_side(run),
@@ -102,7 +102,10 @@ def _side_by_side(run: Run) -> Iterable[str]:
     subjects = len(table.columns) - len(ROW_COLUMNS)
     rows = ([*map(markdown, row)] for row in table.itertuples(index=False))
     yield markdown_table([*map(markdown, table.columns)], "lll" + "c" * subjects, rows)
-    yield "A mark, and how many of the cells that were trained passed; the marks are explained below the next table."
+    yield (
+        "Each entry: a mark, and how many of the trained cells passed or deviate as their contract says. The marks are "
+        "explained below the next table."
+    )
     yield "## Each trainer"
 
 

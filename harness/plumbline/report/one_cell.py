@@ -48,7 +48,7 @@ def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
             return only[0]
     if not found:
         raise PlumblineError(
-            f"no cell of this run has all words of {printable(name)!r} in its id. Ids have the form "
+            f"no cell of this run has all words of {printable(name)!r} in its id. Ids look like "
             "SUBJECT-WORKLOAD-BACKEND-NODESxGPUS-PRECISION, for example reference-mlp-ddp-1x2-32"
         )
     raise PlumblineError(

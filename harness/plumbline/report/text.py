@@ -89,6 +89,11 @@ def percent(share: float) -> str:
     return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
 
 
+def in_two_digits(share: float) -> str:
+    """Return a distance as a percentage: norms that projections estimate are not known to more digits."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
+
+
 def without_hint(message: str, hint: str | None) -> str:
     """Return what a finding's message observes, without what to change."""
     for sign in (": ", "; "):

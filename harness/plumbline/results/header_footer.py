@@ -43,9 +43,9 @@ class SubjectCode(Record):
 class Header(Record):
     """The first line: which run this is, and every cell of its plan.
 
-    ``simulated``: devices were simulated, and no figure of this run is about speed. ``subjects`` has the software that
-    each ran on, ``sources`` where the ``train`` of each begins, ``code`` which version of it that is, ``workloads``
-    where those of the user's own were, by name.
+    ``simulated``: devices were simulated, so figures of speed and memory are those of the CPU. ``subjects`` has the
+    software that each ran on, ``sources`` where the ``train`` of each begins, ``code`` which version of it that is,
+    ``workloads`` where those of the user's own were, by name.
     """
 
     type: Literal["header"] = "header"

@@ -121,7 +121,10 @@ def _claim(file: FileIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise NothingToResume(f"The run {Path(file.name).parent} is being written by another process.") from None
+        raise NothingToResume(
+            f"The run {Path(file.name).parent} is being written by another process: "
+            "wait until it ends, or begin a new run."
+        ) from None
     except OSError:  # a file system without locks
         pass
 

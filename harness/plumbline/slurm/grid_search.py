@@ -71,7 +71,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, strategy: str = "grid_search", seed: int = 0, **settings: Any) -> None:
         if strategy not in ("grid_search", "random_search"):
-            raise SearchError(f"there is no strategy {strategy!r}: take 'grid_search' or 'random_search'")
+            raise SearchError(f"unknown strategy {strategy!r}: use 'grid_search' or 'random_search'")
         super().__init__(**settings)
         self._strategy, self._seed = strategy, seed
         self._options: dict[str, tuple[Any, ...]] = {}
@@ -86,7 +86,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         if not tunable:
             return
         if not options or len(set(map(repr, options))) < len(options):
-            raise SearchError(f"{names[0]} needs options that differ, not {list(options)}")
+            raise SearchError(f"{names[0]}: give at least one option, and each only once, not {list(options)}")
         self._options[action.dest] = tuple(options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

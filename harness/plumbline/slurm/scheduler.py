@@ -42,7 +42,7 @@ class BatchScript:
                 raise PlanError(f"sbatch's option {name} cannot be {value!r}: no quotes, backslashes or line breaks")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise PlanError(f"no variable can be named {name!r}")
+                raise PlanError(f"{name!r} is not a valid name for an environment variable")
 
     def text(self) -> str:
         lines = ["#!/usr/bin/env bash"]
@@ -144,7 +144,9 @@ def _run(command: list[str], stdin: str | None = None) -> str:
             f"{command[0]} is not installed here: submit from a machine of the SLURM cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SchedulerError(f"{command[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s: is slurmctld up?") from error
+        raise SchedulerError(
+            f"{command[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s: check that slurmctld is running"
+        ) from error
     if done.returncode:
         raise SchedulerError(f"{command[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

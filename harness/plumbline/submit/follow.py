@@ -189,6 +189,6 @@ class Follower:
         reasons = sorted({state.reason for state in live if state.name.lower() == "pending" and state.reason})
         waiting = f" ({'; '.join(reasons)})" if reasons else ""
         tasks = ", ".join(f"{count} {name}{waiting if name == 'pending' else ''}" for name, count in counts.items())
-        bad = f", {collected.bad} bad" if collected.bad else ""
+        bad = f", {collected.bad} failing" if collected.bad else ""
         cells = counted(len(self.submission.cells), "cell")
         return f"{len(collected.cells)} of {cells}{bad}; tasks: {tasks or 'all ended'}"

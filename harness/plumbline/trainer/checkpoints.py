@@ -73,7 +73,7 @@ def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> N
     wanted = {"optimizers": len(state.optimizers), "schedulers": len(state.schedules)}
     if found != wanted or checkpoint["precision"].keys() != state.precision.state_dict().keys():
         raise MisconfigurationError(
-            "The checkpoint has other optimizers, schedulers or another precision than this training: resume "
+            "The checkpoint has different optimizers, schedulers or precision than this training: resume "
             "with the configure_optimizers and the precision that it was written with."
         )
     state.load_tensors(checkpoint)

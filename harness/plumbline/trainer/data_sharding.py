@@ -92,7 +92,7 @@ def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: boo
         if (own.num_replicas, own.rank) != (world, rank):
             raise MisconfigurationError(
                 f"{name} has a DistributedSampler for rank {own.rank} of {own.num_replicas} on rank {rank} "
-                f"of {world}: leave its num_replicas and rank out, or the whole sampler."
+                f"of {world}: omit its num_replicas and rank, or omit the sampler."
             )
         return loader
     rest = "keep" if not training else "drop" if loader.drop_last else "pad"

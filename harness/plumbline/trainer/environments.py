@@ -242,7 +242,7 @@ def is_loopback(address: str) -> bool:
 def missing_ranks(world_size: int, address: str, port: int, timeout: timedelta) -> MisconfigurationError:
     if is_loopback(address):
         way = (
-            f"{address} leads every host to itself, so ranks on other hosts never meet there: "
+            f"{address} is a loopback address, so ranks on other hosts cannot reach it: "
             "set MASTER_ADDR to an address by which they reach the first node."
         )
     else:

@@ -62,8 +62,9 @@ def _scatter(value: Any, count: int, chunks: int) -> Sequence[Any]:
         parts = value.chunk(count)
         if len(parts) != chunks:
             raise ValueError(
-                f"The tensors of a batch fall into {min(chunks, len(parts))} and {max(chunks, len(parts))} chunks over "
-                f"{count} devices: give all of them the same length in dim 0, the batch."
+                f"The tensors of a batch split into different numbers of chunks, {min(chunks, len(parts))} and "
+                f"{max(chunks, len(parts))}, over {count} devices: give all of them the same length in dim 0, the "
+                "batch."
             )
         return parts
     if isinstance(value, dict):

@@ -62,7 +62,7 @@ def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer],
     own = {id(parameter) for parameter in module.parameters()}
     if any(id(p) not in own for optimizer in optimizers for p in parameters_of(optimizer)):
         raise MisconfigurationError(
-            "An optimizer has parameters that are not the module's: make it in configure_optimizers, of "
+            "An optimizer has parameters that are not the module's: create it in configure_optimizers, from "
             "self.parameters()."
         )
     return optimizers, [_schedule(entry) for entry in schedulers]

@@ -108,8 +108,8 @@ def join_ranks(trainer: Any, module: Module) -> bool:
     if not dist.is_initialized() or dist.get_world_size() != trainer.world_size:
         raise MisconfigurationError(
             f"After init_ddp_connection there should be a process group of {trainer.world_size} ranks, but "
-            f"there is {f'one of {dist.get_world_size()}' if dist.is_initialized() else 'none'}: open it for "
-            "all of them."
+            f"there is {f'one of {dist.get_world_size()}' if dist.is_initialized() else 'none'}: initialise it for "
+            "all ranks."
         )
     trainer.rank = dist.get_rank()
     return opened

@@ -123,7 +123,7 @@ class Sequential(Mlp):
     narrow = True
     precisions = ("32",)
     shuffle = False
-    needs_epochs = "asks for the order of an epoch"
+    needs_epochs = "needs the order of an epoch"
 
 
 MISSING = 7
@@ -136,7 +136,7 @@ class Uneven(Mlp):
     exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"
     narrow = True
     precisions = ("32",)
-    needs_epochs = "asks for the last batch of an epoch"
+    needs_epochs = "needs the last batch of an epoch"
 
     def samples(self, devices: int) -> int:
         return super().samples(devices) - MISSING

@@ -92,7 +92,7 @@ class CheckpointElastic(AdamW):
     steps_per_epoch = 8
     interrupt_after = 12
     elastic = True
-    needs_epochs = "asks for the same samples from another number of ranks"
+    needs_epochs = "needs the same samples from another number of ranks"
 
 
 class CheckpointExperts(MixtureOfExperts, CheckpointElastic):

@@ -88,7 +88,7 @@ class Generated(Plain):
         cls.validate_every, cls.interrupt_after = made.validate_every, made.interrupt_after
         cls.gloo_only = "all-reduce sparse gradients" if made.inputs == "sparse-tokens" else None
         cls.warm_up = None if made.schedule == "none" else (2, 0.8)
-        cls.needs_epochs = None if made.shuffle and not made.left_out else "asks for the order and the end of an epoch"
+        cls.needs_epochs = None if made.shuffle and not made.left_out else "needs the order and the end of an epoch"
 
     def build(self) -> nn.Module:
         return _Model(self.recipe)

@@ -219,7 +219,7 @@ OBSTACLES = {
     "values": (
         Measuring,
         "entry, layers.0, layers.1 \\+ head",
-        "layers.0 or the code after it takes values .* \\(item\\)",
+        "layers.0 or the code after it reads values .* \\(item\\)",
     ),
     "attribute": (stashing, "entry, layers.0 \\+ layers.1, head", "layers.0 makes a tensor .* not returned"),
     "filled": (

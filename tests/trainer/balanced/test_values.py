@@ -311,7 +311,7 @@ class Late(nn.Module):
 def test_values_that_are_taken_out_later_on_are_refused_with_what_does_it():
     module = Late()
     chain = find_chain(module, lambda: module(batch(9)), 2, CPU)
-    with pytest.raises(MisconfigurationError, match=r"first, or the code after it, takes values out .*\(__float__\)"):
+    with pytest.raises(MisconfigurationError, match=r"first, or the code after it, reads values of .*\(__float__\)"):
         in_stages(module, chain, [0, 1])
 
 
@@ -381,7 +381,7 @@ def test_ranks_train_what_one_device_does(optimizer):
 
 def test_a_module_of_which_too_little_is_left_to_part_is_refused_with_all_that_takes_values():
     trainer = Trainer(gpus=3, distributed_backend="balanced", accelerator="cpu")
-    reasons = r"in validation, first or the code after it takes .*\(__float__\); count or .* takes .*\(__int__\)"
+    reasons = r"in validation, first or the code after it reads .*\(__float__\); count or .* reads .*\(__int__\)"
     with pytest.raises(MisconfigurationError, match=reasons):
         trainer.plan_stages(Rare(torch.optim.Adam))
 

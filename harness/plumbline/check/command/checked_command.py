@@ -172,8 +172,8 @@ def _folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="plumbline-check-", ignore_cleanup_errors=True)
     except OSError as error:
         raise CommandError(
-            f"evidence cannot be written to a temporary folder ({error.strerror or error}): set TMPDIR to a folder "
-            "that is writable"
+            f"cannot create a temporary folder for the recording ({error.strerror or error}): set TMPDIR to a writable "
+            "folder"
         ) from error
     with made as folder:
         yield Path(folder)

@@ -12,6 +12,7 @@ from plumbline.check.command.checked_command import CheckedCommand, record, run_
 from plumbline.check.command.running import EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.core.errors import PlanError
+from plumbline.report.text import counted
 
 if TYPE_CHECKING:
     from plumbline.check.evidence.training import RecordedTraining
@@ -50,8 +51,8 @@ def run_interrupted(
     for one in (command, again):
         if not any(FOLDER in word for word in one):
             raise PlanError(
-                f"--resume-after: write {FOLDER} where COMMAND and --resume-command name the checkpoint folder; the "
-                "uninterrupted training gets another folder than the interrupted one"
+                f"--resume-after: write {FOLDER} in place of the checkpoint folder in COMMAND and in --resume-command; "
+                "Plumbline fills in one folder for the interrupted training and another for the uninterrupted one"
             )
     with tempfile.TemporaryDirectory(prefix="plumbline-saved-", ignore_cleanup_errors=True) as saved:
         say(f"plumbline: 1 of 3: training until step {steps}")
@@ -67,11 +68,12 @@ def run_interrupted(
         if not resumed.trainings or resumed.end.by is EndedBy.USER:
             return resumed
         whole: Sequence[RecordedTraining] = ()
-        at_limit = "at the time limit, " if first.end.by is EndedBy.TIME_LIMIT else ""
-        why = f"the training ended {at_limit}before step {steps}, so it was not interrupted"
-        why = "" if first.interrupted else why
+        why = "" if first.interrupted else _why_not_interrupted(steps, first.end.by)
         if not why and not any(Path(f"{saved}/interrupted").rglob("*")):
-            why = f"the training saved nothing in {FOLDER} in its first {steps} steps"
+            why = (
+                f"the training saved nothing in {FOLDER} in its first {counted(steps, 'step')}: save a checkpoint by "
+                "then, or use a larger K"
+            )
         if not why:
             say("plumbline: 3 of 3: training without an interruption")
             # As many steps more: a resumed training may have left out batches.
@@ -80,6 +82,13 @@ def run_interrupted(
     from plumbline.check.judge.script_checks import with_resumption
 
     return replace(resumed, trainings=with_resumption(first.trainings, resumed.trainings, whole, steps, why))
+
+
+def _why_not_interrupted(steps: int, by: EndedBy) -> str:
+    at_limit, or_longer = "", ""
+    if by is EndedBy.TIME_LIMIT:
+        at_limit, or_longer = "at the time limit, ", ", or a longer --time-limit"
+    return f"the training ended {at_limit}before step {steps}, so it was not interrupted: use a smaller K{or_longer}"
 
 
 def _in(command: Sequence[str], folder: str) -> list[str]:

@@ -54,7 +54,7 @@ def _read_rank(folder: Path) -> RecordedRank | None:
         {**end.get("facts", {}), **later.get("facts", {})},
         end.get(
             "error",
-            "" if end else "its last evidence is missing: it was killed, or still records",
+            "" if end else "its recording is incomplete: the process was killed, or is still recording",
         ),
     )
 
@@ -63,7 +63,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         return read_file(path)
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise TraceError(f"{path} is not whole ({type(error).__name__}: {error}); run the command again") from error
+        raise TraceError(
+            f"{path} is incomplete or damaged ({type(error).__name__}: {error}); run the command again"
+        ) from error
 
 
 def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:

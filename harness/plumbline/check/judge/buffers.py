@@ -41,7 +41,8 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
                 return failed_with_hint(
                     CHECK,
                     f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
-                    "check for an input or an activation that overflows: statistics, and every evaluation, stay NaN",
+                    "find the input or the activation that overflows; running statistics stay NaN, and so does every "
+                    "evaluation",
                     family="buffers",
                     step=number,
                     rank=rank.rank,
@@ -79,8 +80,8 @@ def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: in
     if broadcast:
         return information(
             CHECK,
-            f"all ranks begin the {broadcast} forwards that follow a broadcast with the same buffers; in {differ} of "
-            f"{compared} forwards, each rank uses its own buffers",
+            f"ranks begin with the same buffers in the {broadcast} of {counted(compared, 'forward')} that follow a "
+            f"broadcast, and with different buffers in {differ} of the others",
         )
     return information(
         CHECK,

@@ -12,7 +12,15 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import received_gradients
-from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, not_judged, noted, side_by_side
+from plumbline.check.judge.noted import (
+    FIRST_SEEN,
+    ObserverFacts,
+    failed_observers,
+    information,
+    not_judged,
+    noted,
+    side_by_side,
+)
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.rank_weights import trains_shards
@@ -150,7 +158,7 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 "clipping",
                 f"each rank clipped by its own norm ({listed(f'{norm:.6g}' for norm in norms)}), although all ranks "
-                "step with the same gradient, first",
+                f"step with the same gradient{FIRST_SEEN}",
                 "clip after the all-reduce",
                 cause="clipped-before-averaging",
                 family="clipping",
@@ -172,7 +180,8 @@ def _to_other_limits(training: RecordedTraining) -> Finding | None:
                 continue
             return failed_with_hint(
                 "clipping",
-                f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)}), first",
+                f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)})"
+                f"{FIRST_SEEN}",
                 "clip to the same limit on all ranks",
                 cause="clipped-to-another-length",
                 family="clipping",
@@ -190,7 +199,8 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
             first = next(iter(ranks.values()))
             return failed_with_hint(
                 "clipping",
-                f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)}), first",
+                f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)})"
+                f"{FIRST_SEEN}",
                 "clip by the norm of all shards together: call model.clip_grad_norm_() under FSDP1, "
                 "torch.nn.utils.clip_grad_norm_ with DTensors",
                 cause="clipped-shard-by-shard",
@@ -224,7 +234,8 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 "clipping",
                 "the script multiplied each rank's shards by a different factor "
-                f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient, first",
+                f"({listed(f'{one:.6g}' for one in factors)}), although the shards are parts of one "
+                f"gradient{FIRST_SEEN}",
                 "compute one factor, from the norm over all shards",
                 cause="clipped-shard-by-shard",
                 family="clipping",
@@ -241,7 +252,7 @@ def _copies_in_parts(training: RecordedTraining) -> Finding | None:
             return failed_with_hint(
                 "clipping",
                 "each rank clipped its part of the gradients by the norm of that part, so the parts are scaled by "
-                f"different factors ({listed(f'{one:.6g}' for one in step.factors.values())}), first",
+                f"different factors ({listed(f'{one:.6g}' for one in step.factors.values())}){FIRST_SEEN}",
                 "clip by the norm over the parts of all ranks: sum the squared norms with an all-reduce",
                 cause="clipped-shard-by-shard",
                 family="clipping",
@@ -261,7 +272,7 @@ def _copies_apart(training: RecordedTraining) -> Finding | None:
                 return failed_with_hint(
                     "clipping",
                     f"ranks {listed(ranks)} hold the same parameters, and scaled their gradients by different factors "
-                    f"({listed(f'{one:.6g}' for one in factors)}), first",
+                    f"({listed(f'{one:.6g}' for one in factors)}){FIRST_SEEN}",
                     "clip by the norm of the whole model: add the squared norms of all parts, and count copies once",
                     cause="clipped-shard-by-shard",
                     family="clipping",
@@ -360,7 +371,8 @@ def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms:
         )
     return one.failed(
         "clipping",
-        f"clipped by the norms {listed(f'{norm:.6g}' if norm else '(no clipping)' for norm in used)}, but {whole}",
+        f"gradients were clipped by the norms {listed(f'{norm:.6g}' if norm else '(no clipping)' for norm in used)}, "
+        f"but {whole}",
         "clip by the norm over all ranks: add the squared norms of all parts, and count copies once",
         cause="clipped-to-another-length",
         family="clipping",
@@ -434,8 +446,7 @@ def _done(training: RecordedTraining, clipped: list[ObserverFacts]) -> Iterator[
         return
     limits = listed(dict.fromkeys(f"{call['kind']} {call['limit']:g}" for call, _ in calls))
     shorter = sum(_is_effective(call, facts) for call, facts in calls)
-    over = " over all ranks" if training.world_size > 1 else ""
-    made = f"{counted(len(calls), 'call')}{over}"
+    made = counted(len(calls), "call") + (" of all ranks" if training.world_size > 1 else "")
     if shorter:
         yield passed(
             "clipping",
@@ -453,7 +464,7 @@ def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
         if covered < one.facts["of"]:
             yield information(
                 "clipping",
-                f"a call clipped only {covered} of the {one.facts['of']} gradients of an optimizer, first at "
+                f"a call clipped only {covered} of the {one.facts['of']} gradients of an optimizer{FIRST_SEEN} at "
                 f"{one.name}",
             )
             return
@@ -467,6 +478,6 @@ def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
             yield information(
                 "clipping",
                 f"the script itself multiplied all gradients by {factor:.6g} between the last backward pass and the "
-                f"step, first at {one.name} on rank {one.rank}",
+                f"step{FIRST_SEEN} at {one.name} on rank {one.rank}",
             )
             return

@@ -23,23 +23,28 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.replay.reasons import OUTSIDE
 
-NO_REPLAY = "backward passes were not computed again"
+NO_REPLAY = "backward passes were not recomputed"
 IN_PARTS = "each rank holds a different part"
 LATE = "the optimizer took no step during the recording; use --after N to record later steps"
 NO_STEP = "the optimizer took no recorded step; record more steps"
 NO_GRADIENT = "no gradient in the recorded steps"
 ZERO_GRADIENT = "zero gradient in the recorded steps"
-NOT_FOLLOWED = "the gradient came from no backward pass that can be followed"
+NOT_FOLLOWED = "the gradient did not come from a recorded backward pass"
 NOT_SHARED = "not in the optimizer of every rank"
 REMOVED = "the script sets the gradient to None before the step"
-NO_REPLAYED_STEP = "the optimizer's step was not computed again"
-RECOMPUTED = "an activation checkpoint may have recomputed other values, and the gradient could not be computed again"
+NO_REPLAYED_STEP = "the optimizer's step was not recomputed"
+RECOMPUTED = (
+    "an activation checkpoint may have computed different values than the forward, and the gradient could not be "
+    "recomputed"
+)
 ONLY_REDUCED = "only the reduction was judged"
-NO_ANSWER = "see the line about gradients for the reason"
+NO_ANSWER = "for the reason, see the line “gradients”"
 
-COPIES_OR_PARTS = "equal initial values on several ranks; the gradient is right only for shards, not for replicas"
+COPIES_OR_PARTS = (
+    "the initial values are equal on several ranks, so the gradient is right for shards, but wrong for replicas"
+)
 UNSEARCHED = "the search stopped after it found other wrong gradients"
-TOO_SMALL = "the gradient is too small to tell from rounding errors, or no recorded forward uses the parameter"
+TOO_SMALL = "the gradient is too small to distinguish from rounding error, or no recorded forward uses the parameter"
 
 _REASONS = {
     ALIKE_PARTS: "all ranks compute the same gradient",
@@ -47,7 +52,7 @@ _REASONS = {
     REDUCED_IN_STEP: "the optimizer's step communicates",
 }
 
-GUESSED = "several parameters have equal values, and it is not known which copy in the optimizer belongs to which"
+GUESSED = "several parameters have equal values, so their copies in the optimizer cannot be told apart"
 NOT_SAMPLED = "not in the sample of --sample-parameters"
 
 

@@ -19,7 +19,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import passed
 from plumbline.judge.hypothesis import explain
-from plumbline.report.text import counted
+from plumbline.report.text import counted, in_two_digits
 
 CHECK = "objective"
 
@@ -40,7 +40,9 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
     """Yield whether the gradient of each step is that of the declared objective, or why that cannot be told."""
     layout = rank_layout(training)
     if training.world_size > 1 and not layout.is_data_parallel:
-        yield not_judged(CHECK, f"the objective over all ranks is known for data parallelism only; {layout.reason}")
+        yield not_judged(
+            CHECK, f"an objective over all ranks can be judged under data parallelism only; here, {layout.reason}"
+        )
         return
     cases: list[Sequence[ObjectiveCase]] = []
     reasons = []
@@ -73,7 +75,7 @@ def _trained(case: ObjectiveCase) -> str:
     size = f"{amount(least)} to {amount(most)} tokens"
     if least == most:
         size = f"{amount(most)} tokens"
-        size += ", so a mean of their means would be the same" if case.declared == TOKEN_MEAN else ""
+        size += ", so the mean of the means of micro-batches would be the same" if case.declared == TOKEN_MEAN else ""
     return f"the gradient is that of the {_NAMES[case.declared]} {over}{up_to}; micro-batches have {size}"
 
 
@@ -82,11 +84,6 @@ def _failed(case: ObjectiveCase) -> Finding:
     apart = f"is not {due}" if gap is None else f"differs from {due} by about {in_two_digits(gap)} of its norm"
     observed = f"the gradient at step {case.step} {apart}: {_weights(case)}"
     return Finding(CHECK, Outcome.FAILED, observed, step=case.step)
-
-
-def in_two_digits(share: float) -> str:
-    """Return a distance as a percentage: norms of projections are not known to more digits."""
-    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def _weights(case: ObjectiveCase) -> str:
@@ -112,11 +109,11 @@ def _weights(case: ObjectiveCase) -> str:
         if len(own) > 1 and len(set(own.values())) == 1:
             told = {place: size for place, size in told.items() if place not in own}
             told[f"on rank {rank}"] = next(iter(own.values()))
-    if len(told) > MOST_TOLD:
-        order = sorted(told, key=lambda place: float(told[place].rpartition(" ")[2]))
-        told = {f"{order[0]} at least, and": told[order[0]], f"{order[-1]} at most,": told[order[-1]]}
     relation = " relative to the others" if case.up_to_a_factor else ""
     weights = ", ".join(f"{size} {place}" for place, size in told.items())
+    if len(told) > MOST_TOLD:
+        lightest, *_, heaviest = sorted(told, key=lambda place: float(told[place].rpartition(" ")[2]))
+        weights = f"from {told[lightest]} ({lightest}) to {told[heaviest]} ({heaviest})"
     return f"a {what} weighs {weights} and should weigh {right:.4g}{relation}"
 
 
@@ -153,9 +150,9 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
                 PassWeights(rank, place, facts["terms"], facts["weight"] * scale, facts["even"], rows, gradient)
             )
         if declared == SAMPLE_MEAN and not all(one.rows for one in made if one.terms):
-            raise _UnknownError("which terms of the loss belong to one sample is not known")
+            raise _UnknownError("it is not known which terms of the loss belong to which sample")
         if not sum(one.terms for one in made) or not all(math.isfinite(one.weight) for one in made):
-            raise _UnknownError("no term of the loss counts, or a weight is not finite")
+            raise _UnknownError("the loss has no unmasked term, or a weight is not finite")
         alone = all(one[2] for one in terms)
         case = ObjectiveCase(declared, steps[0].number, len(steps), tuple(made), not alone, tolerance, sure)
         scaled_later = len(steps) * contributions[0] if len(set(contributions)) == 1 else 1.0
@@ -206,5 +203,7 @@ def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]
 
 def _known(error: float) -> float:
     if not error <= NEAR:
-        raise _UnknownError("the gradient that the optimizer received is not a sum of those of the backward passes")
+        raise _UnknownError(
+            "the gradient that the optimizer received is not a weighted sum of the backward passes' gradients"
+        )
     return error

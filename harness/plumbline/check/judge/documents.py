@@ -9,7 +9,7 @@ from plumbline.check.judge.noted import amount, failed_observers, headline_note,
 from plumbline.check.judge.rank_layout import OBSERVER
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import percent
+from plumbline.report.text import in_two_digits, percent
 
 CHECK = "documents"
 
@@ -28,7 +28,7 @@ _PARTS = {"documents": "one document", "padding": "padding"}
 
 _LABELS = {
     "seams": "The batch declares documents ({by}), but the last token of a document is trained to predict the first "
-    "token of the next one, at {terms} of {of} seams. Ignore the labels there.",
+    "token of the next one, at {terms} of {of} document boundaries. Ignore the labels there.",
     "padded": "The batch has padding ({by}), but the loss counts {terms} of {of} padded positions. Ignore the labels "
     "there.",
 }
@@ -48,8 +48,8 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
         by = next(own["places"]["by"] for _, own in facts if "places" in own)
         yield information(
             CHECK,
-            f"The batch declares documents ({by}), but position ids go on from one to the next. Rotary embeddings do "
-            "not notice; embeddings of absolute positions do.",
+            f"The batch declares documents ({by}), but position ids continue from one document to the next. This makes "
+            "no difference to rotary embeddings. With absolute position embeddings, restart the ids at each document.",
         )
 
 
@@ -64,62 +64,67 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
                 CHECK, f"the batch declares {kind} ({by}), but the forward cannot be run again: {facts['why']}"
             )
         else:
-            others = "no other one" if kind == "documents" else "nothing else"
+            others = "other documents" if kind == "documents" else "other tokens"
             limit = max(one["limit"] for _, one in noted)
             least = f" by more than {percent(limit)} of its size" if limit > _NOTICED else ""
-            also = ", nor its gradients" if all(one["gradients"] for _, one in noted) else ""
-            yield passed(CHECK, f"a change of {_PARTS[kind]} moves {others}{also}{least} ({by})")
+            what = "output or gradient" if all(one["gradients"] for _, one in noted) else "output"
+            yield passed(CHECK, f"changing {_PARTS[kind]} changes no {what} of {others}{least} ({by})")
         return
     where = f"{moved['module'] or 'the model'} ({moved['kind']})"
     if moved["of_gradients"]:
         yield _gradients(kind, rank, facts, where)
         return
     if moved["shares"]:
-        first = f"A change of {_PARTS[kind]} moves others first in {where}"
-        why = "which takes statistics of all tokens or shares experts among them"
+        first = f"The first module in which changing {_PARTS[kind]} changes outputs of other tokens is {where}"
+        why = "which computes statistics over all tokens, or shares experts among them"
         yield information(CHECK, f"The batch declares {kind} ({by}). {first}, {why}.")
         return
     if kind == "padding" and moved["of_zeros"]:
         yield information(
             CHECK,
-            f"The batch has padding ({by}), whose vectors are zeros. If they were not, the output of {where} would "
-            "move at other positions, as that of a convolution does, which pads with zeros itself.",
+            f"The batch has padding ({by}) whose vectors are zero. Other values there would change the output of "
+            f"{where} at other positions. This is harmless if the module itself pads with zeros, as a convolution "
+            "does.",
         )
         return
     if kind == "padding":
         yield headline_note(
             CHECK,
-            f"The batch has padding ({by}), but other tokens see it: a change of padding moves the output of {where} "
-            f"at {amount(moved['positions'])} of {amount(moved['of'])} other positions, by up to "
-            f"{moved['share']:.2g} of its size. Pass the mask on to this module.",
+            f"The batch has padding ({by}), but other tokens depend on it: changing the padding changes the output of "
+            f"{where} at {amount(moved['positions'])} of {amount(moved['of'])} other positions, by up to "
+            f"{in_two_digits(moved['share'])} of its size. Pass the mask to this module.",
         )
         return
     observed = (
-        f"the batch declares documents ({by}), but they see each other: a change of the first one moves the output of "
-        f"{where} at {amount(moved['positions'])} of {amount(moved['of'])} positions of the others, by up to "
-        f"{moved['share']:.2g} of its size"
+        f"the batch declares documents ({by}), but they influence each other: changing the first document changes the "
+        f"output of {where} at {amount(moved['positions'])} of {amount(moved['of'])} positions of the other "
+        f"documents, by up to {in_two_digits(moved['share'])} of its size"
     )
-    hint = "mask the attention between documents, or pass the boundaries on to the kernel that computes it"
+    hint = "mask the attention between documents, or pass the boundaries to the kernel that computes it"
     if _is_certain(by, facts):
         yield failed_with_hint(
             CHECK, observed, hint, cause="documents-see-each-other", family="batch-coupling", step=0, rank=rank
         )
     elif moved["embeds"]:
-        yield information(CHECK, f"{observed[0].upper()}{observed[1:]}. It also looks vectors up by their numbers.")
+        why = "The model also embeds the document numbers, so this may be intended."
+        yield information(CHECK, f"{observed[0].upper()}{observed[1:]}. {why}")
     else:
-        yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If that is not meant, {hint}.")
+        yield headline_note(CHECK, f"{observed[0].upper()}{observed[1:]}. If this is not intended, {hint}.")
 
 
 def _gradients(kind: str, rank: int, facts: Facts, where: str) -> Finding:
     """Return the finding about tokens whose gradients depend on a document, or padding, that their outputs ignore."""
     by, moved = facts["by"], facts["moved"]
     observed = (
-        f"the batch declares {kind} ({by}), and a change of {_PARTS[kind]} moves no output, but the gradients of "
-        f"{amount(moved['positions'])} of {amount(moved['of'])} other tokens, first behind {where}, by up to "
-        f"{moved['share']:.2g} of their size"
+        f"the batch declares {kind} ({by}), and changing {_PARTS[kind]} changes no output of other tokens, but the "
+        f"gradients of {amount(moved['positions'])} of {amount(moved['of'])} other tokens, first in the backward pass "
+        f"of {where}, by up to {in_two_digits(moved['share'])} of their size"
     )
     seeing = "the first document" if kind == "documents" else "padding"
-    hint = f"either {seeing} sees them, or the backward pass does not keep apart what the forward does"
+    hint = (
+        f"check whether {seeing} depends on these tokens, and whether the backward pass applies the same mask as the "
+        "forward pass"
+    )
     if _is_certain(by, facts):
         return failed_with_hint(
             CHECK, observed, hint, cause="gradients-of-other-documents", family="batch-coupling", step=0, rank=rank
@@ -143,8 +148,8 @@ def _parts(training: RecordedTraining) -> Iterator[Finding]:
         yield headline_note(
             CHECK,
             f"The mesh has {dimensions[0][names[0]]} ranks in dimension {names[0]!r}, but the position ids of all "
-            "ranks begin at 0. Number each rank's part of a sequence from where it begins in the whole one, unless the "
-            "model does.",
+            "ranks begin at 0. Start each rank's position ids at the offset of its part of the sequence, unless the "
+            "model adds it.",
         )
 
 

@@ -70,8 +70,8 @@ def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
         f"{in_words(one.unchecked_s(steps), 's')} without a check"
     )
     yield (
-        f"time: a plain step took {in_words(one.plain_s, 's')}, a recorded one {in_words(one.recorded_s, 's')}; "
-        f"computing its gradients again in float64 takes about {in_words(one.replay_s, 's')}"
+        f"time: an unrecorded step took {in_words(one.plain_s, 's')}, a recorded one {in_words(one.recorded_s, 's')}; "
+        f"recomputing its gradients in float64 takes about {in_words(one.replay_s, 's')}"
     )
     yield (
         f"memory: about {in_words(one.extra_bytes, 'bytes')} more on each rank, in addition to "

@@ -29,8 +29,8 @@ def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
     number, one = changed[0]
     failed = failed_with_hint(
         finding.check,
-        f"rank {one['receiver']} did not receive the gradients that rank {one['sender']} computed for its outputs: "
-        f"along a random direction, they are {one['factor']:.4g} × as large",
+        f"rank {one['receiver']} received gradients of its outputs that differ from those that rank {one['sender']} "
+        f"computed ({one['factor']:.4g} × as large along a random direction)",
         "check that each stage sends the gradient of each input once, to the stage that sent the input",
         cause="exchanged-otherwise",
         family="sync",
@@ -57,7 +57,7 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
         number, one = wrong
         failed = failed_with_hint(
             finding.check,
-            f"the loss communicates with {one['function']}, whose backward {_WRONG[one['is']]}",
+            f"the loss communicates through {one['function']}, whose backward {_WRONG[one['is']]}",
             "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce",
             cause="exchanged-otherwise",
             family="sync",
@@ -69,12 +69,12 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
     right = [
         name for name in dict.fromkeys(one["function"] for _, one in found if one["is"] == "right") if name not in parts
     ]
-    also = f"; the loss communicates with {listed(right)}, whose backward is the derivative of the forward"
+    also = f"; the loss communicates through {listed(right)}, whose backward is the derivative of the forward"
     yield replace(finding, message=finding.message + also) if right else finding
     if parts:
         yield headline_note(
             finding.check,
-            f"The loss communicates with {listed(parts)}, whose backward gives 1/{training.world_size} of the "
+            f"The loss communicates through {listed(parts)}, whose backward gives 1/{training.world_size} of the "
             "derivative of its forward. Sum the gradients over all ranks in its backward, or multiply the loss by the "
-            "number of ranks, unless this division is meant.",
+            "number of ranks, unless this division is intended.",
         )

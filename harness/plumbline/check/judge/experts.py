@@ -56,9 +56,9 @@ def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
         if names and not moved & names.keys() and all(one >= _LEAST_STEPS for one in numbers):
             yield headline_note(
                 CHECK,
-                f"{router} selects by scores that are computed with {listed([*names])}, but in "
-                f"{counted(numbers[0], 'step')} no gradient arrives at {'it' if len(names) == 1 else 'them'}. Multiply "
-                "what is selected by its score, and do not detach the score.",
+                f"{router} selects experts by scores computed with {listed([*names])}, but no gradient reached "
+                f"{'it' if len(names) == 1 else 'them'} in {counted(numbers[0], 'step')}. Multiply each selected "
+                "expert's output by its score, and do not detach the score.",
             )
 
 
@@ -95,15 +95,16 @@ def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
     if dropped:
         yield headline_note(
             CHECK,
-            f"{listed(dropped)} is given a loss that is computed from the scores of a router, but nothing uses what it "
-            "returns, so that this loss has no gradient. Use what it returns in place of the tensor that it is given.",
+            f"A loss computed from router scores is passed to {listed(dropped)}, but the return value is not used, so "
+            "this loss has no gradient. Use the returned tensor in place of the one that was passed in.",
         )
     elif all(facts.get("constant") and not facts["balancing"] for facts in noted) and not _is_biased(noted):
-        held = listed(noted[0]["constant"])
+        held = noted[0]["constant"]
         yield headline_note(
             CHECK,
-            f"The loss adds a number without a gradient, {held} has none, and nothing balances {listed(routers)}. A "
-            "balancing loss of the selected experts alone has no gradient: multiply their shares by the mean scores.",
+            f"A constant is added to the loss: {listed(held)} {'has' if len(held) == 1 else 'have'} no gradient, so "
+            f"nothing balances {listed(routers)}. Counts of selected experts have no gradient: multiply each expert's "
+            "share of the tokens by its mean router score.",
         )
 
 
@@ -161,7 +162,7 @@ def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
         if number > 1 and equals(times, number):
             return (
                 f"{name} counts {number} × its coefficient in a step of {what}, while the main loss is a mean over "
-                f"them. Divide it by {number} if a mean is meant."
+                f"them. Divide it by {number} if a mean is intended."
             )
     if count > 2 and equals(times, 1 / count):
         return (
@@ -170,8 +171,8 @@ def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
         )
     if kind["function"] and any(_is_power_of_two(times / number) for number in (1, *parts)):
         return (
-            f"{name} counts {times:.3g} × its coefficient in a step, while the main loss is a mean of weight 1. Give "
-            "the function the factor that the main loss is multiplied by, the loss scale included."
+            f"{name} counts {times:.3g} × its coefficient in a step, while the main loss is a mean of weight 1. Pass "
+            "the function the factor by which the main loss is multiplied, including the loss scale."
         )
     return ""
 
@@ -231,8 +232,8 @@ def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
                 who = name_ranks(ranks, len(training.ranks))
                 yield headline_note(
                     CHECK,
-                    f"{who[0].upper()}{who[1:]} are given the same samples, but {router} sends {percent(share)} of "
-                    "their tokens to other experts. Draw the same noise on the ranks that share samples.",
+                    f"{who[0].upper()}{who[1:]} are given the same samples, but {router} sends {percent(share)} of the "
+                    "tokens to different experts on different ranks. Use the same noise on ranks that share samples.",
                 )
                 return
 

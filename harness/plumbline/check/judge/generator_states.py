@@ -30,7 +30,8 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
         yield information(
             CHECK,
             f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so "
-            "dropout masks are the same on every rank; seed each rank with seed + rank for independent masks",
+            "random layers such as dropout draw the same numbers on every rank; seed each rank with seed + rank to "
+            "make them independent",
         )
     else:
-        yield passed(CHECK, f"ranks draw different random numbers ({counted(drawing, 'forward')})")
+        yield passed(CHECK, f"no random generator has the same state on all ranks ({counted(drawing, 'forward')})")

@@ -13,7 +13,6 @@ from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     DISTRIBUTED,
-    FLAT_PARTS,
     IN_PARTS,
     NOT_FINITE,
     NOT_FOLLOWED,
@@ -36,7 +35,7 @@ from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
-from plumbline.replay.reasons import STALE
+from plumbline.replay.reasons import FLAT_PARTS, STALE
 from plumbline.report.text import counted, listed
 
 CHECK = "gradients"
@@ -79,7 +78,7 @@ register(
         "accurate to 16 bits only, although the master weights and the model's weights have wider dtypes",
         "check for 16-bit buffers in which gradients are accumulated, averaged or copied", 65),
     Hypothesis("reduction-switched-off", "sync", holds(lambda case: all(case.zeros) and _is_held_back(case)),
-        "missing: FSDP keeps gradients to itself while their reduction is switched off",
+        "missing, because FSDP's gradient reduction is switched off",
         "call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the last backward pass of each "
         "step", 936),
 )  # fmt: skip
@@ -108,10 +107,7 @@ def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
     """Return that gradients, which are compared as they were before clipping, were changed after it."""
     steps = (step for rank in training.ranks for step in rank.steps)
     edited = [one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")]
-    why = (
-        "the script changes gradients with its own code after it clips them, possibly on purpose: as they were before "
-        "clipping they are right"
-    )
+    why = "the script changes gradients after it clips them, possibly on purpose; before clipping they were right"
     return not_judged(CHECK, why, min(edited)) if edited else None
 
 
@@ -127,17 +123,17 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             names = sorted({name for name, _ in joint.alike})
             yield headline_note(
                 CHECK,
-                f"{listed(names)} have equal values and equal gradients on several ranks. The gradients are right if "
-                "these parameters are shards. Shards that start equal stay equal and do the same work: initialize each "
-                "with a different seed. If they are replicas, their gradients are divided too often.",
+                f"{listed(names)} {'has' if len(names) == 1 else 'have'} equal values and equal gradients on several "
+                "ranks. The gradients are right for shards. Shards that start equal stay equal and do the same work: "
+                "initialize each with a different seed. Gradients of replicas are divided too often.",
             )
         if joint.doubtful and finding.outcome is Outcome.PASSED and not by_replay:
             names = sorted({name for name, _ in joint.doubtful})
             yield headline_note(
                 CHECK,
-                f"{listed(names)} began with equal values on several ranks and {'has' if len(names) == 1 else 'have'} "
-                "other gradients on each. That is right for shards. If they are replicas, sum their gradients over "
-                "these ranks: each has only the part of its own tokens or inputs.",
+                f"{listed(names)} {'starts' if len(names) == 1 else 'start'} with equal values on several ranks, but "
+                "the gradients differ between these ranks. That is right for shards. For replicas, sum the gradients "
+                "over these ranks: each rank has only the part of its own tokens or inputs.",
             )
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
@@ -181,7 +177,7 @@ def _of_different_batches(training: RecordedTraining, finding: Finding) -> Findi
     failed = failed_with_hint(
         CHECK,
         f"all {training.world_size} ranks hold parts of the same layers (tensor parallelism), but each uses different "
-        "samples, so gradients are those of no common batch",
+        "samples, so their gradients belong to no common batch",
         "give all ranks of a tensor-parallel group the same batches: seed and divide them by the data-parallel rank",
         cause="replica-of-different-samples",
         family="data",
@@ -311,8 +307,8 @@ def _finding(wrong: Sequence[ReceivedGradient]) -> Finding:
     finding = Finding(
         CHECK,
         Outcome.FAILED,
-        f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × as long, "
-        f"cosine {cosine:.4f}",
+        f"gradients at {where} are not {_mean(case)}: norm {length / size if size else float('inf'):.4g} × the right "
+        f"one, cosine {cosine:.4f}",
         step=case.step.number,
         parameter=case.parameters[fit.worst].name,
         rank=case.rank,
@@ -363,7 +359,7 @@ def _why_no_case(training: RecordedTraining) -> str:
     if not any(shared_numbers(steps).values()):
         return (
             "no parameter is in every rank's optimizer: the ranks hold different parts of a model, and their forwards "
-            "could not be computed again together"
+            "could not be recomputed together"
         )
     return "every step was skipped"
 

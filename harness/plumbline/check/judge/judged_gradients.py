@@ -12,21 +12,21 @@ from plumbline.check.judge.rank_weights import shared_part, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.judge.mistakes.case import RIGHT, Combination
 from plumbline.judge.mistakes.synchronisation import only
+from plumbline.replay.reasons import FLAT_PARTS
 
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters, and they are not copies of the model's weights; gradients "
     "cannot be followed if the script computes them with torch.autograd.grad or torch.func"
 )
-NOT_TOGETHER = "the ranks' forwards could not be computed again together"
+NOT_TOGETHER = "the ranks' forwards could not be recomputed together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
-FLAT_PARTS = "FSDP1 shards DTensors, or shards a model over some of the ranks only"
 IN_PARTS = f"each rank holds a part of the model, and {NOT_TOGETHER}"
 ALIKE_PARTS = f"the forward communicates, all ranks compute the same gradients, and {NOT_TOGETHER}"
 ZERO = "every gradient was zero in the recorded steps, so no difference could show"
 REDUCED_IN_STEP = (
-    "the optimizer's step communicates; each rank steps with its own gradients, but all ranks hold the same weights "
-    "afterwards: it is not known whether the step averages gradients"
+    "the optimizer's step communicates. Each rank steps with its own gradients, but all ranks hold the same weights "
+    "afterwards; whether the step averages gradients is not known"
 )
 
 

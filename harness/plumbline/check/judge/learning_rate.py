@@ -23,19 +23,22 @@ OBSERVER = "learning-rate"
 
 def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
     """Yield where rates differ between ranks, where schedules move on with micro-batches, and what else is notable."""
-    different = None
+    different, are_compared = None, False
     if not ranks_begin_apart(training):
         case_of = partial(LearningRateCase, training)
         different = wrong_rates(training, _rates_of_the_first_rank, "the first rank's", case_of, PRECISION)
         # A multiple of float64's roundings would tell nobody how far two rates are apart.
         different = different and replace(different, error_x_noise=None, limit_x_noise=None)
+        are_compared = all(
+            len(_rates_of_the_first_rank(ranks)) == training.world_size - 1 for ranks in training.steps_side_by_side
+        )
     found = [finding for finding in (different, moved_with_every_pass(training)) if finding is not None]
     yield from found
     yield from failed_observers(training, OBSERVER, CHECK)
     steps = list(noted(training, OBSERVER))
     rates = listed(dict.fromkeys(f"{rate:.6g}" for one in steps for rate in one.facts["rates"]))
     if rates and not found:
-        where = "; all ranks use the same" if training.world_size > 1 else ""
+        where = "; all ranks use the same" if are_compared and training.world_size > 1 else ""
         are = "rates are" if "," in rates else "rate is"
         yield passed(CHECK, f"in the recorded steps the learning {are} {rates}{where}")
     if not found:
@@ -60,7 +63,8 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
     if moved and all(_before_the_step(one) for one in steps):
         yield information(
             CHECK,
-            "the scheduler steps before the optimizer, so the first rate of the schedule is not used",
+            "the scheduler steps before the optimizer, so the first rate of the schedule is not used: call "
+            "scheduler.step() after optimizer.step()",
         )
     several = next((one for one in moved if len(one.facts["schedule"]) > one.facts["schedulers"]), None)
     if several is not None:

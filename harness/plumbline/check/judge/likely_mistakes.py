@@ -64,9 +64,9 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
             moved, due = most.facts["moved"], most.facts["due"]
             yield headline_note(
                 "precision",
-                f"In each step, at most {amount(moved)} of {amount(due)} {dtypes} weights with a gradient change. The "
-                "other updates are lost to rounding. Keep the weights in float32 and compute in autocast, or use an "
-                "optimizer that keeps a copy of them in float32.",
+                f"In each step, at most {amount(moved)} of the {amount(due)} {dtypes} weights that have a gradient "
+                "change at all; the other updates are lost to rounding. Keep the weights in float32 and compute in "
+                "autocast, or use an optimizer that keeps a copy of them in float32.",
             )
             return
 

@@ -49,7 +49,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             return not_judged(
                 check,
                 f"each rank begins with its own values of {listed(names)} and steps with its own gradients, beside a "
-                "frozen model that FSDP shards. This is a mistake unless the ranks train separate adapters: add "
+                "frozen model that FSDP shards. Unless the ranks train separate adapters, this is a mistake: add "
                 "adapters before fully_shard, or broadcast them once and average their gradients",
                 step,
             )
@@ -63,7 +63,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(
             check,
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
-            "does: it is not known which passes are meant to count",
+            "does, so it is not known which passes should count",
             step,
         )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
@@ -95,8 +95,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             return finding
         return with_hint(
             finding,
-            f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass: "
-            "its losses have the weight 1 without it",
+            f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
+            "without it, the losses have a total weight of 1",
         )
     return not_judged(
         check,
@@ -124,13 +124,13 @@ def about_one_factor(finding: Finding, training: RecordedTraining, *, is_one_fac
     if found := division(training):
         divisor = f"{found.divisor:,.6g}"
         if found.weight is not None and abs(found.weight - 1) <= NEAR:
-            observed = f"they are divided by a loss scale of {divisor}, by which the loss was not multiplied"
+            observed = f"they are divided by a loss scale of {divisor}, but the loss was not multiplied by it"
             hint = "multiply the loss by the loss scale before the backward pass, or set the scale to 1"
             return _named(finding, observed, hint, "loss-not-scaled", "amp")
         if found.weight is None:
             why = (
                 f"at every step the master weights receive 1/{divisor} of the gradient, as with a loss scale of "
-                f"{divisor}. It is not known whether the loss was multiplied by it: only the loss functions of "
+                f"{divisor}. It is not known whether the loss was multiplied by it: only loss functions of "
                 "torch.nn.functional are followed"
             )
             return not_judged(finding.check, why, finding.step)

@@ -126,7 +126,12 @@ class NearReplay:
             return ""
         if one.facts["of_torch"] or self.x_tight <= limit():
             return f"the rounding of {name} could hide a wrong update"
-        return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
+        return differs_from_its_copy(name)
+
+
+def differs_from_its_copy(name: str) -> str:
+    """Return why steps of an optimizer class that is not torch's own cannot be judged."""
+    return f"{name} is not a torch.optim class, and a copy of it gives a different result for the same step"
 
 
 def near_replays(one: ObserverFacts) -> dict[int, NearReplay]:

@@ -12,6 +12,9 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence import recording
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
+FIRST_SEEN = "; first seen"
+"""What stands between an observation that may come again and the place where it was made."""
+
 
 @dataclass(frozen=True, eq=False)
 class ObserverFacts(ScriptStep):
@@ -47,7 +50,7 @@ class ObserverFacts(ScriptStep):
     def failed(self, check: str, observed: str, hint: str = "", **cause_and_parameter: str) -> Finding:
         """Return a failure: what was observed, that it was first at this step, and what to do."""
         details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, **cause_and_parameter}
-        first = f"{observed}, first"
+        first = f"{observed}{FIRST_SEEN}"
         return failed_with_hint(check, first, hint, **details) if hint else failed(check, first, **details)
 
 
@@ -74,7 +77,7 @@ class HeadlineNote(Information):
 
 
 def headline_note(check: str, sentences: str) -> HeadlineNote:
-    """Return what the script does, and what to do if it is not meant."""
+    """Return what the script does, and what to do if it is not intended."""
     return HeadlineNote(check, Outcome.PASSED, sentences)
 
 
@@ -119,7 +122,9 @@ def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tupl
 
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return ``all ranks``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
+    """Return ``all ranks``, ``rank 1``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
     if len(ranks) == world_size:
         return "all ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -65,7 +65,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     elif (several := _several_losses(ranks)) is not None:
         yield information(CHECK, several)
     elif summed is None:
-        why = "the loss is not known: no backward pass started from a single loss of torch.nn.functional"
+        why = "the loss is not known: no backward pass started from exactly one loss function of torch.nn.functional"
         yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
 
 
@@ -136,7 +136,7 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
     ratio = max(counts) / min(counts)
     return (
         f". Micro-batches have {amount(min(counts))} to {amount(max(counts))} labels: if each loss is the mean over "
-        f"its own labels, a token counts up to {ratio:.3g} × as much as another"
+        f"its own labels, a token of one micro-batch counts up to {ratio:.3g} × as much as one of another"
     )
 
 
@@ -244,9 +244,9 @@ def _short_windows(objectives: Sequence[StepObjective]) -> HeadlineNote | None:
     less, whole = totals[fewest][0], totals[most][0]
     return headline_note(
         CHECK,
-        f"The losses of a step over {counted(fewest, 'micro-batch', 'micro-batches')} weigh {_weight(less)} together, "
-        f"and those of a step over {most} weigh {_weight(whole)}. If each step takes a mean, divide each loss by the "
-        "number of micro-batches in its step.",
+        f"The losses of a step over {counted(fewest, 'micro-batch', 'micro-batches')} have a total weight of "
+        f"{_weight(less)}; those of a step over {most} have {_weight(whole)}. If each step should take a mean, divide "
+        "each loss by the number of micro-batches in its step.",
     )
 
 
@@ -274,7 +274,7 @@ def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
     return headline_note(
         CHECK,
         f"The gradient is the sum over {count} micro-batches, not their mean. Divide the loss by {count} if a mean is "
-        "meant.",
+        "intended.",
     )
 
 

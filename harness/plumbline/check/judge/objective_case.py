@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,11 @@ class ObjectiveCase(CountedCase):
     is_sure: bool = True
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
-        return f"{finding.message}; {description}: {_ADVICE[self.declared] if hint is _BY_OBJECTIVE else hint}"
+        return f"{finding.message}; {description}: {hint}"
+
+    def match(self, hypothesis: Hypothesis[Any, Match]) -> Match | None:
+        match = super().match(hypothesis)
+        return match and replace(match, figures={**match.figures, "advice": _ADVICE[self.declared]})
 
     @cached_property
     def terms(self) -> float:
@@ -181,7 +186,7 @@ def _scaled(case: ObjectiveCase) -> Iterator[Match]:
 
 
 _FAMILY = "loss-normalisation"
-_BY_OBJECTIVE = "divide as the declared objective does"
+_BY_OBJECTIVE = "{advice}"
 _ADVICE = {
     TOKEN_MEAN: "divide the sum of each micro-batch by the number of tokens of the whole step, all-reduced over ranks, "
     "and multiply by the number of ranks if their gradients are averaged",

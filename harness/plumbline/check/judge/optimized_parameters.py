@@ -12,7 +12,7 @@ from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.rank_weights import common_steps, reduced_parameters, weights_at
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import counted, listed
+from plumbline.report.text import counted, in_two_digits, listed
 
 CHECK = "update"
 
@@ -44,7 +44,7 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
                 CHECK,
                 f"{counted(len(names), 'parameter')} require{'s' if one else ''} a gradient and "
                 f"{'is' if one else 'are'} in no optimizer, so {'it never moves' if one else 'they never move'}: "
-                f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is meant",
+                f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is intended",
             )
     return None
 
@@ -162,7 +162,8 @@ def _stale_masters(training: RecordedTraining) -> Finding | None:
                 return failed_with_hint(
                     CHECK,
                     "the model's weights differed from those that the optimizer updates by up to "
-                    f"{max(names.values()):.2g} of their norm, and the step overwrote them ({listed(names)})",
+                    f"{in_two_digits(max(names.values()))} of their norm, and the step overwrote them "
+                    f"({listed(names)})",
                     "after loading weights into the model, copy them to the master weights",
                     cause="stale-master-weights",
                     family="checkpoint",

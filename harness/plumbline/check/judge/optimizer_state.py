@@ -45,8 +45,8 @@ def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
                 kind = first.step.facts["update"]["class"]
                 return others[0].failed(
                     "update",
-                    f"each of {1 + len(others)} steps is taken by another {kind}, made after the step before, so the "
-                    f"state of the one before is lost",
+                    f"each of {1 + len(others)} steps is taken by a new {kind}, created after the previous step, so "
+                    "the optimizer's state is lost at every step",
                     "create the optimizer once, before the loop over batches",
                     cause="optimizer-made-for-each-step",
                     family="optimizer",
@@ -76,7 +76,7 @@ def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
                     "update",
                     f"the state of {one.parameter(number)} on rank {rank} is the one that "
                     f"{ranks[other].parameter(its)} had on rank {other}",
-                    "load each rank's own state, and in the order in which the optimizer has its parameters",
+                    "load each rank's own state, in the order of the optimizer's parameters",
                     cause="states-permuted",
                     family="optimizer",
                 )
@@ -102,7 +102,7 @@ def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
             names = listed([one.parameter(number) for number in sorted(lost)])
             return one.failed(
                 "update",
-                f"rank {rank} began the state of {names} anew, and other ranks did not",
+                f"rank {rank} starts with a new optimizer state for {names}, but other ranks keep theirs",
                 "restore or reset the optimizer's state on all ranks",
                 cause="state-begun-anew",
                 family="optimizer",

@@ -39,7 +39,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
         if all(each for _, _, each in pairs):
             return other.failed(
                 "precision",
-                f"{what} on rank {first.rank} and rank {other.rank}",
+                f"{what} on rank {first.rank} and rank {other.rank}, respectively",
                 "use the same precision on all ranks",
                 cause="precisions-differ",
                 family="amp",

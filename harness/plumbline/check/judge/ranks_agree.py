@@ -24,11 +24,11 @@ from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, Une
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import Information, failed, failed_with_hint, passed
 from plumbline.judge.hypothesis import Match, explain
-from plumbline.report.text import counted, listed
+from plumbline.report.text import counted, in_two_digits, listed
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
 
-_INTENDED = "; this may be intended: "
+_INTENDED = "; this may be intended, because "
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         if differing:
             what = differing_parameters([one.parameter.name for one in differing], len(weights))
             yield information(
-                AT_THE_START, f"{what} between ranks at the first recorded step; this may be intended: {layout.reason}"
+                AT_THE_START, f"{what} between ranks at the first recorded step{_INTENDED}{layout.reason}"
             )
             return
     frozen = _frozen(training, {name for _, name in reduced}) if layout.is_data_parallel else None
@@ -69,8 +69,10 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
 
 def _unequal_start(accused: list[RankWeights], of: int, number: int) -> Finding:
     worst = max(accused, key=lambda one: one.distance)
-    size = f"by up to {worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
-    message = f"weights differ between ranks before the first recorded step, {size}"
+    size = (
+        f"up to {in_two_digits(worst.distance)} of the norm" if worst.distance < float("inf") else "an unknown distance"
+    )
+    message = f"weights differ between ranks before the first recorded step, by {size}"
     if number:  # they may have been equal once
         return replace(
             failed_with_hint(AT_THE_START, message, f"check what changes weights before step {number}", family="sync"),
@@ -193,7 +195,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         )
     elif layout.is_data_parallel:
         yield passed(
-            AFTER_STEPS, f"weights that ranks share agree, up to rounding, after each of {counted(compared, 'step')}"
+            AFTER_STEPS, f"weights that ranks share agree up to rounding after each of {counted(compared, 'step')}"
         )
     else:
         yield information(
@@ -224,7 +226,7 @@ def _parted(steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: i
         return alone
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
-    message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
+    message = f"{what} between ranks after the step, by up to {in_two_digits(worst.distance)} of the norm"
     finding = failed(AFTER_STEPS, message, step=next(iter(steps.values())).number, parameter=worst.parameter.name)
     return explain(finding, PartedScriptCase(accused, first_seen=first))
 

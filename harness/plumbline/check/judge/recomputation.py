@@ -23,6 +23,9 @@ as far where both err, and twice that because a distance of few numbers varies."
 
 RUN_AGAIN = "modules that a backward pass ran again"
 
+_OTHER_VALUES = "gave different values than the forward"
+_OTHER_NUMBERS = "drew different random numbers than the forward, for example different dropout masks"
+
 
 @dataclass(frozen=True, eq=False)
 class _Judged:
@@ -49,7 +52,7 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         return
     compared, different = (sum(facts[name] for facts in noted) for name in ("compared", "different"))
     if not different and not any(facts["by_hand"] for facts in noted):
-        yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the values of the forward")
+        yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the same values as the forward")
         return
     found = f"{different} of {compared} recomputed activation checkpoints" if different else RUN_AGAIN
     judged = [one for place in _suspected(training) for one in _furthest(*place)]
@@ -58,12 +61,12 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         yield _finding(wrong, found)
     elif judged:
         worst = max(judged, key=lambda one: one.x_noise)
-        message = f"{found} gave other values than the forward, but gradients match the forward up to rounding"
+        message = f"{found} {_OTHER_VALUES}, but gradients match the forward up to rounding"
         message = message if different else f"gradients match the forward, although {found} drew random numbers"
         yield replace(passed(CHECK, message), error_x_noise=worst.x_noise, limit_x_noise=LIMIT)
     else:
-        what = "gave other values than the forward" if different else "drew random numbers"
-        yield not_judged(CHECK, f"{found} {what}, and their gradients could not be computed again")
+        what = _OTHER_VALUES if different else "drew random numbers"
+        yield not_judged(CHECK, f"{found} {what}, and their gradients could not be recomputed")
 
 
 def recomputed_unjudged(training: RecordedTraining) -> set[tuple[int, str]]:
@@ -154,7 +157,7 @@ def _to_others(rerouted: Sequence[Facts]) -> str:
     if not rerouted:
         return ""
     most = max(rerouted, key=lambda one: float(one["tokens"] / one["of"]))
-    return f", and sent {most['tokens']} of {most['of']} tokens to other experts of {most['module'] or 'the model'}"
+    return f", and sent {most['tokens']} of {most['of']} tokens to different experts of {most['module'] or 'the model'}"
 
 
 def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
@@ -163,14 +166,14 @@ def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
         return _Explanation(
             _REDRAWN,
             "rng",
-            "drew other random numbers than the forward, such as other dropout masks",
+            _OTHER_NUMBERS,
             "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does",
         )
     if set(generators) - {"python", "numpy"}:
         return _Explanation(
             _REDRAWN,
             "rng",
-            "drew other random numbers than the forward, such as other dropout masks",
+            _OTHER_NUMBERS,
             "torch.compile(backend='eager') does not preserve the generators' states; use another backend"
             if facts["compiled"]
             else "keep preserve_rng_state=True, the default of torch.utils.checkpoint",
@@ -180,7 +183,7 @@ def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
         return _Explanation(
             _REDRAWN,
             "rng",
-            f"drew other random numbers from {names} than the forward",
+            f"drew different random numbers from {names} than the forward",
             "torch.utils.checkpoint preserves the states of torch's generators only; draw with torch, or outside "
             "the checkpointed function",
         )
@@ -188,21 +191,21 @@ def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
         return _Explanation(
             "recomputed-in-another-mode",
             "rng",
-            "ran in another mode (training or evaluation) than the forward",
+            "ran in a different mode (training or evaluation) than the forward",
             "call train() and eval() before the forward or after the backward pass, not in between",
         )
     if rerouted:
         return _Explanation(
             "experts-chosen-anew-in-the-backward",
             "rng",
-            "gave other values than the forward",
-            "choose experts outside of the checkpoint, or draw noise with torch's default generator, and change a bias "
-            "that balances experts after the backward pass",
+            _OTHER_VALUES,
+            "choose experts outside the checkpoint, or draw noise with torch's default generator; update the bias that "
+            "balances experts after the backward pass",
         )
     return _Explanation(
         "recomputed-differently",
         "buffers",
-        "gave other values than the forward",
+        _OTHER_VALUES,
         "make the checkpointed function depend only on its arguments and the parameters, not on its own generator, or "
         "on a buffer or an attribute that changes after the forward",
     )

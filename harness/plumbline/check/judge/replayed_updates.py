@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.model_parts import forward_communicates
-from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, near_replays
+from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, differs_from_its_copy, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.optimizer_state import changed_state
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 
 OBSERVER = "update"
-NOT_MOVED = "the right updates of the recorded steps do not move it"
+NOT_MOVED = "no recorded step should have changed it"
 
 BY_TURNS = (
     "the step takes whole matrices at some steps and each rank's shard alone at others, as block-periodic optimizers do"
 )
-AT_TIMES = "the step moves a parameter at some steps only, as optimizers of one block after the other do"
-BY_PLACE = "the step scales the updates of some parameters, and of others of the same shape it does not"
+AT_TIMES = "the optimizer updates this parameter at some steps only, as block-coordinate optimizers do"
+BY_PLACE = "the optimizer scales the updates of some parameters, but not those of others of the same shape"
 CHANGED = "the script also changes the weights between optimizer steps, and that was not judged"
 STATE_CHANGED = "the script also changes the optimizer's state between steps, and that was not judged"
 ADDED_UP = (
-    "the step adds up the ranks' gradients, which is right only if each rank divides its loss by the number of ranks; "
-    "the loss is not known"
+    "the step adds up the ranks' gradients. That is right only if each rank divides its loss by the number of ranks, "
+    "which could not be determined"
 )
 
 Key = tuple[int, str]
@@ -123,7 +123,7 @@ class ReplayedUpdates:
 def _why_inconclusive(one: ObserverFacts) -> str:
     name = one.facts["class"]
     if not one.facts["of_torch"]:
-        return f"{name} is not a class of torch.optim, and a copy of it gives a different result for the same step"
+        return differs_from_its_copy(name)
     if one.facts["hooks"]:
         return f"hooks of the script run within the step of {name}, so other code may have changed the weights"
     if one.facts["shared"]:

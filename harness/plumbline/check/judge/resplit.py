@@ -10,12 +10,12 @@ from torch import Tensor
 
 from plumbline.check.evidence.options import Deal, RecordingOptions
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.declared_objective import in_two_digits
 from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import received_by
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import passed
+from plumbline.report.text import in_two_digits
 
 CHECK = "resplit"
 
@@ -103,24 +103,25 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
     if not first.shape == ordered.shape == dealt.shape or not bool(first.any()):
         raise _UnknownError("the gradient is zero, or the script trained other parameters when it ran again")
     order, move = (float((one - first).norm() / first.norm()) for one in (ordered, dealt))
-    by_order = f"about {in_two_digits(order)}" if order >= LEAST else f"{order:.1g}"
+    by_order = f"about {in_two_digits(order)}" if order >= LEAST else f"{100 * order:.1g} %"
     if not order <= UNSTEADY:
         raise _UnknownError(
-            f"the gradient also moves by {by_order} of its norm if samples and micro-batches are only reordered. "
+            f"the gradient also changes by {by_order} of its norm if samples and micro-batches are only reordered. "
             "Set a seed, and make random augmentations depend on the sample, not on its position"
         )
     if move <= max(LEAST, MOVED * order):
         return passed(
             CHECK,
-            f"no effect of the split was found: the gradient of the first step moves by {move:.1g} of its norm if "
-            f"its {samples} samples go to other ranks and micro-batches, and by {by_order} if only reordered",
+            f"the split has no visible effect: the gradient changes by {100 * move:.1g} % of its norm if the "
+            f"{samples} samples of the first step go to other ranks and micro-batches, and by {by_order} if they are "
+            "only reordered",
         )
     return headline_note(
         CHECK,
-        f"The gradient moves by about {in_two_digits(move)} of its norm if the {samples} samples of the first step are "
-        f"moved to other ranks and micro-batches, and by {by_order} if they are only reordered. A loss that is "
-        "divided by the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. "
-        "Declare the objective with --objective to have it judged.",
+        f"The gradient changes by about {in_two_digits(move)} of its norm if the {samples} samples of the first step "
+        f"go to other ranks and micro-batches, and by {by_order} if they are only reordered. A loss that is divided by "
+        "the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. Declare the "
+        "objective with --objective to have it judged.",
     )
 
 
@@ -136,19 +137,19 @@ def _sole(trainings: Sequence[RecordedTraining]) -> RecordedTraining:
     if not trainings:
         raise _UnknownError("the command recorded no step when it ran again")
     if len(trainings) != 1:
-        raise _UnknownError(f"the command has {len(trainings)} trainings, and only one can be split otherwise")
+        raise _UnknownError(f"{len(trainings)} trainings were recorded, but only a single one can be resplit")
     return trainings[0]
 
 
 def _split(training: RecordedTraining) -> Split:
     layout = rank_layout(training)
     if training.world_size > 1 and not layout.is_data_parallel:
-        raise _UnknownError(f"samples can be dealt to other ranks in data parallelism only; {layout.reason}")
+        raise _UnknownError(f"samples can be moved to other ranks under data parallelism only; {layout.reason}")
     batches, iterators = {}, {}
     for rank in training.ranks:
         noted = rank.facts.get("splits") or {}
         if noted.get("iterator") is None:
-            raise _UnknownError("the first batch comes from no DataLoader of torch")
+            raise _UnknownError("the first batch does not come from a torch DataLoader")
         if noted["batches"] is None:
             raise _UnknownError("the loader has no sample indices; use a map-style dataset, not an IterableDataset")
         passes = rank.steps[0].passes
@@ -160,5 +161,5 @@ def _split(training: RecordedTraining) -> Split:
             raise _UnknownError("each backward pass must be over one batch of the loader, with a row for each sample")
         batches[rank.rank], iterators[rank.rank] = own, noted["iterator"]
     if sum(map(len, batches.values())) < 2:
-        raise _UnknownError("the step has one micro-batch on one rank: there is no other split of the same sizes")
+        raise _UnknownError("the step has one micro-batch on one rank, so there is nothing to split")
     return Split(batches, iterators)

@@ -97,8 +97,7 @@ def _altered(other: Sequence[tuple[Name, list[str]]], where: Mapping[str, Any]) 
         return None
     (name, _), keys = other[0]
     return failed_with_hint(
-        CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {name} has "
-        f"another {listed(keys)}",
+        CHECK, f"the restored optimizer state differs for {counted(len(other), 'parameter')}: {listed(keys)} of {name}",
         "check that the state is saved after the step, in its own dtype, and loaded for the same parameters",
         cause="optimizer-state-altered", parameter=name, **where,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from plumbline.check.judge.resumed_state import judge_resumed_state, shares_stat
 from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted, listed
+from plumbline.report.text import counted, in_two_digits, listed
 
 CHECK = "resumption"
 
@@ -75,7 +75,7 @@ def judge_resumption(
         yield not_judged(CHECK, f"{sizes}: samples, learning rates and loss scales cannot be compared step by step")
     compared, every, has_shards = _extent(pair)
     if has_shards:
-        why = "the others are shards, which other numbers of ranks divide otherwise"
+        why = "the others are shards, and another number of ranks splits them differently"
         yield not_judged(CHECK, f"{of_all(compared, every)} could be compared: {why}")
     if _draws_otherwise(pair):
         yield headline_note(
@@ -95,7 +95,7 @@ def _agree(pair: Resumption, steps: int, sizes: str) -> str:
     rows = "samples, " if _rows(pair.whole.ranks[0].steps[-1]) else ""
     each = f"{rows}learning rates and loss scales agree in {counted(steps, 'step')}"
     if sizes:
-        each = f"{sizes}; they use the same samples" if _uses_the_same_samples(pair) else sizes
+        each = f"{sizes}; both trainings use the same samples" if _uses_the_same_samples(pair) else sizes
     states = "weights and states" if pair.same_ranks or shares_states(pair) else "weights"
     older = "" if pair.begin == pair.interrupted else f", the last one that was saved before step {pair.interrupted},"
     compared, every, _ = _extent(pair)
@@ -132,8 +132,8 @@ def _other_sizes(pair: Resumption) -> str:
         return ""
     ranks = f"{pair.whole.world_size} and {pair.resumed.world_size} ranks"
     if not mine or not theirs:
-        return f"the numbers of samples in the steps on {ranks} are not known"
-    return f"the steps on {ranks} have {theirs} and {mine} samples"
+        return f"the numbers of samples per step on {ranks} are not known"
+    return f"a step has {theirs} samples on {pair.whole.world_size} ranks and {mine} on {pair.resumed.world_size}"
 
 
 def _uses_the_same_samples(pair: Resumption) -> bool:
@@ -170,8 +170,8 @@ def _why_not(
         own, others = ({*weights_of(one[0].ranks[0].steps[0], with_shards=False)} for one in (resumed, whole))
         if not own & others:
             return (
-                f"the optimizers have no whole parameter in common on {first[0].world_size} and "
-                f"{resumed[0].world_size} ranks, because the model is sharded; resume on as many ranks as before"
+                f"on {first[0].world_size} and {resumed[0].world_size} ranks the optimizers have no whole parameter in "
+                "common, because the model is sharded; resume on the same number of ranks"
             )
     for rank, other in zip(first[0].ranks, whole[0].ranks, strict=False):
         for one, again in zip(rank.steps, other.steps, strict=False):
@@ -228,8 +228,9 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
         )  # fmt: skip
     if loaded and len(loaded) < len(firsts):
         others = sorted({*range(len(firsts))} - {*loaded})
+        who = f"rank{'s' if len(others) > 1 else ''} {listed(others)}"
         return failed_with_hint(
-            CHECK, f"the saved weights are loaded on some ranks, but not on ranks {listed(others)}",
+            CHECK, f"the saved weights are loaded on some ranks, but not on {who}",
             "load the checkpoint on every rank, or broadcast the weights", cause="loaded-on-some-ranks",
             rank=others[0], **where,
         )  # fmt: skip
@@ -243,8 +244,8 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
         return not_judged(CHECK, "weights are those of the saved step up to rounding: use deterministic algorithms")
     return failed_with_hint(
         CHECK,
-        "the resumed training begins with weights that the uninterrupted one had at no step on all ranks; from those "
-        f"before step {pair.interrupted}, they differ by {distance:.2g} of their norm",
+        "the resumed training begins with weights that match no step of the uninterrupted one on all ranks; they "
+        f"differ from those before step {pair.interrupted} by {in_two_digits(distance)} of their norm",
         "check that all weights are saved, in their own dtype, and that nothing changes them after loading",
         cause="weights-of-another-step", parameter=name, **where,
     )  # fmt: skip
@@ -278,7 +279,9 @@ def _settings(pair: Resumption) -> Finding | None:
                 f"{what} is {mine[name]:.6g} in step {place} after the restart"
                 + (" (its value at the start of training)" if again and place < pair.begin else "")
                 + f", but {theirs[name]:.6g} in step {pair.begin + place} of the uninterrupted training",
-                "save and load the scheduler's state_dict, and let it continue at the saved step",
+                "save and load the scheduler's state_dict, and let it continue at the saved step"
+                if name == "lr"
+                else f"save the optimizer's state_dict, which holds {name} in its param_groups, and load it",
                 cause="scheduler-not-restored" if again else "rates-not-restored",
                 family="checkpoint", step=pair.begin + place, rank=rank,
             )  # fmt: skip
@@ -320,7 +323,7 @@ def _begins_at(
 
 def _position(offset: int | None, begin: int) -> tuple[str, str]:
     if offset is None:
-        return "order-drawn-anew", "their order was drawn anew, or begins at another place of an epoch"
+        return "order-drawn-anew", "their order was drawn again, or begins at another position in the epoch"
     if offset == 0:
         return "trained-all-over-again", "those of the first steps, which are used twice"
     if offset < begin:

@@ -105,7 +105,7 @@ def _innocent(
     training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
 ) -> str | None:
     if not layout.is_data_parallel:
-        return f"it is not known whether that is meant: {layout.reason}"
+        return f"this may be intended, because {layout.reason}"
     own = _of_first_module(forwards)
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:
@@ -243,15 +243,15 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
     counts = [len(own) for own in forwards]
     rows = [sum(one["rows"] for one in own) for own in forwards]
     if len(set(counts)) > 1:
-        parts.append(f"ranks ran {min(counts)} to {max(counts)} forwards")
+        parts.append(f"ranks ran different numbers of forwards, {min(counts)} to {max(counts)}")
     elif len(set(rows)) > 1:
-        parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
+        parts.append(f"ranks used different numbers of rows, {min(rows)} to {max(rows)}")
     copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
     common = sum(times > 1 for epoch in copies for times in epoch.values())
     if common:
         parts.append(f"several ranks used {counted(common, 'row')} in the same epoch")
     if any(_repeats_an_epoch(own) for own in forwards):
-        parts.append("an epoch has the same order as the one before")
+        parts.append("an epoch has the same order as the previous one")
     total = f"({sum(rows):,} rows in the recorded steps)"
     if parts:
         return information(CHECK, f"{'; '.join(parts)} {total}")

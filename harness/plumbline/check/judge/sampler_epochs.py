@@ -46,7 +46,7 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
                 return headline_note(
                     CHECK,
                     f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
-                    "before each epoch unless this is meant.",
+                    "before each epoch unless this is intended.",
                 )
             return failed_by(CHECK, observed, SET_EPOCH_NEVER_CALLED)
     return None

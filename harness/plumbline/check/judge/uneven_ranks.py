@@ -60,12 +60,16 @@ def _trained_on_some(training: RecordedTraining) -> Finding | None:
             for each in sorted(set().union(*trained))
             if [p for p, own in enumerate(trained) if each not in own] == lacking
         ]
-        what = "are frozen on" if name in tables[lacking[0]] else "do not exist on"
+        one = len(every) == 1
+        if name in tables[lacking[0]]:
+            what = "it is frozen on" if one else "they are frozen on"
+        else:
+            what = "it does not exist on" if one else "they do not exist on"
         having = [place for place in range(len(trained)) if place not in lacking]
         finding = failed_with_hint(
             CHECK,
-            f"{counted(len(every), 'parameter')} of one model {'is' if len(every) == 1 else 'are'} trained on "
-            f"{_ranks(having)} only: {listed(every)}; they {what} {_ranks(lacking)}",
+            f"{counted(len(every), 'parameter')} of one model {'is' if one else 'are'} trained on {_ranks(having)} "
+            f"only: {listed(every)}; {what} {_ranks(lacking)}",
             "freeze and add parameters in the same way on every rank, before the model is wrapped or sharded",
             cause="trained-on-some-ranks",
             family="sync",

@@ -34,15 +34,15 @@ _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-ot
 
 _WHY = {
     "added": (
-        "{names} {were} added to the model after DistributedDataParallel was created, which does not reduce their "
+        "{names} {were} added to the model after DistributedDataParallel was created, so it does not reduce their "
         "gradients: add all parameters first, then wrap the model"
     ),
     "frozen": (
-        "{names} did not require a gradient when DistributedDataParallel was created, which does not reduce their "
+        "{names} did not require a gradient when DistributedDataParallel was created, so it does not reduce their "
         "gradients: wrap the model again after unfreezing parameters"
     ),
     "unsharded": (
-        "{names} {are} not sharded by FSDP, which then does not reduce their gradients: add parameters before "
+        "{names} {are} not sharded by FSDP, so it does not reduce their gradients: add parameters before "
         "fully_shard, or broadcast them once and average their gradients in the script"
     ),
 }
@@ -88,8 +88,8 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
             finding = failed_with_hint(
                 CHECK,
                 f"{listed(names)} {'is a DTensor' if len(names) == 1 else 'are DTensors'} with the placement "
-                "Replicate, but each rank steps with another gradient",
-                "all-reduce it (a sum for parts of one batch, a mean for batches of their own)",
+                "Replicate, but each rank steps with a different gradient",
+                "all-reduce it: as a sum if ranks hold parts of one batch, as a mean if each rank has its own batch",
                 cause="some-parameters-not-synchronised",
                 family="sync",
                 step=step.number,

@@ -12,7 +12,15 @@ import torch
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
-from plumbline.check.judge.noted import HeadlineNote, ObserverFacts, headline_note, not_judged, noted, side_by_side
+from plumbline.check.judge.noted import (
+    FIRST_SEEN,
+    HeadlineNote,
+    ObserverFacts,
+    headline_note,
+    not_judged,
+    noted,
+    side_by_side,
+)
 from plumbline.check.judge.optimizer_state import changed_state, judge_optimizer_state
 from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
 from plumbline.core.finding import Finding
@@ -166,16 +174,16 @@ register(
     Hypothesis("stepped-shard-by-shard", "optimizer", _like("by-shard"),
         "each rank steps its shard of {matrices} as if it were the whole parameter",
         "gather the whole matrix before the optimizer combines its entries, for example with full_tensor(). One device "
-        "computes something else, also where blocks are meant, as in MuonBP", 150),
+        "computes something else, also where blocks are intended, as in MuonBP", 150),
     Hypothesis("summed-over-ranks", "averaging", _like("added"),
         "the step adds up the ranks' gradients of {matrices} and does not average them, and no loss is divided by the "
         "number of ranks",
         "divide the result of the all-reduce, or the loss, by the number of ranks", 151),
     Hypothesis("updates-summed", "averaging", _like("summed", "summed-but-decay"),
         "the updates of {matrices} from all ranks are added up",
-        "gather the updates, or add up those of which each rank computes a different part", 149),
+        "gather the updates; add them up only if each rank computes a different part", 149),
     Hypothesis("state-begun-anew", "optimizer", _like("state-anew"),
-        "the state of {matrices} is not used, as if the optimizer began anew",
+        "the state of {matrices} is not used, as if the optimizer had just been created",
         "check that the rank that steps a parameter has its state", 148),
     Hypothesis("weight-decay-lost", "optimizer", _like("decay-lost"),
         "the weights of {matrices} do not decay, although weight_decay is not 0",
@@ -185,7 +193,7 @@ register(
         "decay weights once: on the rank whose update is gathered, or on all ranks after that", 146),
     Hypothesis("not-stepped-on-any-rank", "optimizer", _stepped_nowhere,
         "no rank steps {matrices}",
-        "check which rank steps which parameter: the last ones may belong to no rank", 165),
+        "check which rank steps which parameter: the last parameters may not be assigned to any rank", 165),
     Hypothesis("scaled-update", "optimizer", _scaled,
         "{part} of {matrices} is {factor} × the right one",
         "check for an average over ranks, and for a learning rate that is scaled by the shape of a shard", 145),
@@ -237,8 +245,8 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
             if quiet and before is not None and bool(received.any()) and torch.equal(received, before):
                 return failed_with_hint(
                     "steps",
-                    "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
-                    "between, first",
+                    "the optimizer stepped again with the gradient of its last step, without a backward pass in "
+                    f"between{FIRST_SEEN}",
                     "call either optimizer.step() or scaler.step(optimizer), not both",
                     cause="stepped-without-a-batch",
                     family="optimizer",
@@ -267,5 +275,5 @@ def _note_change(
         yield headline_note(
             "update",
             f"{what}{counted(len(names), 'parameter')} changed between optimizer steps, first before {first.name} on "
-            f"rank {first.rank}: {listed(names)}. This change was not judged. Possible reasons: {reasons}.",
+            f"rank {first.rank}: {listed(names)}. This change was not judged. Possible causes: {reasons}.",
         )

@@ -106,7 +106,10 @@ def _sentence(
     free: int,
 ) -> str:
     now = needed_bytes(every, parameters, sample, options)
-    said = f"replays need about {now / _GB:.3g} GB of memory beside the training, but only {free / _GB:.3g} GB are free"
+    said = (
+        f"recomputing gradients needs about {now / _GB:.3g} GB of memory in addition to the training's own, but only "
+        f"{free / _GB:.3g} GB are free"
+    )
     small = ParameterSample(_SHARE)
     small.add(parameters)
     ways = [
@@ -117,10 +120,13 @@ def _sentence(
     costs = [(words, needed_bytes(every, parameters, chosen, given)) for words, chosen, given in ways]
     helping = [(words, cost) for words, cost in costs if cost <= free]
     if not helping:
-        least = min(cost for _, cost in costs)
-        return f"{said}; even --truth float32 needs {least / _GB:.3g} GB: check fewer layers, or fewer ranks a machine"
+        words, least = costs[-1]
+        return (
+            f"{said}; even with {words} it needs {least / _GB:.3g} GB: check a smaller model, or use fewer ranks per "
+            "machine"
+        )
     words, cost = helping[0]
-    return f"{said}; {words} needs {cost / _GB:.3g} GB"
+    return f"{said}; with {words} it needs {cost / _GB:.3g} GB"
 
 
 _SHARE = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Callable
@@ -36,9 +37,7 @@ class OwnErrors:
 def _in_words(error: Exception) -> str:
     if isinstance(error, (NotEnoughMemoryError, UnreachableFolderError)):
         return str(error)
-    if isinstance(error, OSError):
-        return (
-            f"evidence cannot be written ({error.strerror or error}): free some space, or set TMPDIR to another folder"
-        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"evidence cannot be written ({error.strerror}): free some space, or set TMPDIR to another folder"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"

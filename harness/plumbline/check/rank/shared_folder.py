@@ -70,6 +70,7 @@ class SharedFolder:
         found: str = store.compare_set(f"folder {number}", "", own).decode()
         if found != own and not os.path.isdir(found):
             raise UnreachableFolderError(
-                f"the folder {found} of another rank is not on this machine: pass folder=, which all machines share"
+                f"the folder {found} of another rank does not exist on this machine: pass attach() a folder= that all "
+                "machines share"
             )
         return found

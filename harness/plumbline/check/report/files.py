@@ -20,7 +20,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--report-dir: {folder} cannot be made: {error.strerror}") from error
+        raise PlanError(f"--report-dir: cannot create {folder}: {error.strerror}") from error
     refuse_unwritable(*(folder / name for name in REPORT))
 
 
@@ -33,7 +33,7 @@ def refuse_unwritable(*files: Path | None) -> None:
         if file.is_dir():
             raise PlanError(f"{file} is a folder: name a file")
         if not file.absolute().parent.is_dir():
-            raise PlanError(f"there is no folder {file.absolute().parent} for {file.name}: make it first")
+            raise PlanError(f"there is no folder {file.absolute().parent} for {file.name}: create it first")
         if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             raise PlanError(f"{file} cannot be written: choose another place")
 

@@ -121,7 +121,7 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
     unseen = {name for one in gradients.left_out for name in one.names}
     for one in replays.left_out:
         if not unseen.issuperset(one.names) and one.why != NO_REPLAY:
-            yield f"not computed again: {_left_out(one, replays)}"
+            yield f"not recomputed: {_left_out(one, replays)}"
 
 
 def _left_out(one: Uncovered, share: Share) -> str:
@@ -135,8 +135,11 @@ def ran(checked: CheckedCommand) -> str:
 def script_end(checked: CheckedCommand) -> str:
     """Return how the script ended, for example ``exit code 0``."""
     end = checked.end
-    stopped = end.by is EndedBy.ITSELF and checked.options.stop and checked.trainings
-    return end.in_words + (" (ended by --stop)" if stopped else "")
+    was_ended = (
+        checked.trainings and checked.options.stop and any(one.torch and not one.ended for one in checked.processes)
+    )
+    stopped = was_ended and end.by is EndedBy.ITSELF and end.exit_code == 0
+    return end.in_words + (" (ended by Plumbline after the recorded steps)" if stopped else "")
 
 
 def durations(checked: CheckedCommand) -> str:

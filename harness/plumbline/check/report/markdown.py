@@ -49,7 +49,7 @@ def _training(one: CheckedTraining, truth: str) -> Iterator[str]:
         yield _table(also)
     others = [line for line in lines if line.sign is not Sign.WRONG]
     if others:
-        yield f"<details><summary>What else was looked at</summary>\n\n{_table(others)}\n\n</details>"
+        yield f"<details><summary>Other checks</summary>\n\n{_table(others)}\n\n</details>"
     facts = [training_line(one), *coverage_lines(one.coverage, truth)]
     if steps_at := describe(one.training).steps_at:
         facts.append(f"the first step was taken in {steps_at[0]}, line {steps_at[1]}")
@@ -58,4 +58,4 @@ def _training(one: CheckedTraining, truth: str) -> Iterator[str]:
 
 def _table(lines: Iterable[Line]) -> str:
     rows = ([line.sign.value, markdown(line.check), markdown(line.text)] for line in lines)
-    return markdown_table(["answer", "question", "what was observed"], "lll", rows)
+    return markdown_table(["answer", "check", "what was observed"], "lll", rows)

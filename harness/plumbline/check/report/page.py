@@ -25,11 +25,11 @@ from plumbline.report.text import place_and_size, settings_in_words, without_hin
 
 LINES_AROUND: Final = 4
 
-_KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
+_KIND: Final = {"right": "good", "right in part": "partly", "wrong": "bad", "not judged": "unclear"}
 _SIGN: Final = {
     "ok": "good",
     "right": "good",
-    "right in part": "open",
+    "right in part": "contract",
     "wrong": "bad",
     "not judged": "open",
     "note": "none",
@@ -88,7 +88,7 @@ def _uncovered(coverage: Coverage) -> Iterator[tuple[str, str, tuple[str, ...]]]
     shares = {
         "gradient not judged": coverage.gradients,
         "update not judged": coverage.updates,
-        "gradient not computed again": coverage.replays,
+        "gradient not recomputed": coverage.replays,
     }
     for what, share in shares.items():
         yield from ((what, group.why, group.names) for group in share.left_out)

@@ -51,7 +51,7 @@ def verdict_screen(
     if quiet and verdict.answer is Answer.RIGHT and not verdict.incidents:
         screen = _Screen(sys.maxsize, colour)
         notes = sum(len(notes_on(one)) for one in checked.trainings)
-        also = f"; {counted(notes, 'note')}, shown without --quiet" if notes else ""
+        also = f"; {counted(notes, 'note')} hidden by --quiet" if notes else ""
         screen.headline(verdict.answer, f"{verdict.sentence}{also}")
         return screen.text
     screen = _Screen(width, colour)

@@ -8,8 +8,8 @@ from typing import Final
 from plumbline.check.judge.script_checks import CheckedTraining
 
 NEXT_STEPS: Final[Mapping[str, str]] = {
-    "the command failed": "run the command without Plumbline, and mend what it raises",
-    "the script failed": "run the command without Plumbline, and mend what it raises",
+    "the command failed": "run the command without Plumbline, and fix the error that it raises",
+    "the script failed": "run the command without Plumbline, and fix the error that it raises",
     "creates no torch.optim.Optimizer": "train with an optimizer of `torch.optim`, or a class derived from it",
     "each rank holds its own weights": "if all ranks should train one model, wrap it in `DistributedDataParallel`",
     "FSDP1 shards": "use `fully_shard` (FSDP2)",
@@ -22,15 +22,12 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "its forward returned a different result when it was run again": (
         "make the forward depend only on its inputs, its parameters and torch's random generators"
     ),
-    "its forward gave another result when it was run again": (
-        "make the forward depend only on its inputs, its parameters and torch's random generators"
-    ),
-    "the forward registers hooks on tensors": "leave these hooks out while the script is checked",
+    "the forward registers hooks on tensors": "remove these hooks for the check",
     "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
     "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
-    "no memory is left to run it again": "check with a smaller batch or model, or pass `--truth float32`",
+    "no memory is left to run it again": "check with a smaller batch or model",
     "It is not known whether the loss was multiplied by it": (
-        "compute the loss with one function of `torch.nn.functional`, or set the loss scale to 1 while it is checked"
+        "compute the loss with one function of `torch.nn.functional`, or set the loss scale to 1 for the check"
     ),
     "the optimizer took no step during the recording": "record later steps with `--after N`",
     "the optimizer took no recorded step": "record more steps with `--steps N`",
@@ -38,7 +35,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "no backward pass reached the optimizer's parameters": (
         "compute gradients with `loss.backward()`, and give the optimizer the model's parameters or copies of them"
     ),
-    "the gradient came from no backward pass that can be followed": "compute gradients with `loss.backward()`",
+    "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
 }
 """By a part of the reason. Reasons that say themselves what to do are left out, and those that nothing can be done
 about."""

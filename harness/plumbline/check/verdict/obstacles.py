@@ -10,7 +10,10 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.report.text import counted, in_words, shortened
 
-MEMORY = "the kernel killed a process because the machine, or its control group, ran out of memory"
+MEMORY = (
+    "the machine, or a control group, ran out of memory while the command ran: the kernel killed a process, perhaps "
+    "one of another command"
+)
 
 KEPT_OUT = "a container, a cleared environment, or Python's -I, -E or -S may keep it out"
 ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
@@ -22,7 +25,7 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
             "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not remove"
         )
     if checked.full_folder is not None:
-        return f"there is no space left in {checked.full_folder}: free some, or set TMPDIR to another folder"
+        return f"there is no space left in {checked.full_folder}: free some space, or set TMPDIR to another folder"
     if not checked.processes and checked.end.has_failed:
         return (
             f"the command failed before a Python process loaded the recorder: {checked.end.in_words}; if it did start "
@@ -51,7 +54,7 @@ def why_no_estimate(checked: CheckedCommand) -> str | None:
     if any(one.estimate for one in checked.trainings):
         return None
     if checked.trainings:
-        return f"the ranks of the training did not take {counted(checked.options.after + 1, 'step')} each"
+        return f"not every rank of the training took {counted(checked.options.after + 1, 'step')}"
     return why_nothing_was_recorded(checked)
 
 
@@ -87,14 +90,12 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
 
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
     after = checked.options.after
-    most = max(one.steps for one in trained)
-    if most and checked.options.dry_run:
-        return f"the script takes only {counted(most, 'optimizer step')}: a dry run needs {after + 1}"
-    if most:
-        return (
-            f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none to record: "
-            "use a smaller N"
-        )
+    steps = any(one.steps for one in trained)
+    if steps and checked.options.dry_run:
+        return f"no optimizer took {counted(after + 1, 'step')}, which a dry run needs"
+    if steps:
+        most = counted(after, "step")
+        return f"no optimizer took more than {most}, so --after {after} leaves none to record: use a smaller N"
     if not any(one.optimizers for one in trained):
         return "the script creates no torch.optim.Optimizer: only what an optimizer receives and does can be judged"
     if not any(one.passes for one in trained):
@@ -104,7 +105,7 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
         )
     if any(one.begun for one in trained):
         return "the first optimizer step raised an error, and no step was completed"
-    return "the script runs backward passes, but never calls its optimizer's step"
+    return "the script runs backward passes, but never calls its optimizer's step: let it run until it does"
 
 
 def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]:
@@ -126,7 +127,7 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
     elif (steps := describe(training).steps) < options.steps and not checked.shows_later_window:
         optimizers = len({step.optimizer for rank in training.ranks for step in rank.steps})
         took = "the script took only" if optimizers == 1 else f"none of {optimizers} optimizers took more than"
-        yield f"{took} {steps} of the {options.steps} steps to record"
+        yield f"{took} {steps} of the {options.steps} requested steps"
     for rank in training.ranks:
         if rank.error:
             yield f"rank {rank.rank}: {shortened(rank.error, 300)}"
@@ -149,7 +150,7 @@ def _reason(processes: Sequence[PythonProcess]) -> str:
     who = "" if one.rank is None else f"on rank {one.rank}: "
     if one.raised:
         return f" ({who}{shortened(one.raised, 200)})"
-    return f" ({who}process {one.pid} was killed)"
+    return f" ({who}process {one.pid} was killed, or called os._exit)"
 
 
 def _listed(numbers: Sequence[int]) -> str:

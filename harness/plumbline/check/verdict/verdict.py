@@ -174,7 +174,7 @@ def _recomputed(one: CheckedTraining) -> str:
     part = one.coverage.replays.part
     if part >= min(ENOUGH, one.coverage.gradients.part):
         return ""
-    return f"; {percent(part)} of gradients recomputed, the others taken as the script's backward passes computed them"
+    return f"; {percent(part)} of gradients recomputed, the others compared with the script's own backward passes"
 
 
 def extent(one: CheckedTraining) -> str:
@@ -200,9 +200,9 @@ def _among_windows(windows: Sequence[JudgedWindow]) -> str:
     if first is None:
         judged = [one.step for one in windows if one.verdict != Answer.NOT_JUDGED.value]
         last = f", the last one at step {judged[-1]}" if judged else ""
-        return f"; {len(judged)} of {counted(len(windows), 'window')} judged while it ran{last}"
+        return f"; {len(judged)} of {counted(len(windows), 'recording')} judged while it ran{last}"
     right = [one.step for one in windows if one.step < first.step and one.verdict == Answer.RIGHT.value]
-    return f"; first in the window at step {first.step}" + (f", not in that at step {right[-1]}" if right else "")
+    return f"; first wrong at step {first.step}" + (f", still right at step {right[-1]}" if right else "")
 
 
 def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:

@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str | None, list[str]]] = {
 
 
 class NotExpressedError(Exception):
-    """A program cannot express the problem; the message says why."""
+    """A program cannot express the problem; the message says why, in words after "because"."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def layers_of(recipe: Recipe) -> Iterator[Layer]:
     for number, word in enumerate(recipe.layers, 1):
         kind, _, size = word.partition("-")
         if kind == "dropout":
-            raise NotExpressedError("dropout, whose masks follow from each sample's number")
+            raise NotExpressedError("a program cannot express dropout, whose masks follow from each sample's number")
         module, forward = LAYERS[kind]
         if kind == "attention" and recipe.inputs == "features":
             forward = [_CHUNKS, "x = value + query * key"]

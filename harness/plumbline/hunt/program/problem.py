@@ -133,7 +133,7 @@ class Problem:
             recipe = replace(recipe, inputs="features", layers=(), loss="classes", returns="logits")
         if recipe.loss == "in-batch" and self.batch == 1 and self.kind in COMPARES_WEIGHTS:
             recipe = replace(recipe, batch_size=2 * cell.topology.devices)
-            changed.append("has two samples a batch and rank, as the loss among one is zero")
+            changed.append("uses two samples per batch and rank, because an in-batch loss over one sample is zero")
         if self.finding.cause in SLIGHT and cell.precision == "32" and "64" in precisions:
             cell = replace(cell, precision="64")
             changed.append("trains in float64, where rounding hides less")
@@ -144,7 +144,7 @@ class Problem:
         yield self
         for more in range(1, ORDERS if self.recipe.shuffle else 1):
             seed = self.recipe.seed + more
-            changed = (*self.changed, f"has seed {seed}, as the order of another is right by chance")
+            changed = (*self.changed, f"uses seed {seed}, because the order of another seed is right by chance")
             yield replace(self, recipe=replace(self.recipe, seed=seed), changed=changed)
 
     @property
@@ -187,14 +187,14 @@ class Problem:
         if self.kind != "val_loss":
             return self.samples
         if self.recipe.loss not in OVER_SAMPLES:
-            raise NotExpressedError("a loss that is not a mean over samples")
+            raise NotExpressedError("a program cannot express a loss that is not a mean over samples")
         return self.batch * self.shares + 5
 
     @property
     def shuffles(self) -> bool:
         """Whether the program shuffles. The training by hand cannot: the order is the trainer's."""
         if self.recipe.shuffle and self.kind == "weights":
-            raise NotExpressedError("shuffled samples, whose order is the trainer's own")
+            raise NotExpressedError("a program cannot express shuffled samples, whose order is the trainer's own")
         return self.recipe.shuffle and self.kind != "raised"
 
     @property

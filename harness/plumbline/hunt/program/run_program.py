@@ -50,7 +50,7 @@ def render_by_hand(problem: Problem, title: str) -> str:
 def _checked(text: str) -> str:
     lines = sum(1 for line in text.splitlines() if line.strip())
     if lines > MOST_LINES:
-        raise NotExpressedError(f"the program would have {lines} lines")
+        raise NotExpressedError(f"the program would have {lines} lines, more than {MOST_LINES}")
     return text.strip("\n") + "\n"
 
 
@@ -64,7 +64,7 @@ def _environment(folder: Path) -> Environment:
     )
 
     def cannot(what: str) -> None:
-        raise NotExpressedError(what)
+        raise NotExpressedError(f"the template cannot express {what}")
 
     environment.globals["cannot"] = cannot
     return environment
@@ -83,9 +83,9 @@ _OTHER = re.compile(rf"Traceback|[WE]\d{{4}} |{_ERROR.pattern}")
 class Shown(Enum):
     """What a run of a program says of a failure."""
 
-    YES = "shown"
-    NO = "not shown"
-    BROKE = "the program broke"
+    YES = "shows the failure"
+    NO = "does not show the failure"
+    BROKE = "failed for another reason"
 
 
 @dataclass(frozen=True)

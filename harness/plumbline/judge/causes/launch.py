@@ -78,7 +78,7 @@ def _ranks_differ_in_steps(case: LaunchCase) -> Iterator[Match]:
         yield Match(figures={"steps": counts.pop()})
 
 
-_LOG = "see the rank's log, in the run's traces"
+SEE_LOG = "see the rank's log"
 
 register(
     LaunchCase,
@@ -90,7 +90,7 @@ register(
         "check that the process group covers all nodes", 180),
     LaunchHypothesis("trained-on-another-device", "launch",
         holds(lambda case: bool(case.trace.elsewhere(case.cell.accelerator))),
-        "the model computed on another type of device than the cell's",
+        "the model ran on a different type of device than the cell asks for",
         "move the model and each batch to job.device", 175),
     LaunchHypothesis("some-ranks-never-stepped", "launch", _idle_ranks,
         "rank {idle} ended without an optimizer step, while others waited",
@@ -118,7 +118,7 @@ register(
         "keep the optimizer's weights in float32 and use autocast", 165),
     LaunchHypothesis("no-space", "launch",
         holds(lambda case: case.printed("No space left on device")),
-        "there is no space left on the device",
+        "a disk, or /dev/shm, is full",
         "free space on the disk or in /dev/shm, or set TMPDIR to another folder", 164),
     LaunchHypothesis("port-in-use", "launch",
         holds(lambda case: case.printed("EADDRINUSE")),
@@ -130,7 +130,7 @@ register(
         "a rank finished before the others had connected to it",
         "end with a collective operation that waits for all ranks, such as a barrier", 150),
     LaunchHypothesis("waits-for-an-unused-parameter", "unused-params", _unused_parameter,
-        "a rank did not use {name} and did not reduce it, and the others wait for it",
+        "a rank did not use {name}, so it did not reduce its gradient, and the other ranks wait for it",
         "reduce every parameter on every rank, with zeros where there is no gradient", 140),
     LaunchHypothesis("ranks-differ-in-steps", "data", _ranks_differ_in_steps,
         "some ranks finished after {steps} steps while others waited for them",
@@ -139,11 +139,11 @@ register(
         "a rank waits in a collective operation that the others do not call",
         "call the same collective operations in the same order on all ranks", 120),
     LaunchHypothesis("raised", "launch", holds(lambda case: case.finding.outcome is Outcome.ERRORED),
-        "the launch ended with an error", _LOG, 40),
+        "the launch ended with an error", SEE_LOG, 40),
     LaunchHypothesis("died", "launch", holds(lambda case: case.finding.outcome is Outcome.CRASHED),
-        "a process of the launch died", _LOG, 30),
+        "a process of the launch died", SEE_LOG, 30),
     LaunchHypothesis("hung", "launch", holds(lambda case: case.finding.outcome is Outcome.TIMED_OUT),
-        "the launch did not end in time", _LOG, 20),
+        "the launch did not end in time", SEE_LOG, 20),
     LaunchHypothesis("broken", "launch", holds(lambda case: True),
-        "the launch broke", _LOG, 10),
+        "the launch failed", SEE_LOG, 10),
 )  # fmt: skip

@@ -144,7 +144,7 @@ register(
         "load the training's progress on every rank", 199),
     ProgressHypothesis("nothing-resumed", "checkpoint", holds(lambda case: not case.resumed),
         "no step was taken after resuming",
-        "check whether the trainer takes the interrupted training for a finished one", 195),
+        "check whether the trainer treats the interrupted training as finished", 195),
     ProgressHypothesis("too-many-steps-left", "checkpoint", _too_many_left,
         "{count} steps were taken after resuming, but {due} remained",
         "continue to count epochs and steps instead of starting from zero", 190),

@@ -132,7 +132,7 @@ register(
 register(
     RedrawnCase,
     RedrawnHypothesis("masks-drawn-anew-in-the-backward", "rng", holds(lambda case: True),
-        "activations are recomputed with other random numbers",
+        "activations are recomputed with different random numbers",
         "restore the generator's state for the recomputation", 190),
 )  # fmt: skip
 
@@ -145,7 +145,7 @@ register(
         "everything is dropped",
         "check how the masks are made", 180),
     ShareHypothesis("drops-another-share", "rng", holds(lambda case: 0 < case.share < 1),
-        "another share of the units is dropped",
+        "a different share of the units is dropped",
         "check the dropout rate, and whether masks are combined", 170),
 )  # fmt: skip
 

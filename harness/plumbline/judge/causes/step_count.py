@@ -168,7 +168,7 @@ BATCHES_PER_STEP = (
         "no rank took an optimizer step",
         "call optimizer.step()", 290),
     StepHypothesis("stage-never-stepped", "optimizer", _stage_never_stepped,
-        "rank {idle} took no optimizer step, but others did: what only it holds was not updated",
+        "rank {idle} took no optimizer step, but others did: parameters that only this rank holds were not updated",
         "step the optimizer of every stage", 285),
     StepHypothesis("stage-stepped-again", "optimizer", _stage_stepped_again,
         "rank {stage} took {count} optimizer steps for {batches} batches, but other ranks took one per batch",

@@ -183,7 +183,7 @@ register(
         "the first evaluation came before the first batch, or right after it",
         "evaluate after every {every} batches", 150),
     EvaluationHypothesis("evaluations-missing", "metrics", _missing,
-        "{missing} of {due} evaluations are missing, or come at another time",
+        "{missing} of {due} evaluations are missing, or come at a different time",
         "check how the trainer counts until the next evaluation", 145),
     EvaluationHypothesis("evaluates-another-dataset", "data", _another_dataset,
         "sample {sample} was evaluated, but there are {count} held-out samples",

@@ -233,7 +233,7 @@ register(
         "ranks {holders} both hold {held}, but step with different gradients for it",
         "sum its gradient over all ranks that hold it, on each of these ranks", 140),
     Hypothesis[DivergedRanksCase, Match]("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
-        "one rank steps with the gradients of another rounded to 16 bits",
+        "one rank steps with another rank's gradients, rounded to 16 bits",
         "cast or compress gradients in the same way on every rank", 117),
 )  # fmt: skip
 
@@ -296,7 +296,7 @@ register(
         "weights moved although the GradScaler skipped the step",
         "leave the weights unchanged when a step is skipped", 130),
     WeightHypothesis("masters-rounded", "amp", _masters_rounded,
-        "the master weights become what the model's weights are: rounded",
+        "the master weights are overwritten with the model's rounded weights",
         "copy the master weights to the model after each step, never the model's weights to the masters", 125),
     WeightHypothesis("weights-averaged", "sync", _weights_averaged,
         "the new weights are the mean over the ranks",

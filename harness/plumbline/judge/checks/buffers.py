@@ -91,8 +91,8 @@ def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
         if found is not None and not torch.equal(found, right.to(found.dtype)):
             return failed(
                 CHECK,
-                "the first forward started with other buffers than the job's (do not run the model in training mode "
-                "before, for example to find shapes)",
+                "the first forward started with buffers that differ from the job's (do not run the model in training "
+                "mode before, for example to find shapes)",
                 cause="statistics-updated-again",
                 family="buffers",
                 step=0,

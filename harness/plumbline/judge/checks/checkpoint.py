@@ -45,7 +45,7 @@ def checkpoint(analysis: TraceAnalysis) -> Finding | None:
         raise Vacuous("there is no trace of the interrupted training")
     broken = launch(saved, saving_cell(analysis))
     if broken is not None:
-        return _broken(broken, "the launch that had to save")
+        return _broken(broken, "the launch that was to be interrupted")
     if resumed is None:
         raise Vacuous("there is no trace of the resumed training")
     broken = launch(resumed, analysis.cell)
@@ -60,7 +60,7 @@ def checkpoint(analysis: TraceAnalysis) -> Finding | None:
 
 
 def _broken(broken: Finding, which: str) -> Finding:
-    message = f"{which} broke: {broken.message}"
+    message = f"{which} failed: {broken.message}"
     return replace(broken, check="checkpoint", message=message, cause="interruption-broke", family="checkpoint")
 
 
@@ -70,7 +70,7 @@ def _stopped(interruption: Interruption) -> Finding | None:
     for trace in interruption.saved.trace.ranks:
         attempts, taken = len(trace.steps), sum(not step.skipped for step in trace.steps)
         if after not in (attempts, taken):
-            message = f"the launch that had to stop after {after} steps took {attempts}"
+            message = f"the launch that was to be interrupted after {after} steps took {attempts}"
             return explain(_failed(message, rank=trace.rank), StopCase(interruption, trace.rank))
     return None
 
@@ -79,7 +79,7 @@ def _same_so_far(interruption: Interruption) -> Finding | None:
     whole, saved, _ = interruption.draws
     for step, draws in enumerate(saved):
         if draws != whole[step]:
-            message = "before the interruption, the training used other samples than the uninterrupted one"
+            message = "before the interruption, the training used different samples than the uninterrupted one"
             return explain(_failed(message, step=step), OrderCase(interruption, 0))
     return None
 
@@ -121,7 +121,7 @@ def _progress(interruption: Interruption) -> Finding | None:
     for step, (used, due) in enumerate(zip(resumed, whole[interruption.place :], strict=False), interruption.place):
         if used != due:
             common = len(set(used) & set(due))
-            message = f"the resumed training used other samples ({common} of {len(due)} are the same)"
+            message = f"the resumed training used different samples ({common} of {len(due)} are the same)"
             return explain(_failed(message, step=step), ProgressCase(interruption, 0))
     for trace in interruption.resumed.trace.ranks:
         if len(trace.steps) != rest:
@@ -175,7 +175,7 @@ def _scale_in_words(step: Step) -> str:
 
 def _ordinary(interruption: Interruption) -> Finding | None:
     """Both parts pass the checks of single steps that the uninterrupted training passes."""
-    parts = [(interruption.resumed, interruption.place, "resumed training (its steps counted from there)")]
+    parts = [(interruption.resumed, interruption.place, "resumed training (steps counted from the restart)")]
     if interruption.saved.cell != interruption.whole.cell:
         parts.append((interruption.saved, 0, "interrupted training"))
     for check in (gradients, ranks_agree, stillness, skipped_steps):
@@ -217,7 +217,7 @@ def _end(interruption: Interruption) -> Finding:
     if worst.x_noise <= allowed:
         message = f"{resumed_at} ends with the weights of the uninterrupted one: {error}"
         return _from_deviation(Outcome.PASSED, message, worst, allowed)
-    message = f"{resumed_at} ends with other weights than the uninterrupted one: {error}; each single step is right"
+    message = f"{resumed_at} ends with different weights than the uninterrupted one: {error}; each single step is right"
     finding = replace(_from_deviation(Outcome.FAILED, message, worst, allowed), cause=UNEXPLAINED, family="checkpoint")
     return with_parameters(finding, errors)
 

@@ -91,7 +91,9 @@ class OracleTruth(Truth[OracleGradientCase]):
     def conclude(self, finding: Finding, wrong: Sequence[OracleGradientCase]) -> Finding:
         if not is_unexplained(finding):
             return finding
-        return replace(finding, message=f"{finding.message}; unexplained: {_figures(self._accused(wrong)[0])}")
+        return replace(
+            finding, message=f"{finding.message}; no known mistake explains it: {_figures(self._accused(wrong)[0])}"
+        )
 
     def _accused(self, wrong: Sequence[OracleGradientCase]) -> Sequence[OracleGradientCase]:
         """Return the wrong gradients that can be predicted, all if none can.
@@ -126,9 +128,9 @@ class _OracleEvidence(GradientEvidence[OracleGradientCase]):
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
-        errors = f"{x_noise(finding.error_x_noise or 0.0)} from right"
+        errors = f"{x_noise(finding.error_x_noise or 0.0)} from the right gradient"
         if match.error is not None:
-            errors = f"{x_noise(match.error)} from that; {errors}"
+            errors = f"{x_noise(match.error)} from this prediction; {errors}"
         when = f"; it happens {match.when}" if match.when else ""
         return f"gradients at {self.wrong[0].location} are {description} ({errors}): {hint}{when}"
 
@@ -220,14 +222,15 @@ def _slightly_scaled(finding: Finding, cases: Sequence[OracleGradientCase]) -> F
     """Explain gradients that are each right within noise, but all wrong in the same direction."""
     factor = statistics.median(factor_between(one.expected.contract, one.observed) for one in cases)
     before = _factor_before_clipping(cases)
+    was = "" if before is None else f"the norm was about {before:.2g} × the right one before clipping"
+    clipped = was and f". The 1e-6 that clipping adds shows that {was}"
     return replace(
         finding,
         cause="slightly-scaled" if before is None else "scaled-before-clipping",
         family="loss-normalisation",
-        message=f"gradients are {factor:.9g} × the right ones: rounding could explain the difference in each tensor "
-        f"alone, but not in all of them together ({x_noise(finding.error_x_noise or 0.0)}): "
-        + ("" if before is None else f"their norm was about {before:.2g} × as large before clipping added 1e-6 to it: ")
-        + "check what the loss is multiplied by or weighted with",
+        message=f"gradients are {factor:.9g} × the right ones. Rounding could explain the difference in each tensor "
+        f"alone, but not in all of them together ({x_noise(finding.error_x_noise or 0.0)}){clipped}: "
+        "check what the loss is multiplied by or weighted with",
     )
 
 
@@ -305,4 +308,4 @@ def _figures(case: OracleGradientCase) -> str:
     )
     cosine = float(torch.nn.functional.cosine_similarity(observed, right, dim=0))
     ratio = norm(observed) / norm(right) if norm(right) else float("inf")
-    return f"at {case.location} it is {ratio:.4g} × as long as the right one, cosine {cosine:.4f}"
+    return f"at {case.location} the gradient has {ratio:.4g} × the right norm, cosine {cosine:.4f}"

@@ -9,6 +9,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Exit, Trace
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 
 _LONGEST_LINE = 300
 _STACKS = 4
@@ -38,8 +39,9 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
         return _ended_badly(Outcome.TIMED_OUT, min(late, key=lambda rank: (*_progress(trace.exits[rank]), rank)), trace)
     present = [rank.rank for rank in trace.ranks]
     if present != list(range(cell.processes)):
-        found = f"ranks {_listed(present)}" if present else "no rank"
-        return Finding("launch", Outcome.ERRORED, f"{found} left a trace instead of ranks 0 to {cell.processes - 1}")
+        found = ranks_in_words(present) if present else "no rank"
+        message = f"{found} left a trace, but the cell has {cell.processes} rank{'s' * (cell.processes > 1)}"
+        return Finding("launch", Outcome.ERRORED, message)
     alone = [rank for rank in trace.ranks if rank.world_size != cell.processes]
     if alone:
         return Finding(
@@ -75,7 +77,7 @@ def details(finding: Finding, trace: Trace) -> str:
         elif finding.outcome is Outcome.TIMED_OUT:
             lines.append(f"rank {rank} has no stack: it did not respond to SIGUSR1")
     said = trace.exits[finding.rank].said if finding.rank in trace.exits else ""
-    return "\n".join([*lines, *([f"rank {finding.rank} said last", said] if said else [])])
+    return "\n".join([*lines, *([f"last output of rank {finding.rank}:", said] if said else [])])
 
 
 def with_hung_ranks(findings: Iterable[Finding], trace: Trace) -> list[Finding]:
@@ -106,7 +108,7 @@ def _progress(exit: Exit) -> tuple[bool, int]:
 
 def _ended_badly(outcome: Outcome, rank: int, trace: Trace) -> Finding:
     others = len(_ends(trace)) - 1
-    suffix = f" ({others} other rank{'s' * (others > 1)} ended badly after it)" if others > 0 else ""
+    suffix = f" ({others} other rank{'s' * (others > 1)} failed as well)" if others > 0 else ""
     steps = {one.rank: len(one.steps) for one in trace.ranks}
     step = trace.exits[rank].step if rank in trace.exits else steps[rank]
     return Finding("launch", outcome, f"rank {rank}: {_ends(trace)[rank]}{suffix}", step=step, rank=rank)
@@ -142,8 +144,4 @@ def _of_several(ends: dict[int, str]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for rank, end in ends.items():
         alike.setdefault(end, []).append(rank)
-    return [f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {end}" for end, ranks in alike.items()]
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return [f"{ranks_in_words(ranks)}: {end}" for end, ranks in alike.items()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import failed
+from plumbline.judge.findings import failed_with_hint
 from plumbline.judge.oracle.noise import FALSE_ALARM
 from plumbline.judge.oracle.oracle import mean_gradient
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
@@ -21,11 +21,12 @@ def not_copied_back(analysis: TraceAnalysis) -> Finding | None:
             off = own.off_masters
             if off:
                 name = max(off, key=lambda one: off[one])
-                return failed(
+                return failed_with_hint(
                     "precision",
-                    "before the step the model's weights are not the master weights that the optimizer steps, rounded "
-                    f"to the nearest number: {len(off)} of {len(own.before)} parameters differ, by up to "
-                    f"{off[name]:.2g} of an entry; copy the master weights to the model after each step",
+                    f"before this step, {len(off)} of {len(own.before)} parameters of the model differ from the "
+                    "optimizer's master weights rounded to the nearest number, by up to "
+                    f"{off[name]:.2g} of an entry,",
+                    "copy the master weights to the model after each step",
                     cause="not-copied-back",
                     family="amp",
                     step=step.index,
@@ -55,10 +56,11 @@ def summed_in_16_bits(analysis: TraceAnalysis) -> Finding | None:
             share = float(_is_16_bit(predicted, analysis).double().mean())
             by_chance *= share ** predicted.numel()
         if by_chance < FALSE_ALARM:
-            return failed(
+            return failed_with_hint(
                 "precision",
                 f"every entry of the gradients is a {analysis.cell.arithmetic.storage} number, "
-                "although they are sums over several micro-batches or ranks: add them up in float32, as declared",
+                "although they are sums over several micro-batches or ranks,",
+                "add them up in float32, as declared",
                 cause="summed-in-16-bits",
                 family="amp",
                 step=step.index,

@@ -50,8 +50,8 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
         return None
     good = nearest > border
     message = (
-        f"gradients have {'the' if good else 'smaller'} errors {'of' if good else 'than'} {analysis.cell.precision}: "
-        f"the largest is {x_noise(nearest)} (expected at least {compact(border)}) {place}"
+        f"gradients have {'the' if good else 'smaller'} rounding errors {'of' if good else 'than'} "
+        f"{analysis.cell.precision}: the largest is {x_noise(nearest)} (expected at least {compact(border)}) {place}"
     )
     return Finding(
         "precision",

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from plumbline.core.finding import Finding
 from plumbline.judge.causes.rng import AlikeMasksCase, KeptShareCase, NothingDrawnCase, RedrawnCase, StreamCase
-from plumbline.judge.findings import Vacuous, failed, passed
+from plumbline.judge.findings import Vacuous, failed, failed_with_hint, passed
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.dropout_masks import (
     SampleMask,
@@ -63,7 +64,7 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
                 (name for name in layers for micro in step.micro_batches if f"{name} again" in micro.drawn), None
             )
             if layer is not None:
-                message = f"layer {layer!r} drew other masks in the backward than in the forward"
+                message = f"layer {layer!r} drew different masks in the backward than in the forward"
                 return explain(failed("rng", message, step=index, rank=trace.rank), RedrawnCase(analysis))
     return None
 
@@ -82,10 +83,11 @@ def _unlike_members(layers: Sequence[str], analysis: TraceAnalysis) -> Finding |
                         mask, due = own.drawn.get(layer), micro.drawn.get(layer)
                         if mask is None or due is None or mask.shape != due.shape or torch.equal(mask, due):
                             continue
-                        return failed(
+                        return failed_with_hint(
                             "rng",
-                            f"ranks {min(together)} and {rank} compute the same activations, and layer {layer!r} drops "
-                            "different units of them: seed the ranks that see the same samples alike",
+                            f"ranks {min(together)} and {rank} compute the same activations, but layer {layer!r} drops "
+                            "different units on them,",
+                            "use the same seed on ranks that see the same samples",
                             cause="masks-differ-within-a-replica",
                             family="rng",
                             step=index,
@@ -143,8 +145,9 @@ def _alike(masks: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | No
         return None
     first, second = min(alike, key=lambda pair: max(mask.place.step for mask in pair))
     latest = max(first.place, second.place, key=lambda place: (place.step, place.rank))
-    message = f"masks are alike ({len(alike)} in all), first ({first.place}) and ({second.place}),"
-    finding = failed("rng", message, step=latest.step, rank=latest.rank)
+    pairs = "1 pair of masks is" if len(alike) == 1 else f"{len(alike)} pairs of masks are"
+    finding = failed("rng", f"{pairs} alike, first ({first.place}) and ({second.place})")
+    finding = replace(finding, step=latest.step, rank=latest.rank)
     return explain(finding, AlikeMasksCase(analysis, [(a.place, b.place) for a, b in alike]))
 
 

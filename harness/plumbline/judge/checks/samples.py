@@ -100,7 +100,7 @@ def _loss_of_other_samples(analysis: TraceAnalysis) -> str | None:
             # A loss over all ranks' gathered outputs is given all samples.
             if given not in (seen, everybody):
                 return (
-                    f"the loss got {len(given)} samples, but not the {len(seen)} that went through the model, "
+                    f"the loss was given {len(given)} samples, not the {len(seen)} that went through the model, "
                     f"at step {global_step.index} on rank {rank}"
                 )
     return None
@@ -158,14 +158,14 @@ def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | 
         alike = len(steps) > 1 and steps[0][:shared] == steps[1][:shared]
         rest = expected - sum(map(len, steps[0][:shared]))
         if alike and _beyond_chance([*map(len, steps[0][:shared]), max(rest, 0)]):
-            return f"epoch 1 has the order of epoch 0 although {who} shuffles"
+            return f"epoch 1 has the order of epoch 0, although {who} shuffles"
         return None
     for number, epoch in enumerate(steps):
         position = 0
         for index, step in enumerate(epoch):
             if step != {i % expected for i in range(position, position + len(step))}:
                 return (
-                    f"the samples are not the next {len(step)} of the dataset at step {index} of epoch {number} "
+                    f"at step {index} of epoch {number} the samples are not the next {len(step)} of the dataset, "
                     f"although {who} does not shuffle"
                 )
             position += len(step)

@@ -16,6 +16,10 @@ def steps(analysis: TraceAnalysis) -> Finding:
         raise Vacuous("no optimizer step was taken on all ranks, so there is nothing to compare")
     for trace in analysis.recorded.ranks:
         if len(trace.steps) != expected:
-            message = f"{len(trace.steps)} optimizer steps instead of {expected}"
+            message = f"{_counted(len(trace.steps))} instead of {expected}"
             return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
-    return passed("steps", f"{expected} optimizer steps on every rank")
+    return passed("steps", f"{_counted(expected)} on every rank")
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} optimizer step{'s' if steps != 1 else ''}"

@@ -29,7 +29,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
     if len(analysis.steps) != analysis.steps_due:
         return None
     expected = len(workload.val_dataset(analysis.devices))
-    for number, positions in enumerate(due):
+    for number, positions in enumerate(due, 1):
         problem = _problem(evaluated(analysis, positions), expected)
         if problem:
             steps, micro_batches = positions[0]

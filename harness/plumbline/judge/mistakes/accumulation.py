@@ -109,7 +109,7 @@ def _reduced_again(case: GradientCase) -> Predictions:
 
 PREVIOUS_STEP_NOT_ZEROED = GradientMistake(
     "previous-step-not-zeroed", "accumulation", _not_zeroed,
-    "this step's plus those of the step before",
+    "this step's plus those of the previous step",
     "call zero_grad() before the first backward pass of each step", 605,
 )  # fmt: skip
 
@@ -143,7 +143,7 @@ register(
         "divided by the number of micro-batches, and again by that of a full window",
         "divide once: in the loss, or after the backward pass", 640),
     GradientMistake("last-micro-batches-one-step-late", "accumulation", _last_one_step_late,
-        "those of the first of {micro_batches} micro-batches, and of the last ones of the step before",
+        "those of the first of {micro_batches} micro-batches, and of the last ones of the previous step",
         "synchronise gradients at the last micro-batch of each step", 608),
     PREVIOUS_STEP_NOT_ZEROED,
     GradientMistake("micro-batch-missing", "accumulation", _some_only_last,
@@ -156,7 +156,7 @@ register(
         "averaged over ranks for some of {micro_batches} micro-batches and rank {rank}'s own for others",
         "run all micro-batches but the last inside no_sync(), and the last one outside", 320),
     GradientMistake("previous-step-partly-left-in", "accumulation", _partly_left_in,
-        "this step's plus a part, or a multiple, of those of the step before",
+        "this step's plus a part, or a multiple, of those of the previous step",
         "call zero_grad() before the first backward pass of each step, on every rank", 318),
     GradientMistake("reduced-with-every-micro-batch", "accumulation", _reduced_again,
         "reduced over ranks again with every micro-batch",

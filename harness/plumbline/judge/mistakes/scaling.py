@@ -66,7 +66,7 @@ register(
         "those of the scaled loss",
         "call scaler.step(optimizer), which unscales them", 970),
     GradientMistake("scales-differ", "amp", _scales_differ,
-        "the mean of gradients that each rank multiplied by another loss scale",
+        "the mean of gradients that each rank multiplied by a different loss scale",
         "use the same loss scale on all ranks", 965),
     GradientMistake("zero", "optimizer", multiplied(lambda case: [0.0] if all(case.zeros) else []),
         "all zero",

@@ -89,10 +89,10 @@ def _some_parameters_one_step_late(case: GradientCase) -> Predictions:
 
 LATE = (
     GradientMistake("one-step-late", "sync", _one_step_late,
-        "the right ones of the step before",
+        "the right ones of the previous step",
         "wait for the all-reduce before the optimizer steps", 615),
     GradientMistake("others-one-step-late", "sync", _others_one_step_late,
-        "made of rank {rank}'s own part and the other ranks' parts of the step before",
+        "made of rank {rank}'s own part and the other ranks' parts of the previous step",
         "wait for the all-reduce before the optimizer steps", 610),
 )  # fmt: skip
 """Gradients of an earlier step."""
@@ -113,9 +113,9 @@ register(
         "averaged for some parameters and rank {rank}'s own for others",
         "all-reduce the gradients of all parameters", 325),
     GradientMistake("some-ranks-one-step-late", "sync", _some_ranks_one_step_late,
-        "averages to which one of the ranks adds its part of the step before",
+        "averages to which one rank adds its part of the previous step",
         "give each rank's gradient of this step to the all-reduce, and wait for it", 324),
     GradientMistake("some-parameters-one-step-late", "sync", _some_parameters_one_step_late,
-        "right for some parameters, and for others the right ones of the step before",
+        "right for some parameters, and for others the right ones of the previous step",
         "wait for every bucket's all-reduce before the optimizer steps", 323),
 )  # fmt: skip

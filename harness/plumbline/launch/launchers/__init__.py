@@ -34,7 +34,7 @@ def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher
     if name not in LAUNCHERS:
         close = difflib.get_close_matches(name, LAUNCHERS, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(LAUNCHERS)}"
-        raise PlanError(f"there is no launcher {name!r}: {hint}")
+        raise PlanError(f"unknown launcher {name!r}: {hint}")
     for other, launcher in LAUNCHERS.items():
         for option in sorted(launcher.own_options - LAUNCHERS[name].own_options):
             if getattr(options, option):

@@ -144,7 +144,7 @@ def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]])
     if loopback:
         named = "GLOO_SOCKET_IFNAME" if loopback[0].chosen else "the way to the launcher"
         way = (
-            f"{named} is {loopback[0].interface} on {loopback[0].host}, whose address leads every host to itself: "
-            "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+            f"{named} is {loopback[0].interface} on {loopback[0].host}, a loopback interface that other hosts cannot "
+            "reach: set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
         )
     return f"{'; '.join(pairs[:_MOST_PAIRS])}{more}: {way}"

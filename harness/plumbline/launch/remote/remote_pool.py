@@ -248,7 +248,7 @@ class RemotePool(Pool):
             self._fail(number, error)
             return
         if messages is None:
-            raise self._lost_node(number, "it is gone")
+            raise self._lost_node(number, "it closed the connection")
         for message in messages:
             try:
                 event = event_of(message)

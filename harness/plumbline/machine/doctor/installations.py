@@ -169,7 +169,7 @@ def devices() -> Iterator[ProbeResult]:
     if not seen:
         name, present = available()
         if present:
-            models = " + ".join(device_names(name) or ()) or "whose model torch does not tell"
+            models = " + ".join(device_names(name) or ()) or "model not reported by torch"
             yield ProbeResult(f"{_counted(present, f'{device_type(name).label} device')}: {models}")
         elif not rows:
             yield ProbeResult("no CUDA device: runs use simulated devices (CPU processes over gloo)")
@@ -191,7 +191,7 @@ def devices() -> Iterator[ProbeResult]:
         found = f"{count} × {name}, {memory} MiB, compute mode {mode}"
         yield ProbeResult(found, "nvidia-smi -c 0 lets several processes use a GPU" if mode in _EXCLUSIVE else None)
     if len(rows) != seen:
-        yield ProbeResult(f"torch sees {seen} of them: see CUDA_VISIBLE_DEVICES, or the container's access to GPUs")
+        yield ProbeResult(f"torch sees {seen} of them: check CUDA_VISIBLE_DEVICES, and the container's access to GPUs")
 
 
 def links() -> Iterator[ProbeResult]:

@@ -45,7 +45,7 @@ MOST_LOAD_PROCESSES = 4
 def load() -> ProbeResult:
     cores = usable_cores() or 1
     factor = slowdown(min(cores, MOST_LOAD_PROCESSES))
-    found = f"work takes {factor:.1f} × its CPU time"
+    found = f"computations take {factor:.1f} × their CPU time (1.0 on an idle machine)"
     with suppress(OSError):
         found += f"; load average {os.getloadavg()[0]:.1f} on {cores} cores"
     if factor < BUSY:
@@ -215,7 +215,7 @@ def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
                 results.put(result)
         except Exception as error:  # whatever is wrong with the machine, the other probes go on
             results.put(
-                ProbeResult(f"the probe failed ({type(error).__name__}: {error})", "look at what the error names")
+                ProbeResult(f"the probe failed ({type(error).__name__}: {error})", "check what the error names")
             )
         results.put(None)
 

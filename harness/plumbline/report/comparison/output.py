@@ -169,7 +169,7 @@ def reasons(comparison: Comparison, most: int) -> list[str]:
         more = ""
         if needed:
             numbers = str(needed[0]) if needed[0] == needed[-1] else f"{needed[0]:,} to {needed[-1]:,}"
-            more = f" (at this noise, about {numbers} launches a side would decide)"
+            more = f" (at this noise, about {numbers} launches per side would decide)"
         lines.append(printable(f"{verdict.value}, {counted(len(changes), 'figure')}: {reason}{more}"))
     return lines if len(lines) <= most else [*lines[: most - 1], f"… and {len(lines) - most + 1} more reasons"]
 

@@ -185,7 +185,7 @@ def find_runs(folder: Path) -> FoundRuns:
             runs.setdefault(run.header.run_id, run)
     if not runs:
         raise RunNotFound(
-            f"There is no run in {folder} or below it that can be read: name a folder of runs, for example reports."
+            f"There is no readable run in {folder} or below it: name a folder of runs, for example reports."
             + "".join(f"\n{reason}" for reason in unreadable[:1])
         )
     return FoundRuns(tuple(sorted(runs.values(), key=lambda run: run.header.started)), tuple(unreadable))

@@ -101,7 +101,7 @@ _QUESTIONS: Final = (
         tensor_cores=True,
     ),
     _Question(
-        "ddp2 costs a gather a step",
+        "ddp2 costs one gather per step",
         "time of a step with ddp2 over that with ddp",
         "step_p50",
         "backend",

@@ -282,9 +282,9 @@ def _problem(result: Result) -> tuple[str, ...]:
 MOST_NAMES: Final = 4
 
 _ADVICE: Final = {
-    Outcome.FAILED: "Find where it begins: look at the errors of single parameters and steps. No known mistake fits.",
-    Outcome.ERRORED: "Read the message, then the rank's log below the cell.",
-    Outcome.CRASHED: "Read the last lines of the ranks' logs below the cell, beginning with the first rank that ended.",
+    Outcome.FAILED: "No known mistake explains this. Look at the errors by parameter and step to find where it begins.",
+    Outcome.ERRORED: "Read the message, then the rank's log.",
+    Outcome.CRASHED: "Read the last lines of the ranks' logs, beginning with the first rank that ended.",
     Outcome.TIMED_OUT: "Look for a collective that not all ranks call: the ranks' logs show where each one waits.",
 }
 
@@ -365,11 +365,15 @@ def certainty(finding: Result) -> str:
         sentences.append("The numbers are exact, so any difference is an error.")
     elif finding.outcome is Outcome.FAILED:
         sentences.append("Counted or compared bit for bit: rounding plays no role.")
+    elif finding.check == "launch":
+        sentences.append("The training did not end normally, so its numbers were not checked.")
     else:
-        sentences.append("It ended before its numbers could be checked.")
+        sentences.append(
+            "It has no verdict: the training or the check ended early, or the check could not have failed."
+        )
     if finding.cause_x_noise is not None:
         sentences.append(f"The cause predicts the recorded numbers within {x_noise(finding.cause_x_noise)}.")
-    elif finding.cause not in (None, UNEXPLAINED):
+    elif finding.outcome is Outcome.FAILED and finding.cause not in (None, UNEXPLAINED):
         sentences.append("The cause explains what this check recorded.")
     elif finding.outcome is Outcome.FAILED:
         sentences.append("It is certainly wrong, but the cause is unknown.")

@@ -157,7 +157,7 @@ _KINDS: Final = {"trace.json.gz": "trace", "memory.pickle": "memory snapshot"}
 
 HOW_TO_OPEN: Final = (
     "Traces open in Perfetto (ui.perfetto.dev) or chrome://tracing, memory snapshots in torch's viewer "
-    "(pytorch.org/memory_viz). They come from a launch of their own; the figures do not."
+    "(pytorch.org/memory_viz). They come from a separate launch, which is not used for any figure."
 )
 
 

@@ -20,7 +20,7 @@ def find_engine(options: argparse.Namespace) -> Engine:
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(ENGINES)}"
-        raise PlanError(f"there is no engine {name!r}: {hint}")
+        raise PlanError(f"unknown engine {name!r}: {hint}")
     for other, engine in ENGINES.items():
         for option in sorted(engine.own_options - ENGINES[name].own_options):
             if getattr(options, option):

@@ -60,10 +60,10 @@ class KubernetesEngine(Engine):
     @staticmethod
     def add_options(add: Callable[..., Any]) -> None:
         add("--image", metavar="NAME", help="kubernetes: the image of the pods, as ci/Dockerfile builds it")
-        volume = "kubernetes: the claim that this machine mounts at PATH (default: at the report directory)"
+        volume = "kubernetes: the persistent volume claim, mounted here at PATH (default: at the report directory)"
         add("--volume", metavar="CLAIM[=PATH]", help=volume)
         add("--namespace", metavar="NAME", help="kubernetes: the namespace (default: kubectl's)")
-        kind = "kubernetes: what a task is (default: job; jobset where it has several nodes)"
+        kind = "kubernetes: kind of object for a task (default: job, or jobset for several nodes)"
         add("--kind", choices=KINDS, help=kind)
         add("--pod", type=Path, metavar="FILE", help="kubernetes: YAML that is merged into each pod's spec")
 

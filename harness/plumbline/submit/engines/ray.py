@@ -31,7 +31,8 @@ class RayEngine(Engine):
 
     @staticmethod
     def add_options(add: Callable[..., Any]) -> None:
-        add("--address", metavar="URL", help="ray: the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, or here)")
+        address = "ray: URL of the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, or this machine)"
+        add("--address", metavar="URL", help=address)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> RayEngine:

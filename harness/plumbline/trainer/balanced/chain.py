@@ -164,7 +164,8 @@ def find_obstacles(flow: DataFlow, interception: Interception, step: Step) -> No
                 outputs = interception.run(Part(flow.end, flow.end), [], step)
             hidden.use(tensors_in(outputs))
         except Exception as error:
-            position, why = interception.position, f"does not run without values: {type(error).__name__}: {error}"
+            position = interception.position
+            why = f"cannot run on tensors without values: {type(error).__name__}: {error}"
             if isinstance(error.__cause__, NoValuesError):
                 why = str(error.__cause__)
             reason = f"{flow.after(position.call)} {why}"

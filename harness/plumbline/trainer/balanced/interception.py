@@ -84,9 +84,10 @@ class Interception:
             return over.departing
         except NoValuesError as error:
             raise MisconfigurationError(
-                f"{self._named(self.position.call)}, or the code after it, {error}, which another stage has computed: "
-                "balanced needs the same data flow for every batch, in training and validation. Use operations on "
-                "tensors instead, such as torch.where, or the same code in each step."
+                f"{self._named(self.position.call)}, or the code after it, {error}. This stage does not have the "
+                "values, because another stage computes them: balanced needs the same data flow for every batch, in "
+                "training and validation. Use tensor operations instead, such as torch.where, or the same code in each "
+                "step."
             ) from error
         finally:
             self.active, self.inputs, self.tensors = False, (), {}

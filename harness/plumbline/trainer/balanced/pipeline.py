@@ -142,7 +142,7 @@ class Pipeline:
             self.shapes.setdefault(key, [None, None])
             if any(is_remote(tensor) for tensor in tensors_in(outputs)):
                 raise MisconfigurationError(
-                    "The step's outputs need what another stage than the last has computed: balanced needs the same "
+                    "The step's outputs depend on tensors that only an earlier stage computes: balanced needs the same "
                     "data flow for every batch, in training and validation."
                 )
             return Passed(gradients, shapes, []), outputs
@@ -151,8 +151,8 @@ class Pipeline:
             self.shapes.setdefault(key, [None, None])[1] = shapes_of(outputs)
         elif shapes_of(outputs) != self.shapes[key][1]:
             raise MisconfigurationError(
-                f"What stage {number} sends has the shapes {shapes_of(outputs)}, and {self.shapes[key][1]} for another "
-                "batch of the same shape: balanced needs shapes that follow from those of the batch."
+                f"Stage {number} sends tensors of shapes {shapes_of(outputs)}, but sent {self.shapes[key][1]} for "
+                "another batch of the same shape: balanced needs shapes that follow from those of the batch."
             )
         self.exchange.send(outputs, number + 1, forward=True)
         departed = [

@@ -80,7 +80,7 @@ def takes_values(func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
 
 
 def takes_values_by(func: Any) -> str:
-    return f"takes values out of a tensor ({getattr(func, '__name__', 'a function')})"
+    return f"reads values of a tensor ({getattr(func, '__name__', 'a function')})"
 
 
 def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:
@@ -115,10 +115,10 @@ def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any
         outputs = forward(*args, **kwargs)
     returns = returns_others(outputs)
     if taken.by is not None and (returns or changed):
-        how = "returns more than tensors" if returns else f"sets {min(changed)}"
+        how = "returns values that are not tensors" if returns else f"sets {min(changed)}"
         raise NoValuesError(f"{takes_values_by(taken.by)} and {how}")
     if returns and any(changed.values()):
-        raise NoValuesError(f"changes {min(changed)} and returns more than tensors")
+        raise NoValuesError(f"changes {min(changed)} and returns values that are not tensors")
     return outputs
 
 

@@ -41,11 +41,11 @@ MOST_READINGS = 4
 """How many readings of a step's gradients may be refuted before the gradients count as wrong."""
 
 UNKNOWN_FACTOR = (
-    "the copies that optimizers step received other gradients than the model, and these are too small to tell whether "
-    "they were only clipped"
+    "the copies in the optimizers received different gradients than the model's parameters, and these are too small to "
+    "tell whether they were only clipped"
 )
 
-NO_GRADIENT_YET = "optimizers hold copies of the weights, and none has a gradient on all ranks when one of them steps"
+NO_GRADIENT_YET = "the optimizers hold copies of the weights, but no copy has a gradient on all ranks at any step"
 
 MOST_OWN = 4
 """Parameters of which it is asked whether their copies have effects on the same ranks."""

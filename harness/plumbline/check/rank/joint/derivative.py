@@ -37,8 +37,8 @@ LIMIT_16_BIT = 2.0**4
 numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
 
 OTHER_TENSORS = (
-    "the forward communicates, and no optimizer steps with the parameters of its modules: gradients of other tensors, "
-    "as of shards by hand, are compared only where each rank can compute its own"
+    "the forward communicates, and no optimizer holds the parameters of its modules. Gradients of other tensors, such "
+    "as hand-written shards, are judged only if each rank can compute its own"
 )
 
 SPREAD = 4.0

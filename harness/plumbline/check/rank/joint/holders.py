@@ -11,7 +11,7 @@ from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.observer import Facts
 
 HOLDERS_UNKNOWN = (
-    "the forward communicates, optimizers step copies of its parameters in pieces, and it is not known which ranks "
+    "the forward communicates, optimizers step pieces of copies of its parameters, and it is not known which ranks "
     "hold one copy together"
 )
 

@@ -102,11 +102,11 @@ def require_replayable(optimizer: Optimizer) -> None:
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotReplayable(f"{name} evaluates the loss several times in a step")
+        raise NotReplayable(f"{name} evaluates the loss several times in a step, so its step cannot be recomputed")
     if not is_of_torch(optimizer):
         for key, value in vars(optimizer).items():
             if key not in _of_the_base_class() and not (is_plain(value) or is_of_ranks(value)):
-                raise NotReplayable(f"{name}.{key} cannot be copied for a replay")
+                raise NotReplayable(f"{name}.{key} cannot be copied, so the step cannot be recomputed")
 
 
 @cache  # the first optimizer of a process imports torch._dynamo, which takes a second
@@ -171,7 +171,7 @@ def replaying(optimizer: Optimizer, guard: Guard, *, communicates: bool = False)
         raise
     except Exception as error:  # what another class does with its copy is not known beforehand
         name = type(optimizer).__name__
-        raise NotReplayable(f"a copy of {name} cannot step ({type(error).__name__}: {error})") from error
+        raise NotReplayable(f"stepping a copy of {name} failed ({type(error).__name__}: {error})") from error
 
 
 class Guard:
@@ -206,11 +206,11 @@ class _NoTouch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COMMUNICATION and not self._communicates:
-            raise NeedsOtherRanks("its step communicates with other ranks")
+            raise NeedsOtherRanks("this optimizer's step communicates with other ranks")
         if func not in _COPIES:
             for leaf in tree_leaves((args, kwargs or {})):
                 if isinstance(leaf, Tensor) and memory(leaf) in self._protected:
-                    raise NotReplayable("its step uses tensors other than its parameter's own")
+                    raise NotReplayable("this optimizer's step uses tensors other than the parameter's own")
         return func(*args, **(kwargs or {}))
 
 

@@ -110,7 +110,7 @@ class ReplayTogether:
         if self._obstacle:
             raise NotReplayable(self._obstacle)
         if not (dist.is_available() and dist.is_initialized()):
-            raise NotReplayable("its parameters are sharded, but torch.distributed is not initialized")
+            raise NotReplayable("this optimizer's parameters are sharded, but torch.distributed is not initialized")
         try:
             for ranks, own in _by_ranks(numbered).items():
                 yield from self._replayed(ranks, optimizer, own, guard)
@@ -139,12 +139,12 @@ class ReplayTogether:
         own = {str(number): described(stepping(optimizer), one) for number, _, one in numbered}
         said = exchange.values({"class": type(optimizer).__name__, "held": own})
         if any(one["class"] != said[0]["class"] or one["held"].keys() != own.keys() for one in said):
-            raise NotReplayable("its step communicates, but the ranks step different optimizers")
+            raise NotReplayable("this optimizer's step communicates, but the ranks step different optimizers")
         for number, group, parameter in numbered:
             held = [one["held"][str(number)] for one in said]
             if any(one["gradient"] is None for one in held):
                 if parameter.grad is not None:
-                    yield number, "not every rank has its gradient"
+                    yield number, "not every rank has a gradient for it"
                 continue
             given = WholeInput(stepping(optimizer), parameter, ranks, held)
             yield number, _Replay(stepping(optimizer), group, parameter, guard, exchange.values).due(given)

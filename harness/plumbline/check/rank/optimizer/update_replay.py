@@ -125,7 +125,7 @@ class UpdateReplay(Observer):
         """Replay the step that is to come."""
         self._close(optimizer)  # of a step that raised
         for outer in self._open:
-            outer.why = "another optimizer takes its step, and is judged separately"
+            outer.why = "another optimizer takes this optimizer's step, and is judged in its place"
             outer.due.clear()
             outer.together.clear()
         pending = _Pending(optimizer)
@@ -167,7 +167,7 @@ class UpdateReplay(Observer):
         return {
             "class": type(stepping(optimizer)).__name__,
             "of_torch": is_of_torch(stepping(optimizer)),
-            "why": "the GradScaler skipped it" if skipped else pending.why,
+            "why": "the GradScaler skipped the step" if skipped else pending.why,
             "hooks": _has_hooks(optimizer) or _has_hooks(stepping(optimizer)),
             "count": len(parameters),
             "parameters": rows,
@@ -227,7 +227,7 @@ def _replay(pending: _Pending, sample: ParameterSample) -> None:
             if parameter.grad is None or not local(parameter).numel():
                 continue
             if number in overlapping:
-                pending.unjudged["another parameter lies in the same memory"].append(number)
+                pending.unjudged["another parameter shares its memory"].append(number)
             elif is_laid_out_otherwise(parameter.grad, parameter):
                 raise NeedsOtherRanks("the step reduces a gradient that ranks have in another layout than its weights")
             elif not _is_finite(parameter.grad):

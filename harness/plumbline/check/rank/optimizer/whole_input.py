@@ -72,7 +72,9 @@ class WholeInput:
         """
         assert self._parameter.grad is not None
         if not self._is_sharded and len({one["weights"] for one in self._said}) > 1:
-            raise NotReplayable("its step communicates, and the ranks hold different values of a parameter")
+            raise NotReplayable(
+                "this optimizer's step communicates, and the ranks hold different values of a parameter"
+            )
         plan = list(self._plan())
         state = {path: self._value(path, how) for path, how in plan}
         return StepInput(whole(self._parameter.detach()), self._gradient(), _nested(state) if state else None)

@@ -179,7 +179,7 @@ register(
         "call scaler.update() once, after all optimizers: it lowered the scale between two of them", 968),
     GradientHypothesis("inputs-rounded", "amp", _rounded_inputs,
         "those of samples whose inputs or targets are rounded to 16 bits",
-        "do not cast batches to 16 bits, and do not store them so: autocast casts what it needs", 206),
+        "do not cast or store batches in 16 bits: autocast casts what it needs", 206),
     GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
         "right to 16 bits, and every entry is a 16-bit number",
         "check whether the all-reduce compresses gradients to 16 bits", 65),

@@ -189,7 +189,7 @@ register(
         "those of the held-out samples",
         "check whether a loader of the validation set is used for training", 210),
     GradientHypothesis("of-other-samples", "data", _of_other_samples,
-        "those of samples that have the inputs or the targets of others",
+        "those of samples whose inputs are paired with other samples' targets",
         "shuffle, shard and collate inputs and targets in the same way", 207),
     GradientHypothesis("targets-of-another-micro-batch", "data", _other_targets,
         "those of one micro-batch's activations with the targets of another",

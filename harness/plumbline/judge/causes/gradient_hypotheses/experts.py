@@ -115,7 +115,7 @@ register(
         "right, but for parameters that only one rank holds they are those of that rank's samples",
         "include the gradient of what an expert computes for other ranks", 326),
     GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
-        "right, but for parameters that only one rank holds they are right in direction and not in length",
+        "right, but for parameters that only one rank holds they are right in direction only, not in length",
         "check what an expert's gradient is divided by: ranks, or the rows that use it", 33),
     GradientHypothesis("router-of-own-experts", "sync", _router_of_own_experts,
         "those of a router that learns, on each rank, only from the experts that the rank holds",

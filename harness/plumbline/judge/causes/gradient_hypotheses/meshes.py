@@ -203,7 +203,7 @@ register(
         "divide by the number of replicas, not by the number of ranks: these ranks are not replicas", 652),
     GradientHypothesis("counted-again-in-the-norm", "clipping", _counted_again,
         "clipped by a norm in which some gradients count more than once",
-        "count what several ranks hold alike once: add the norms of different blocks only", 559),
+        "count copies once: add the squared norms of different blocks, and take the root", 559),
     GradientHypothesis("means-of-parts-averaged", "loss-normalisation", _parts_of_sequences,
         "the mean of the means over each rank's part of the sequences",
         "divide by the number of tokens over all parts, because parts have unequal numbers", 475),

@@ -133,7 +133,7 @@ register(
         "check what the loss of each micro-batch is divided by", 55),
     GradientHypothesis("reduced-by-an-extreme", "averaging", _extremes,
         "the largest, smallest or middle entries of all ranks, not their mean",
-        "use a sum in the all-reduce", 345),
+        "use a sum in the all-reduce, and divide by the number of ranks", 345),
     GradientHypothesis("some-tensors-multiplied", "averaging",
         lambda case: case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw)),
         "right for some parameters and {odd_factor} × the right ones for others",
@@ -173,6 +173,6 @@ register(
         "a sum of the right samples' gradients with the wrong weights",
         "check what each sample's loss is divided by: its own length, the batch's tokens or padding", 40),
     GradientHypothesis("another-loss", "loss-normalisation", _another_loss,
-        "those of another loss of the same outputs",
+        "those of a different loss of the same outputs",
         "use the workload's loss, with its mask, its targets and its reduction", 10),
 )  # fmt: skip

@@ -168,7 +168,7 @@ register(
     OracleGradientCase,
     GradientHypothesis("left-out-of-the-norm", "clipping", _clipping(_left_out),
         "clipped by a norm that leaves out a part of the model: what only some ranks hold, or what all of them hold",
-        "add the squared norms of all parameters: divided, whole, and experts, each once", 552),
+        "add the squared norms of all parameters (sharded, replicated and experts), each once", 552),
     GradientHypothesis("norms-averaged", "clipping", _clipping(_combined_otherwise(_mean)),
         "clipped by the mean of the norms of what each rank holds",
         "add the squared norms over the ranks that hold different parts, and do not average norms", 555),
@@ -182,7 +182,7 @@ register(
         "clipped on each rank by a norm that was added along only some dimensions of the mesh",
         "add the squared norms over all ranks that hold different parts, and over no others", 535),
     GradientHypothesis("clipped-shard-by-shard", "clipping", _on_each_rank,
-        "clipped on each rank by a norm of its own: what each rank holds is scaled by another factor",
+        "clipped on each rank by a norm of its own: what each rank holds is scaled by a different factor",
         "clip by the norm of all shards together: all-reduce the squared norms of sharded parameters over their ranks "
         "before taking the root, as clip_grad_norm_ does with DTensors", 530),
 )  # fmt: skip

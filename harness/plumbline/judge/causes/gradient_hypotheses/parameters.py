@@ -80,6 +80,6 @@ register(
         "right, but some parameters have the gradient of another parameter of their shape",
         "unpack a flat buffer in the order in which it was packed, on every rank", 322),
     GradientHypothesis("rows-in-another-order", "sync", _rows_in_another_order,
-        "right, but with the rows of some parameters in another order",
-        "put a gathered or flat tensor together in the order in which it was taken apart", 321),
+        "right, but with the rows of some parameters in a different order",
+        "reassemble a gathered or flattened tensor in the order in which it was split", 321),
 )  # fmt: skip

@@ -31,7 +31,7 @@ def _missing(case: OracleGradientCase) -> Gradients:
 
 
 def _one_step_late(case: OracleGradientCase) -> Gradients:
-    """Predict the blocks of the step before for the ranks whose blocks are nearer to those than to the right ones."""
+    """Predict the blocks of the previous step for the ranks whose blocks are nearer to those than to the right ones."""
     held = HeldParts(case)
     if not held.in_blocks or not case.earlier_expected or case.clip_norm is not None:
         return
@@ -101,12 +101,12 @@ register(
         "right, but zero for the shards of some ranks",
         "check what these ranks take for padding, and that the reduction writes what the optimizer steps", 941),
     GradientHypothesis("shards-one-step-late", "sync", _one_step_late,
-        "right, but the shards of some ranks are the right ones of the step before",
+        "right, but the shards of some ranks are the right ones of the previous step",
         "wait for the reduction before the step, and do not use its buffer again before", 320.5),
     GradientHypothesis("blocks-of-another-rank", "sync", _of_another_rank,
         "right, but some ranks have another rank's block of a tensor",
         "check at which offset each rank reads and writes its part, in the forward and in the backward", 319.5),
     GradientHypothesis("shifted-in-a-flat-tensor", "sync", _shifted,
-        "the right entries of a flat tensor, but on some ranks they begin at another place",
+        "the right entries of a flat tensor, but on some ranks they begin at a different position",
         "pad and divide gradients exactly as weights, so that a rank's pieces of both are the same entries", 319),
 )  # fmt: skip
