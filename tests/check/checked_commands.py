@@ -70,7 +70,7 @@ def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="",
         for number in range(steps)
         for optimizer in range(optimizers)
     )
-    noted = {"uncovered": {"scale": "this parameter is used outside any recorded call"}, **(facts or {})}
+    noted = {"uncovered": {"scale": "used outside any recorded call"}, **(facts or {})}
     recorded = RecordedTraining(tuple(RecordedRank(rank, ranks, taken, noted, error) for rank in range(ranks)))
     return CheckedTraining(recorded, in_reading_order(findings), coverage_of(recorded, findings))
 

@@ -93,7 +93,7 @@ def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
     assert "judged: 100 % of gradients and 100 % of updates, of 8 trainable entries" in text
     assert "recomputed in float64 on each rank: 75 % of the backward passes' gradients" in text
-    assert "not recomputed: 25 %, scale: this parameter is used outside any recorded call" in text
+    assert "not recomputed: 25 %, scale: used outside any recorded call" in text
 
 
 def test_without_a_replay_it_is_said_what_gradients_were_compared_with():

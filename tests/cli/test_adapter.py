@@ -40,7 +40,7 @@ def evidence(cell_of):
 
 
 def broken(outcome, cause="raised", family="launch"):
-    message = f"rank 1: ValueError: no: the launch ended with an error; {SEE_LOG}\nrank 1 said last\nno"
+    message = f"rank 1: ValueError: no: the launch ended with an error; {SEE_LOG}\nlast output of rank 1:\nno"
     return [Finding("launch", outcome, message, cause=cause, family=family, hint=SEE_LOG)]
 
 

@@ -147,7 +147,7 @@ def attach(
     if steps < 1 or after < 0:
         raise ValueError(f"attach(steps={steps}, after={after}): steps must be 1 or more, and after 0 or more")
     if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"attach(folder={folder!r}): no such folder; create it first")
+        raise ValueError(f"attach(folder={folder!r}): this is not a folder; create it first")
     if objective and objective not in OBJECTIVES:
         raise ValueError(f"attach(objective={objective!r}): unknown objective; choose one of {', '.join(OBJECTIVES)}")
     return Attachment(optimizers, RecordingOptions(steps, after, objective=objective), folder)

@@ -226,8 +226,7 @@ register(
         "call the module that holds the weight, so that its hooks gather it and reduce its gradient, or gather it with "
         "full_tensor(grad_placements=[Partial()]) and divide the gradient by the number of ranks", 694),
     Hypothesis("clipped-shard-by-shard", "clipping", holds(lambda case: case.clipped_apart),
-        "clipped on each rank by the norm of the gradients that this rank holds, so that the parts have different "
-        "factors",
+        "clipped by the norms of parts of the model, so that the parts have different factors",
         "clip by the norm of the whole model: add the squared norms of all parts with an all-reduce, and count copies "
         "once", 697),
     Hypothesis("some-tensors-scaled", "averaging", _scaled,

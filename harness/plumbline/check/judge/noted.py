@@ -15,6 +15,9 @@ from plumbline.judge.findings import Information, failed, failed_with_hint
 FIRST_SEEN = "; first seen"
 """What stands between an observation that may come again and the place where it was made."""
 
+IF_INTENDED = "it is not known whether this is intended: "
+"""What stands before the reason for which an observation may be right."""
+
 
 @dataclass(frozen=True, eq=False)
 class ObserverFacts(ScriptStep):
@@ -122,9 +125,7 @@ def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tupl
 
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return ``all ranks``, ``rank 1``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
+    """Return ``all ranks``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
     if len(ranks) == world_size:
         return "all ranks"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.model_parts import forward_communicates
-from plumbline.check.judge.noted import failed_observers, headline_note, information
+from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
@@ -27,8 +27,6 @@ from plumbline.judge.hypothesis import Match, explain
 from plumbline.report.text import counted, in_two_digits, listed
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
-
-_INTENDED = "; this may be intended, because "
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
@@ -56,9 +54,8 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
             return
         if differing:
             what = differing_parameters([one.parameter.name for one in differing], len(weights))
-            yield information(
-                AT_THE_START, f"{what} between ranks at the first recorded step{_INTENDED}{layout.reason}"
-            )
+            why = "" if layout.is_data_parallel else f"; {IF_INTENDED}{layout.reason}"
+            yield information(AT_THE_START, f"{what} between ranks at the first recorded step{why}")
             return
     frozen = _frozen(training, {name for _, name in reduced}) if layout.is_data_parallel else None
     if frozen is not None:
@@ -200,7 +197,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     else:
         yield information(
             AFTER_STEPS,
-            f"ranks hold different weights after {differing_steps} of {compared} steps{_INTENDED}{layout.reason}",
+            f"ranks hold different weights after {differing_steps} of {compared} steps; {IF_INTENDED}{layout.reason}",
         )
 
 
@@ -208,7 +205,9 @@ def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings that give the reason why ranks part, but do not excuse it, where gradients are wrong."""
     wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
     return [
-        replace(one, message=one.message.replace(_INTENDED, ": ")) if wrong and one.check == AFTER_STEPS else one
+        replace(one, message=one.message.replace(f"; {IF_INTENDED}", ": "))
+        if wrong and one.check == AFTER_STEPS
+        else one
         for one in findings
     ]
 

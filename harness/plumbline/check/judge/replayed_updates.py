@@ -20,7 +20,7 @@ NOT_MOVED = "no recorded step should have changed it"
 BY_TURNS = (
     "the step takes whole matrices at some steps and each rank's shard alone at others, as block-periodic optimizers do"
 )
-AT_TIMES = "the optimizer updates this parameter at some steps only, as block-coordinate optimizers do"
+AT_TIMES = "the optimizer updates it at some steps only, as block-coordinate optimizers do"
 BY_PLACE = "the optimizer scales the updates of some parameters, but not those of others of the same shape"
 CHANGED = "the script also changes the weights between optimizer steps, and that was not judged"
 STATE_CHANGED = "the script also changes the optimizer's state between steps, and that was not judged"

@@ -112,7 +112,7 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
     if move <= max(LEAST, MOVED * order):
         return passed(
             CHECK,
-            f"the split has no visible effect: the gradient changes by {100 * move:.1g} % of its norm if the "
+            f"the split has no visible effect: the gradient changes by {in_two_digits(move)} of its norm if the "
             f"{samples} samples of the first step go to other ranks and micro-batches, and by {by_order} if they are "
             "only reordered",
         )

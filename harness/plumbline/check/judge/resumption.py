@@ -282,7 +282,7 @@ def _settings(pair: Resumption) -> Finding | None:
                 "save and load the scheduler's state_dict, and let it continue at the saved step"
                 if name == "lr"
                 else f"save the optimizer's state_dict, which holds {name} in its param_groups, and load it",
-                cause="scheduler-not-restored" if again else "rates-not-restored",
+                cause="scheduler-not-restored" if again and name == "lr" else "rates-not-restored",
                 family="checkpoint", step=pair.begin + place, rank=rank,
             )  # fmt: skip
     return None

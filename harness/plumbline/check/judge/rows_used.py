@@ -9,7 +9,15 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
-from plumbline.check.judge.noted import failed_observers, forwards_of, information, name_ranks, not_judged, passes_of
+from plumbline.check.judge.noted import (
+    IF_INTENDED,
+    failed_observers,
+    forwards_of,
+    information,
+    name_ranks,
+    not_judged,
+    passes_of,
+)
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.sampler_epochs import (
     CHECK,
@@ -105,7 +113,7 @@ def _innocent(
     training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
 ) -> str | None:
     if not layout.is_data_parallel:
-        return f"this may be intended, because {layout.reason}"
+        return f"{IF_INTENDED}{layout.reason}"
     own = _of_first_module(forwards)
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:

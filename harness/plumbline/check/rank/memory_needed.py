@@ -107,8 +107,8 @@ def _sentence(
 ) -> str:
     now = needed_bytes(every, parameters, sample, options)
     said = (
-        f"recomputing gradients needs about {now / _GB:.3g} GB of memory in addition to the training's own, but only "
-        f"{free / _GB:.3g} GB are free"
+        f"recomputing gradients and updates needs about {now / _GB:.3g} GB of memory beyond the training's own, "
+        f"but only {free / _GB:.3g} GB are free"
     )
     small = ParameterSample(_SHARE)
     small.add(parameters)
@@ -120,7 +120,7 @@ def _sentence(
     costs = [(words, needed_bytes(every, parameters, chosen, given)) for words, chosen, given in ways]
     helping = [(words, cost) for words, cost in costs if cost <= free]
     if not helping:
-        words, least = costs[-1]
+        words, least = min(costs, key=lambda one: one[1])
         return (
             f"{said}; even with {words} it needs {least / _GB:.3g} GB: check a smaller model, or use fewer ranks per "
             "machine"

@@ -32,9 +32,7 @@ from plumbline.replay.reasons import OUTSIDE
 from plumbline.replay.tracked_calls import TrackedCalls
 from plumbline.replay.unwrapping import unwrapped
 
-HOOKED = (
-    "the script has hooks on this parameter, and activation checkpoints recomputed different values than the forward"
-)
+HOOKED = "the script has hooks on it, and activation checkpoints recomputed different values than the forward"
 
 
 class TrainingPasses:

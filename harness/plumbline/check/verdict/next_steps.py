@@ -25,6 +25,9 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "the forward registers hooks on tensors": "remove these hooks for the check",
     "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
     "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
+    "no memory is left to run it again in ": (
+        "check with a smaller batch or model; `--truth float32` also takes less memory"
+    ),
     "no memory is left to run it again": "check with a smaller batch or model",
     "It is not known whether the loss was multiplied by it": (
         "compute the loss with one function of `torch.nn.functional`, or set the loss scale to 1 for the check"

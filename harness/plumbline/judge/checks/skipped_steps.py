@@ -111,7 +111,7 @@ def decided_alone(observed: str, number: int, rank: int, check: str) -> Finding:
 def passed_with(skipped: int, steps: int, *, ranks: int, unseen: int = 0) -> Finding:
     """Return the finding that nothing is wrong with these skipped steps; gradients of ``unseen`` are not known."""
     message = f"the loss scaler skipped {skipped} of {steps} step{'' if steps == 1 else 's'}"
-    message += " (counted on every rank)" if ranks > 1 else ""
+    message += " (of all ranks together)" if ranks > 1 else ""
     return passed(CHECK, f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
 
 

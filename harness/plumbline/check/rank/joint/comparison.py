@@ -45,7 +45,9 @@ UNKNOWN_FACTOR = (
     "tell whether they were only clipped"
 )
 
-NO_GRADIENT_YET = "the optimizers hold copies of the weights, but no copy has a gradient on all ranks at any step"
+NO_GRADIENT_YET = (
+    "the optimizers hold copies of the weights, but no copy had a gradient on all ranks when an optimizer stepped"
+)
 
 MOST_OWN = 4
 """Parameters of which it is asked whether their copies have effects on the same ranks."""
