@@ -116,6 +116,18 @@ def test_a_cause_without_a_name_gets_advice_of_its_outcome(run_of):
     assert one.right is None
 
 
+def test_the_log_of_a_crash_is_shown_beside_its_cause_and_a_mistakes_is_not(run_of):
+    crashed = run_of({cell(): Finding("launch", Outcome.CRASHED, "rank 1 died"), cell("other"): SUMMED})
+    for one in (cell(), cell("other")):
+        folder = crashed.path / "traces" / one.id
+        folder.mkdir(parents=True)
+        (folder / "rank-1.log").write_text(f"the end of {one.id} --at <b>boom</b>")
+    causes = report_page(crashed).partition('id="support"')[0]
+    shown = f'the end of {cell().id} <span class="option">--at</span> &lt;b&gt;boom&lt;/b&gt;'
+    assert shown in causes
+    assert f"the end of {cell('other').id}" not in causes
+
+
 def test_a_check_that_could_not_have_failed_is_not_said_to_have_ended_early(run_of):
     (one,) = diagnoses(run_of({cell(): Finding("update", Outcome.ERRORED, "vacuous: no weight moved at any step")}))
     assert one.certainty.startswith("It has no verdict")

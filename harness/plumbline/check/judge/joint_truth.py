@@ -57,10 +57,11 @@ class JointTruth(Truth[JointGradient]):
         """The wrong gradients of the first step that has any: later steps begin at weights that are wrong."""
         window = max((len(one) for _, found in self.compared for one in _passes(found)), default=1)
         for number, found in self.compared:
-            wrong = [(one, each) for other, each in self.compared if other == number for one in each["wrong"]]
+            wrong = [each for other, each in self.compared if other == number and each["wrong"]]
             if wrong:
-                apart = any(are_clipped_apart(each, self._lengths(number)) for _, each in wrong)
-                cases = [JointGradient.of(number, one, each, window) for one, each in wrong]
+                lengths = self._lengths(number)
+                apart = any(are_clipped_apart(each, lengths) for each in wrong)
+                cases = [JointGradient.of(number, one, each, window) for each in wrong for one in each["wrong"]]
                 return [replace(case, clipped_apart=apart) for case in cases]
             if number in self.scaled:
                 scaled = self.scaled[number]

@@ -13,8 +13,9 @@ from plumbline.check.judge.rank_weights import of_all
 from plumbline.check.judge.resumed_state import judge_resumed_state, shares_states
 from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
 from plumbline.core.finding import Finding
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted, in_two_digits, listed
+from plumbline.report.text import counted, in_two_digits
 
 CHECK = "resumption"
 
@@ -228,9 +229,8 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
         )  # fmt: skip
     if loaded and len(loaded) < len(firsts):
         others = sorted({*range(len(firsts))} - {*loaded})
-        who = f"rank{'s' if len(others) > 1 else ''} {listed(others)}"
         return failed_with_hint(
-            CHECK, f"the saved weights are loaded on some ranks, but not on {who}",
+            CHECK, f"the saved weights are loaded on some ranks, but not on {ranks_in_words(others)}",
             "load the checkpoint on every rank, or broadcast the weights", cause="loaded-on-some-ranks",
             rank=others[0], **where,
         )  # fmt: skip
