@@ -48,6 +48,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
 
 ON_MESHES = ("mlp", "lm-tokens", "transformer", "clipping-tied", "accumulation", "checkpoint-elastic")
+OF_EVERY_KIND = (*ON_MESHES, "linear-exact", "cnn-batchnorm", "muon", "dropout", "experts", "clipping-experts")
+"""With all workloads, the eight backends of torch take a quarter of ``.ci/run``; ``ci/nightly`` trains them."""
+
 TRAINED = (Outcome.PASSED, Outcome.DEVIATES)
 """Outcomes of cells that were trained and judged. Expected failures do not count: a launch may be one."""
 
@@ -65,7 +68,7 @@ class Claim:
 CLAIMS: Mapping[str, Claim] = {
     "reference": Claim("reference", ("none", "auto", "dp", "ddp", "balanced"), 2),
     "reference-on-nodes": Claim("reference", ("ddp2",), 4),
-    "torch": Claim("torch", ("none", "ddp", "fsdp", "zero", "tp", "sp", "ep", "pp"), 2),
+    "torch": Claim("torch", ("none", "ddp", "fsdp", "zero", "tp", "sp", "ep", "pp"), 2, OF_EVERY_KIND),
     "torch-on-meshes": Claim("torch", ("hsdp", "ddp+tp", "fsdp+tp"), 4, ON_MESHES),
     "torch-in-three-dimensions": Claim("torch", ("hsdp+tp",), 8, ("mlp", "transformer")),
 }
