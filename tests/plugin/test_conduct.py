@@ -59,5 +59,5 @@ def test_a_run_is_judged_again_by_what_was_declared_then(apart, capsys):
     result = project.pytest(*SMALL, "--subject", "apart.py", "--resume")
     assert result.ret == 4
     result.stderr.fnmatch_lines(
-        ["*declared {'buffers': 'per-rank', 'max_nodes': 1} in *and declares *now: begin a new run*"]
+        ["*declared {'buffers': 'per-rank', 'max_nodes': 1} in *but declares *now: begin a new run*"]
     )

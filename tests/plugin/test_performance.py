@@ -63,7 +63,7 @@ def test_cells_are_measured_and_figures_are_left(project, measured):
         if line["type"] == "measurement":
             assert (line["value"] is None) == (line["refusal"] is not None)
             assert len(line["samples"]) == 3
-    result.stdout.fnmatch_lines(["*speed*", "*simulated*", "*loop by hand*", "*perf-mlp ddp 1x2 32*"])
+    result.stdout.fnmatch_lines(["*speed*", "*simulated*", "*hand-written loop*", "*perf-mlp ddp 1x2 32*"])
 
     benchmarks = json.loads((project.root / "benchmark.json").read_text())["benchmarks"]
     assert len(benchmarks) == 3
