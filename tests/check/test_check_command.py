@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -359,3 +360,12 @@ def test_a_folder_for_evidence_that_cannot_be_made_is_said_with_the_way_out(fold
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     assert main(["check", "--", sys.executable, "-c", "print(1)"]) == 2
     assert "set TMPDIR to a writable folder" in capsys.readouterr().err
+
+
+def test_a_check_that_is_terminated_while_it_judges_leaves_no_folder(folder, tmp_path, monkeypatch):
+    (folder / "train.py").write_text(LOOP.format(steps=2, after=""))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    judging = "plumbline.check.judge.script_checks.judged_trainings"
+    monkeypatch.setattr(judging, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["check", "--", sys.executable, "train.py"]) == 130
+    assert not [*tmp_path.glob("plumbline-check-*")]

@@ -23,6 +23,7 @@ from plumbline.check.command.running import (
     EndOfCommand,
     ProcessWatch,
     run_command,
+    termination_as_interrupt,
 )
 from plumbline.check.evidence.options import INTERRUPTED, Deal, RecordingOptions, write_deal, write_options
 
@@ -175,7 +176,7 @@ def _folder() -> Iterator[Path]:
             f"cannot create a temporary folder for the recording ({error.strerror or error}): set TMPDIR to a writable "
             "folder"
         ) from error
-    with made as folder:
+    with termination_as_interrupt(), made as folder:  # also while what was recorded is judged
         yield Path(folder)
 
 

@@ -94,7 +94,7 @@ def run_command(
     except OSError as error:
         raise CommandError(f"cannot start {command[0]}: {error.strerror}") from error
     by = EndedBy.ITSELF
-    with _termination_as_interrupt():
+    with termination_as_interrupt():
         try:
             watch.wait(process, time_limit)
         except subprocess.TimeoutExpired:
@@ -117,7 +117,7 @@ def run_command(
 
 
 @contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
+def termination_as_interrupt() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP to this program as Ctrl-C: its command is in a session of its own and gets neither."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
