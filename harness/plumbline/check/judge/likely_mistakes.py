@@ -1,4 +1,4 @@
-"""Notes on what is likely a mistake although the training does what its script says: lost ties, losses and updates."""
+"""Notes on what is likely a mistake although the training does what its script says."""
 
 from __future__ import annotations
 
@@ -45,6 +45,19 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
             f"The model computes {listed(unused)} with gradients, but no recorded backward pass uses "
             f"{'them' if several else 'it'}. Add {'them' if several else 'it'} to the loss, or detach "
             f"{'them' if several else 'it'} if only the value is needed.",
+        )
+
+
+def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a note on losses that use outputs of other ranks as constants."""
+    yield from failed_observers(training, "gathered-outputs", "objective")
+    if any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
+        yield headline_note(
+            "objective",
+            "The loss uses outputs of other ranks that torch.distributed.all_gather returned. These have no gradient, "
+            "so each rank's gradients leave out how the losses of other ranks depend on its own outputs. For the "
+            "gradient of the loss over the whole batch, gather with torch.distributed.nn.functional.all_gather. If "
+            "this is intended, gather under torch.no_grad().",
         )
 
 

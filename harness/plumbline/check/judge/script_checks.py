@@ -19,7 +19,12 @@ from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.learning_rate import judge_learning_rate
-from plumbline.check.judge.likely_mistakes import judge_lost_ties, judge_rounded_updates, judge_unused_losses
+from plumbline.check.judge.likely_mistakes import (
+    judge_gathered_outputs,
+    judge_lost_ties,
+    judge_rounded_updates,
+    judge_unused_losses,
+)
 from plumbline.check.judge.loss_scales import with_own_loss_scales
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.objective import judge_objective
@@ -57,6 +62,7 @@ CHECKS[RecordedTraining] |= {
     "precision": judge_precision_used,
     "objective": judge_objective,
     "unused-losses": judge_unused_losses,
+    "gathered-outputs": judge_gathered_outputs,
     "experts": judge_experts,
     "documents": judge_documents,
     "lost-ties": judge_lost_ties,

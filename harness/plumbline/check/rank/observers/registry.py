@@ -7,6 +7,7 @@ from plumbline.check.rank.observers.buffers import BufferObserver
 from plumbline.check.rank.observers.documents import DocumentObserver
 from plumbline.check.rank.observers.experts import ExpertObserver
 from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
+from plumbline.check.rank.observers.gathered_outputs import GatheredOutputObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
@@ -39,6 +40,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         DocumentObserver(objective),
         objective,
         UnusedLossObserver(),
+        GatheredOutputObserver(),
         ExpertObserver(),
         TieObserver(),
         MovedWeightObserver(),

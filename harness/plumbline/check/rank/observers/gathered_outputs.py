@@ -1,0 +1,115 @@
+"""Notes outputs of other ranks that a loss uses as constants, because they were gathered without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import functional
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observers.loss_weight import MOST_NODES
+from plumbline.recording.observer import Observer
+from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.pause import paused
+
+_SAVED = (
+    "_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_batch1", "_saved_batch2", "_saved_x1",
+    "_saved_x2",
+)  # fmt: skip
+"""What nodes of products, quotients and distances keep for the backward pass."""
+
+LEAST_ENTRIES = 4
+"""Entries other than zero that a row needs: those with fewer may be multiples of each other by chance."""
+
+ALONG = 1 - 1e-5
+"""Cosine from which a row is taken for a multiple of another one: rounding to bfloat16 leaves 1 - 2e-6."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """One call: the tensor that this rank gave, and those that it received from all ranks."""
+
+    own: Tensor
+    parts: Sequence[Tensor]
+
+    def rows_of_others(self) -> Iterator[Tensor]:
+        """Yield the first row of each part, unless this rank has the same row."""
+        for part in self.parts:
+            row = part.detach().reshape(-1, part.shape[-1])[0]
+            if int((row != 0).sum()) >= LEAST_ENTRIES and not _has_row(self.own, row):
+                yield row
+
+
+class GatheredOutputObserver(Observer):
+    """Follows ``all_gather`` of tensors with a graph: what it returns has none.
+
+    ``all_gather_into_tensor`` refuses such tensors. Facts of the process: ``used``, whether a backward pass keeps what
+    was gathered as a factor. Where gradients are switched off around the call, that is meant.
+    """
+
+    name = "gathered-outputs"
+
+    def __init__(self) -> None:
+        self._gathered: list[_Gathered] = []
+        self._is_used = False
+
+    def install(self) -> None:
+        """Wrap what gathers."""
+        if torch.distributed.is_available():
+            wrap(torch.distributed, "all_gather", self._around)
+
+    def stop(self) -> None:
+        super().stop()
+        self._gathered = []
+
+    def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Look for rows of other ranks near the loss."""
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            attempt(self._look, gathered, roots)
+
+    def final_facts(self) -> Facts | None:
+        return {"used": True} if self._is_used else None
+
+    def _around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.attends and torch.is_grad_enabled():
+            attempt(self._note, [*args, *kwargs.values()])
+        return result
+
+    def _note(self, given: Sequence[Any]) -> None:
+        parts, own = given[:2]
+        if own.requires_grad and own.dim() > 1:  # one number, or one for each sample, is what scripts print
+            self._gathered.append(_Gathered(own, list(parts)))
+
+    def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor]) -> None:
+        with torch.no_grad(), paused():
+            kept = list(_kept([one.grad_fn for one in roots], {id(one.own.grad_fn) for one in gathered}))
+            rows = [row for one in gathered for row in one.rows_of_others()]
+            self._is_used |= any(_has_row(tensor, row) for row in rows for tensor in kept)
+
+
+def _kept(nodes: Iterable[Any], ends: set[int]) -> Iterator[Tensor]:
+    """Yield the factors that the nodes nearest to a loss keep; what lies behind ``ends`` is the model."""
+    waiting, seen = list(nodes), set[int]()
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop(0)
+        if node is None or id(node) in seen or id(node) in ends:
+            continue
+        seen.add(id(node))
+        yield from (one for name in _SAVED if isinstance(one := getattr(node, name, None), Tensor))
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def _has_row(tensor: Tensor, row: Tensor) -> bool:
+    """Return whether a tensor has a multiple of a row, or is the transpose of one that has."""
+    if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.device != row.device:
+        return False
+    views = (one for one in (tensor.detach(), tensor.detach().mT) if one.shape[-1] == row.numel())
+    along = functional.normalize(row.double(), dim=0)
+    return any(bool((functional.normalize(one.double(), dim=-1) @ along > ALONG).any()) for one in views)

@@ -1,0 +1,105 @@
+"""`plumbline check` on losses over the outputs of all ranks, gathered with and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradients
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from plumbline.check.function import check_function
+from plumbline.check.judge.noted import HeadlineNote
+
+WORLD, ROWS, WIDTH = 2, 6, 8
+SAID = "The loss uses outputs of other ranks that torch.distributed.all_gather"
+
+Gather = Callable[[Tensor], Tensor]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.theirs = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.ours(rows)), functional.normalize(self.theirs(rows))
+
+
+def constant(rows: Tensor) -> Tensor:
+    every = [torch.empty_like(rows) for _ in range(WORLD)]
+    dist.all_gather(every, rows.contiguous())
+    return torch.cat(every)
+
+
+def own_inserted(rows: Tensor) -> Tensor:
+    every = [torch.empty_like(rows) for _ in range(WORLD)]
+    dist.all_gather(every, rows.contiguous())
+    every[dist.get_rank()] = rows
+    return torch.cat(every)
+
+
+def normalised_later(rows: Tensor) -> Tensor:
+    return functional.normalize(constant(2 * rows))
+
+
+def meant(rows: Tensor) -> Tensor:
+    with torch.no_grad():
+        return constant(rows)
+
+
+def printed(rows: Tensor) -> Tensor:
+    constant(rows).sum().item()
+    return rows
+
+
+def with_gradient(rows: Tensor) -> Tensor:
+    return torch.cat(with_gradients.all_gather(rows))
+
+
+def train(gather: Gather, *, scaled: bool = False, is_half: bool = False) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Encoder())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rank, losses = dist.get_rank(), []
+    for step in range(2):
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            ours, theirs = model(rows)
+            every = gather(theirs)
+            logits = (5.0 * every @ ours.T if scaled else every @ ours.T * 5.0).T
+        place = torch.arange(ROWS) + (rank * ROWS if len(every) > ROWS else 0)
+        loss = functional.cross_entropy(logits.float(), place)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def notes(training: Callable[[], list[float]]) -> list[str]:
+    checked = check_function(training, WORLD, steps=2)
+    assert not any(end.has_failed for end in checked.ends), checked.ends
+    return [one.message for one in checked.findings if isinstance(one, HeadlineNote)]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("gather", [constant, own_inserted, normalised_later])
+def test_a_loss_over_outputs_that_were_gathered_as_constants_has_a_note(gather: Gather, scaled: bool) -> None:
+    (note,) = notes(partial(train, gather, scaled=scaled))
+    assert note.startswith(SAID)
+
+
+def test_outputs_that_autocast_rounds_are_found() -> None:
+    (note,) = notes(partial(train, constant, is_half=True))
+    assert note.startswith(SAID)
+
+
+@pytest.mark.parametrize("gather", [meant, printed, with_gradient])
+def test_constants_that_are_meant_or_not_used_have_none(gather: Gather) -> None:
+    assert not notes(partial(train, gather))
