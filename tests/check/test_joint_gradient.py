@@ -35,6 +35,7 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
         "one_gradient": False,
         "parts": [],
         "in_pieces": False,
+        "whole": False,
     }
     wrong = [{**measured(1.0, 0.5, 1.5), **named}]
     found = {"wrong": wrong, "right": list(right), "limit": LIMIT, "judged": [], "losses": 2}

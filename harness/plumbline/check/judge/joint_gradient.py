@@ -21,7 +21,8 @@ class JointGradient(GradientCase):
     before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
     ``others`` are the same of parameters that were right at this step, each along a direction through several: a
     mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
-    parameter of this name, and received another gradient for it: ``copies`` of it have a gradient each.
+    parameter of this name, and received another gradient for it: there are ``copies`` times as many of it as
+    received this one. ``is_whole``: it is that of all copies.
     ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
@@ -43,7 +44,7 @@ class JointGradient(GradientCase):
     others: Sequence[Facts]
     common_factor: float
     began_alike: bool
-    copies: int = 1
+    copies: float = 1.0
     one_gradient: bool = False
     functions: tuple[str, ...] = ()
     own_path: str = ""
@@ -51,6 +52,7 @@ class JointGradient(GradientCase):
     in_pieces: bool = False
     losses: int = 1
     clipped_apart: bool = False
+    is_whole: bool = False
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -84,12 +86,13 @@ class JointGradient(GradientCase):
             parts=wrong["parts"],
             in_pieces=wrong["in_pieces"],
             losses=found["losses"],
+            is_whole=wrong["whole"],
         )
 
     @property
     def is_a_copy(self) -> bool:
         """Whether each of several copies received its own share of the gradient only."""
-        own = SomeParameters(scaled(float(self.copies)))
+        own = SomeParameters(scaled(self.copies))
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property

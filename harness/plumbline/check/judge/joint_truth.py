@@ -62,6 +62,7 @@ class JointTruth(Truth[JointGradient]):
                 lengths = self._lengths(number)
                 apart = any(are_clipped_apart(each, lengths) for each in wrong)
                 cases = [JointGradient.of(number, one, each, window) for each in wrong for one in each["wrong"]]
+                cases = [case for case in cases if not case.is_whole] or cases
                 return [replace(case, clipped_apart=apart) for case in cases]
             if number in self.scaled:
                 scaled = self.scaled[number]

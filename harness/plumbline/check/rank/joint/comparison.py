@@ -398,6 +398,16 @@ class _Search:
         difference = self._derivative.difference([place], f"one {place}", {place: first})
         return difference.error([place]) <= difference.limit
 
+    def _is_whole(self, place: int) -> bool:
+        """Return whether one of several copies received the gradient of all of them, unlike others of them."""
+        group = self._groups[place]
+        if not group.is_doubtful:
+            return False
+        others = (one.instances for one in self._groups if one.kind == group.kind and one is not group)
+        every = Group(group.kind, (*group.instances, *(each for one in others for each in one)), group.size)
+        difference = self._derivative.difference([place], f"whole {place}", {place: every})
+        return self._shows(difference, place) and difference.error([place]) <= difference.limit
+
     def _wrong(self, place: int, difference: Difference, again: Difference | None = None) -> Facts:
         """Return what is wrong; ``again`` is another direction, which shows whether there is a common factor."""
         group = self._groups[place]
@@ -411,7 +421,8 @@ class _Search:
             "right": difference.right,
             "again": others,
             "began_alike": group.is_doubtful,
-            "copies": sum(one.kind == group.kind for one in self._groups),
+            "copies": sum(len(one.instances) for one in self._groups if one.kind == group.kind) / len(group.instances),
+            "whole": self._is_whole(place),
             "one_gradient": have_one_gradient(
                 self._every, self._groups, place, self._derivative.unit, self._beginnings
             ),
