@@ -24,6 +24,7 @@ from plumbline.check.judge.noted import (
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.rank_weights import trains_shards
+from plumbline.check.judge.step_objective import NEAR, objective_of, spread
 from plumbline.core.finding import Finding
 from plumbline.evidence.recording import step_copies
 from plumbline.judge.findings import failed_with_hint, passed
@@ -231,6 +232,17 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
+            if _are_one_over_own_counts(list(ranks.values()), factors):
+                return failed_with_hint(
+                    "clipping",
+                    "each rank multiplied its shards by a number that is inversely proportional to the weight of its "
+                    f"own losses ({listed(f'{one:.6g}' for one in factors)}), although the shards are parts of one "
+                    f"gradient{FIRST_SEEN}",
+                    "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum",
+                    cause="divided-by-own-count",
+                    family="loss-normalisation",
+                    step=next(iter(ranks.values())).step.number,
+                )
             return failed_with_hint(
                 "clipping",
                 "the script multiplied each rank's shards by a different factor "
@@ -242,6 +254,16 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
                 step=next(iter(ranks.values())).step.number,
             )
     return None
+
+
+def _are_one_over_own_counts(ranks: Sequence[ObserverFacts], factors: Sequence[float]) -> bool:
+    """Return whether the factor of each rank makes the losses of that rank have the same total weight."""
+    objectives = [objective_of([one.step]) for one in ranks]
+    weights = [one.of_losses for one in objectives if one is not None]
+    if len(weights) < len(ranks):
+        return False
+    totals = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
+    return min(totals) > 0 and spread(totals) <= 1 + NEAR
 
 
 def _copies_in_parts(training: RecordedTraining) -> Finding | None:

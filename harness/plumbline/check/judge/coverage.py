@@ -124,14 +124,16 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     answered = [one for one in findings if one.check == "gradients"]
     gradients = dict(_gradients_left_out(training, judged_gradients(training)))
     gradients = dict.fromkeys(sorted(recomputed_unjudged(training)), RECOMPUTED) | gradients
+    no_answer: dict[Key, str] = {}
     if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
-        gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
+        no_answer = dict.fromkeys(entries, NO_ANSWER)
+        gradients = no_answer | {key: why for key, why in gradients.items() if key in entries}
     replays = _replays_left_out(training)
     joint = JointTruth(training)
     if joint.compared:
         left_out = dict(_not_compared_jointly(training, joint))
         known = {key: why for key, why in replays.items() if why == OUTSIDE} | gradients
-        gradients = {key: _reason(key, why, known) for key, why in left_out.items()}
+        gradients = no_answer | {key: _reason(key, why, known) for key, why in left_out.items()}
         replays = {key: why for key, why in replays.items() if key in left_out}
     elif joint.obstacle:
         gradients = dict.fromkeys(replays, f"{ONLY_REDUCED}: {joint.obstacle}") | gradients

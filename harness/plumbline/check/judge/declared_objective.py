@@ -13,7 +13,7 @@ from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep,
 from plumbline.check.judge.noted import amount, not_judged
 from plumbline.check.judge.objective_case import ObjectiveCase, PassWeights
 from plumbline.check.judge.rank_layout import rank_layout
-from plumbline.check.judge.step_objective import EXACT, NEAR, received_by, steps_together
+from plumbline.check.judge.step_objective import EXACT, NEAR, calls_of_one_loss, received_by, steps_together
 from plumbline.check.rank.observers.loss_functions import CLASSES
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -165,6 +165,9 @@ def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
     noted = one.facts.get("objective", {})
     terms, calls = noted.get("terms"), noted.get("calls", ())
     alone = bool(noted.get("alone")) or (terms is not None and len(terms) == 1)
+    chunks = calls_of_one_loss(noted)
+    if len(chunks) > 1 and all(call.get("own") for call in chunks):
+        return chunks[0]["function"], [_added_up(chunks)], True
     if len(calls) > 1:
         calls = [call for call in calls if call["function"] in CLASSES]
     if len(calls) == 1 and calls[0].get("own"):
@@ -176,6 +179,19 @@ def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
         names = " + ".join(term["name"] for term in terms)
         raise _UnknownError(f"the loss is {names}, and the weights of its tokens cannot be read from it")
     return written[0]["name"], written[0]["levels"], alone
+
+
+def _added_up(chunks: Sequence[Facts]) -> Facts:
+    """Return the weights of a loss that is a sum over chunks, whose terms all weigh the same; rows may be split."""
+    own = [call["own"] for call in chunks]
+    return {
+        "terms": sum(one["terms"] for one in own),
+        "weight": sum(one["weight"] for one in own),
+        "even": True,
+        "rows": None,
+        "sure": all(one["sure"] for one in own),
+        "dtype": max((call["dtype"] for call in chunks), key=lambda dtype: ROUNDED.get(dtype, 0.0)),
+    }
 
 
 def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]) -> tuple[list[float], float]:

@@ -11,11 +11,11 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.joint_scales import are_clipped_apart, scaled_by_mistake
 from plumbline.check.judge.judged_gradients import judged_gradients
-from plumbline.check.judge.manual_edits import about_one_factor
+from plumbline.check.judge.manual_edits import about_one_factor, multiplied
 from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.check.judge.step_objective import is_loss_divided
+from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
@@ -30,6 +30,8 @@ BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 """Causes that a script's own code may have made on purpose."""
 
 _SCALED = ", up to one common factor, which clipping explains"
+
+_BY_HAND = ", multiplied by the script's own code, as its loss requires"
 
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
@@ -47,6 +49,7 @@ class JointTruth(Truth[JointGradient]):
         scaled = scaled_by_mistake(first.steps)
         self.scaled = {number: one for number, one in scaled.items() if number not in wrong}
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
+        self.by_hand = {number: float(one["by_hand"]) for number, one in self.compared if "by_hand" in one}
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
@@ -119,10 +122,13 @@ class JointTruth(Truth[JointGradient]):
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
         is_divided = is_loss_divided(self.training.ranks)
-        if not wrong and self.is_sum and self.is_of_one_loss and not is_divided:
-            return self._counted_by_every_rank()
-        if not wrong and self.is_sum and is_divided is False:
-            return self._summed()
+        if not wrong and (unknown := self._multiplied_by_hand()) is not None:
+            return unknown
+        if not wrong and self.is_sum and not self.by_hand:
+            if self.is_of_one_loss and not is_divided:
+                return self._counted_by_every_rank()
+            if is_divided is False:
+                return self._summed()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
         if own:  # what is wrong at a later step may follow from that
@@ -133,6 +139,7 @@ class JointTruth(Truth[JointGradient]):
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
+            right += _BY_HAND if self.by_hand else ""
             right += _SCALED if any("scaled" in found for _, found in self.compared) else ""
             right += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
@@ -187,6 +194,22 @@ class JointTruth(Truth[JointGradient]):
             family="averaging",
             step=self.compared[0][0],
         )
+
+    def _multiplied_by_hand(self) -> Finding | None:
+        """Return why gradients that the script multiplies are not judged, None if its losses have the weight 1 then."""
+        if not self.by_hand:
+            return None
+        together = {steps[0].number: steps for steps in steps_together(self.training.ranks)}
+        objectives = [objective_of_losses(together[number]) for number in self.by_hand if number in together]
+        known = [one for one in objectives if one is not None]
+        ranks = self.losses if self.is_sum else 1
+        weights: list[float] = []
+        if len(known) == len(self.by_hand):
+            factors = self.by_hand.values()
+            weights = [factor * ranks * one.of_losses for factor, one in zip(factors, known, strict=True)]
+        if weights and all(abs(weight - 1) <= NEAR for weight in weights):
+            return None
+        return not_judged(CHECK, multiplied(weights), min(self.by_hand))
 
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
         """Return what is wrong if each replica uses, and trains, only its own copy of some parameters."""

@@ -74,7 +74,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return told
     if not any(map(_is_changed, wrong)):
         return finding
-    if is_unexplained(finding):
+    is_multiple = is_one_multiple(wrong)
+    if is_unexplained(finding) and not is_multiple:
         why = (
             "the script changes gradients with its own code, and the result matches no known combination of the ranks' "
             "gradients"
@@ -83,12 +84,14 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if finding.cause == "some-zero":
         why = "the script sets the gradients of some parameters to zero with its own code, possibly on purpose"
         return not_judged(check, why, step)
-    if finding.cause not in MULTIPLES:
+    if finding.cause not in MULTIPLES and not (is_unexplained(finding) and is_multiple):
         return finding
     # Of a step without any gradient but zeros no factor is known, and none is needed.
     objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
+    if is_unexplained(finding):
+        return not_judged(check, multiplied([one.total for one in objectives]), step)
     if objectives and all(abs(one.of_losses - 1) <= NEAR for one in objectives):
         factor = ((wrong[0].step.facts.get("clipping") or {}).get("by_hand") or {}).get("factor")
         if factor is None:  # a reduction by hand multiplies each rank's own gradient by another number
@@ -104,6 +107,22 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
+
+
+def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:
+    """Return whether wrong gradients are right at each step and on each rank, up to one positive factor."""
+    fits = [replace(case, free_factor=True).fit(RIGHT) for case in wrong]
+    return all(fit.holds and fit.factor > 0 for fit in fits)
+
+
+def multiplied(totals: Sequence[float]) -> str:
+    """Return why gradients that the script multiplies are not judged; the losses of steps have these weights then."""
+    why = "the script multiplies all gradients with its own code"
+    if not totals:
+        return f"{why}, and it is not known whether its loss requires that"
+    least, most = min(totals), max(totals)
+    total = f"{most:.4g}" if most - least <= NEAR * most else f"{least:.4g} to {most:.4g}"
+    return f"{why}. Its losses then have a total weight of {total}, and it is not known whether that is meant"
 
 
 def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:

@@ -16,6 +16,7 @@ from plumbline.check.judge.step_objective import (
     equals,
     factor_of,
     have_own_batches,
+    is_sum_of_calls,
     spread,
     step_objectives,
     steps_together,
@@ -83,14 +84,9 @@ def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
     )
     if added is None:
         return None
-    if all(_adds_up_calls(noted) for _, noted in noted_passes):
+    if all(is_sum_of_calls(noted) for _, noted in noted_passes):
         return f"The loss of each backward pass is {' + '.join(added)}."
     return f"The loss of each backward pass contains {' and '.join(added)}. Whether it has other terms is not known."
-
-
-def _adds_up_calls(noted: Facts) -> bool:
-    terms = noted.get("terms") or ()
-    return len(terms) == len(noted.get("calls", ())) and all(term["call"] for term in terms)
 
 
 def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
@@ -143,7 +139,8 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
 def _optimised(objectives: Sequence[StepObjective]) -> str:
     worst = max(objectives, key=lambda one: spread(one.rates))
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
-    if worst.is_even and all(equals(rate, 1.0) for one in objectives for rate in one.rates):
+    is_multiplied = any(abs(one.factor - 1) > NEAR for one in objectives)  # by the script, after the backward passes
+    if worst.is_even and not is_multiplied and all(equals(rate, 1.0) for one in objectives for rate in one.rates):
         return f"The loss is the sum over all {terms} terms of {function}."
     times = _times([one.total for one in objectives])
     if worst.is_even:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.check.evidence.training import BackwardPass, RecordedRank, RecordedStep
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep
 from plumbline.check.judge.model_parts import OBSERVER
 
 EXACT = 4 * 2.0**-11
@@ -28,7 +28,7 @@ of other samples are far below. Under it no factor is told, and no division is s
 
 @dataclass(frozen=True)
 class Share:
-    """One loss call in one backward pass: what it adds to the objective, the loss scale taken out."""
+    """The loss of one backward pass: what it adds to the objective, the loss scale taken out."""
 
     function: str
     reduction: str
@@ -40,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True)
 class StepObjective:
-    """The loss calls of one step by rank and micro-batch, one each, and whether each comes from a batch of its own.
+    """The losses of one step by rank and micro-batch, one each, and whether each comes from a batch of its own.
 
     ``factor`` is by what the mean over ranks of the gradients was multiplied before the step, clipping taken out: not
     1 where the script divides the gradients and not the loss. ``gap`` is the distance between the gradient of the
@@ -84,14 +84,14 @@ class StepObjective:
 
 
 def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
-    """Yield the objective of each step that these ranks took together, where each pass has one loss call."""
+    """Yield the objective of each step that these ranks took together, where each pass has one loss."""
     for steps in steps_together(ranks):
         if made := objective_of(steps):
             yield made
 
 
 def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
-    """Return the objective of one step of all ranks; None where a pass has no loss call, or several."""
+    """Return the objective of one step of all ranks; None where a pass has no loss that is known, or several."""
     shares = [_shares(step) for step in steps]
     if not all(shares):
         return None
@@ -134,7 +134,10 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
 
 
 def multiple_of(steps: Sequence[RecordedStep]) -> float:
-    """Return which multiple of the mean over ranks of the local gradients optimizers received; NaN if it is none."""
+    """Return which multiple of the mean over ranks of the local gradients optimizers received; NaN if it is none.
+
+    A factor other than 1 is told only where it explains all but rounding.
+    """
     first = steps[0]
     if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
         return math.nan  # shards of unequal sizes
@@ -145,9 +148,8 @@ def multiple_of(steps: Sequence[RecordedStep]) -> float:
     if not lengths or product < ALONG * lengths:
         return math.nan
     factor = product / float(mean @ mean)
-    # A factor other than 1 is told only where it explains most of how far the two are apart.
     unexplained = float((received - factor * mean).norm())
-    return factor if abs(factor - 1) <= NEAR or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
+    return factor if abs(factor - 1) <= NEAR or unexplained <= NEAR * factor * float(mean.norm()) else math.nan
 
 
 def received_by(steps: Sequence[RecordedStep]) -> Tensor:
@@ -181,7 +183,7 @@ def equals(number: float, exact: float) -> bool:
 def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> float | None:
     """Return how far the gradient is from that of the mean over all terms.
 
-    Where a loss call is all that a pass differentiates, the pass has the gradient of the call's mean, times its weight.
+    Where a loss is all that a pass differentiates, the pass has the gradient of the loss's mean, times its weight.
     """
     pairs = [
         (share, one.local / one.scale)
@@ -200,23 +202,48 @@ def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> flo
     return gap if math.isfinite(gap) else None
 
 
+def calls_of_one_loss(noted: Facts) -> list[Facts]:
+    """Return the loss calls of a pass that are one loss: the only one, or sums over its chunks; empty if they are not.
+
+    Chunks have the same function, each term has the same weight, and nothing else is added to them.
+    """
+    calls: list[Facts] = list(noted.get("calls", ()))
+    if len(calls) < 2:
+        return calls
+    if {(call["function"], call["reduction"]) for call in calls} != {(calls[0]["function"], "sum")}:
+        return []
+    return calls if is_sum_of_calls(noted) and weigh_the_same(calls) else []
+
+
+def is_sum_of_calls(noted: Facts) -> bool:
+    """Return whether the loss of a pass is a sum of results of loss calls, as far as its graph says."""
+    terms = noted.get("terms") or ()
+    return len(terms) == len(noted.get("calls", ())) and all(term["call"] for term in terms)
+
+
+def weigh_the_same(calls: Sequence[Facts]) -> bool:
+    """Return whether each term of one call weighs as much as each of any other."""
+    if any(call["weight"] is None for call in calls):
+        return False
+    rates = [call["weight"] / call["terms"] for call in calls if call["terms"]]
+    return all(call["even"] for call in calls) and spread(rates) <= 1 + EXACT
+
+
 def _shares(step: RecordedStep) -> list[Share] | None:
-    """Return the one loss call of each pass; None where a pass has none or several, or shares its parameters."""
+    """Return the one loss of each pass; None where a pass has none or several, or shares its parameters."""
     if step.other_passes:
         return None
     shares = []
     for one in step.passes:
         noted = one.facts.get("objective", {})
-        calls = noted.get("calls", ())
-        if len(calls) != 1 or calls[0]["weight"] is None:
+        calls = calls_of_one_loss(noted)
+        if not calls or any(call["weight"] is None for call in calls):
             return None
-        (call,) = calls
-        shares.append(
-            Share(
-                call["function"], call["reduction"], call["terms"], call["weight"] / one.scale, call["even"],
-                noted["alone"],
-            )
-        )  # fmt: skip
+        first, is_one_call = calls[0], len(calls) == 1
+        terms, weight = (sum(call[kind] for call in calls) for kind in ("terms", "weight"))
+        is_even = first["even"] if is_one_call else True
+        is_alone = noted["alone"] if is_one_call else True
+        shares.append(Share(first["function"], first["reduction"], terms, weight / one.scale, is_even, is_alone))
     return shares
 
 

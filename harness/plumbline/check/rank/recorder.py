@@ -91,6 +91,7 @@ class TrainingRecorder:
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping = self._unclipped.note
+        joint.multiplied_by_hand = clipping.multiplied_by_hand
         joint.is_tied = next((one.is_tied for one in others if isinstance(one, TieObserver)), joint.is_tied)
         self._recording = False
         self._ended = False

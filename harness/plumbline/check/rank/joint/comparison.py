@@ -82,19 +82,23 @@ class JointComparison:
         losses: Sequence[float],
         divisors: Collection[float] = (),
         beside: Collection[str] = (),
+        by_hand: float = 1.0,
     ) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
 
         ``losses`` are the values at which this rank's backward passes began, if they began at a loss. All ranks have to
         call this at the same step. ``divisors``: by what the script has gradients divided, as multiples of the number
         of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on in another way than
-        through the outputs of calls, as through a loss that a module holds: S has no such terms.
+        through the outputs of calls, as through a loss that a module holds: S has no such terms. ``by_hand``: by what
+        the script has multiplied all gradients after the backward passes.
         """
 
         def begin() -> JointDerivative:
             self._left_out = {name for names in self._exchange.values(list(beside)) for name in names}
             own = self._without_those_beside(held)
-            return JointDerivative(self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors)
+            return JointDerivative(
+                self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors, by_hand
+            )
 
         left, self._left, self._waiting = self._left, {}, None
         return self._compared(held, begin)
@@ -190,7 +194,9 @@ class _Search:
         found["one_loss"] = self._derivative.has_one_loss
         found["changed"] = self._derivative.changed
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
-        if reading.factor != 1:
+        if reading.is_by_hand:
+            found["by_hand"] = reading.factor
+        elif reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
         unlucky = 0
         for number in range(ROUNDS):
@@ -275,7 +281,7 @@ class _Search:
     def _read(self, seed: str) -> tuple[Reading, Difference]:
         """Return the first reading by which all gradients are right along a direction, and its difference.
 
-        If there is none, return the first reading.
+        If there is none, return the first reading, or the one that is nearest where the script multiplies gradients.
         """
         sums = (False, True) if self._derivative.losses > 1 else (False,)
         readings = (
@@ -284,17 +290,25 @@ class _Search:
         if self._derivative.factor is not None:  # as other gradients of this step have shown it
             factor, factor_error = self._derivative.factor
             readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
+        elif (by_hand := self._derivative.by_hand) != 1:
+            readings += [
+                replace(one, factor=by_hand, factor_error=self._derivative.unit, is_by_hand=True) for one in readings
+            ]
+        apart: dict[Reading, float] = {}
         for one in readings:
             difference = self._read_as(one, seed)
+            apart[one] = difference.error(self._places) / abs(difference.right) if difference.right else math.inf
             if difference.error(self._places) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
-                    self.known = replace(one, factor=1.0, factor_error=0.0)
+                    self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
                 return one, difference
         for one in readings if self._derivative.are_copies and self._derivative.factor is None else ():
             if (scaled := self._with_factor(one)) is not None:
                 self.known = one
                 return scaled, self._read_as(scaled, seed)
-        return readings[0], self._read_as(readings[0], seed)
+        # A factor of the script's own may be meant while single gradients are wrong.
+        nearest = min(readings, key=apart.__getitem__) if self._derivative.by_hand != 1 else readings[0]
+        return nearest, self._read_as(nearest, seed)
 
     def _read_again(self, reading: Reading, seed: str) -> tuple[Reading, Difference] | None:
         """Return another reading by which a direction is right, where one that showed less fitted ``reading`` as well.

@@ -36,6 +36,9 @@ LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
 numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
 
+SAME_FACTOR = 1e-6
+"""Relative difference up to which the factors that ranks read off the lengths of their gradients are one."""
+
 OTHER_TENSORS = (
     "the forward communicates, and no optimizer holds the parameters of its modules. Gradients of other tensors, such "
     "as hand-written shards, are judged only if each rank can compute its own"
@@ -50,13 +53,15 @@ class Reading:
     """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add.
 
     ``factor`` is in all of them, as where a trainer's own code has divided gradients by a loss scale, or clipped them.
-    ``factor_error`` is the noise of the factor, relative to it.
+    ``factor_error`` is the noise of the factor, relative to it. ``is_by_hand``: the script was seen to multiply all
+    gradients by it.
     """
 
     is_sum: bool = False
     in_place: InPlace = InPlace.DERIVED
     factor: float = 1.0
     factor_error: float = 0.0
+    is_by_hand: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class JointDerivative:
     each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
     readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
     optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
-    ``factor`` is that in all of them, and its relative error; None before any was compared.
+    ``factor`` is that in all of them, and its relative error; None before any was compared. ``by_hand`` is that by
+    which the script was seen to multiply them on every rank, 1 if there is none.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class JointDerivative:
         left: Mapping[int, Tensor | None],
         losses: Sequence[float],
         divisors: Collection[float],
+        by_hand: float = 1.0,
     ) -> None:
         self._exchange = exchange
         self._meetings = meetings
@@ -117,6 +124,7 @@ class JointDerivative:
             "losses": list(losses),
             "unit": unit_of(calls),
             "divisors": list(divisors),
+            "by_hand": by_hand,
             "communicates": any(map(any, collectives.values())),
         }
         theirs = exchange.values(ours)
@@ -127,6 +135,9 @@ class JointDerivative:
         self._of = self._mean_of
         self._reading = Reading()
         self.unit = max(one["unit"] for one in theirs)
+        factors = [one["by_hand"] for one in theirs]
+        is_one = all(math.isclose(one, factors[0], rel_tol=max(self.unit, SAME_FACTOR)) for one in factors)
+        self.by_hand: float = factors[0] if is_one else 1.0
         self.communicate = [one["communicates"] for one in theirs]
         self._beginnings = beginnings
         self.squares: dict[Key, float] = {}

@@ -65,6 +65,7 @@ class JointSteps(Observer):
         self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
         self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
+        self.multiplied_by_hand: Callable[[], float] = lambda: 1.0
 
     def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
         """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""
@@ -115,7 +116,7 @@ class JointSteps(Observer):
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
-            self._found = self._comparison.compare(calls, held, losses, divisors, names)
+            self._found = self._comparison.compare(calls, held, losses, divisors, names, self.multiplied_by_hand())
             self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
         elif not calls and self._comparison.is_waiting:
             self._found = self._comparison.resume(list(self._held(*self._waiting)))

@@ -24,6 +24,10 @@ from plumbline.recording.sharding import is_shard
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""
 
+SAME_FACTOR = 2.0**-9
+"""Relative difference up to which the factors in the gradients of several optimizers are one. Chosen: the rounding of
+bfloat16, in which a factor may be known from one gradient alone."""
+
 _FUNCTIONS = {
     "clip_grad_norm_": "norm", "clip_grads_with_norm_": "norm", "_clip_grads_with_norm_": "norm",
     "clip_grad_value_": "value",
@@ -113,6 +117,16 @@ class ClippingObserver(WrappingObserver):
             "by_hand": self._changes_by_hand(optimizer) or None,
             "edited": self._is_edited(optimizer),
         }
+
+    def multiplied_by_hand(self) -> float:
+        """Return by what the script itself has multiplied all gradients since the last backward pass.
+
+        1 where that is no single factor.
+        """
+        changes = [self._changes_by_hand(one) for one in self._optimizers if lengths_of(parameters_of(one))]
+        factors = [change.get("factor", 1.0) for change in changes] or [1.0]
+        first: float | None = factors[0]
+        return first if first and all(one and abs(one - first) <= SAME_FACTOR * first for one in factors) else 1.0
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
