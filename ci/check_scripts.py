@@ -31,7 +31,7 @@ from mistake import FILES, Mistake, changed
 from mistakes import MISTAKES
 from page import Mistakes, Scripts, number, page
 from published import PUBLISHED
-from result import UNSTEADY, Result, is_right, last_lines, losses_of, read, write
+from result import CHANGED, UNSTEADY, Result, first_difference, is_right, last_lines, losses_of, read, write
 from rewritten import REWRITTEN_SCRIPTS
 from running import CannotRunError, Placed, interpreter, prepare
 from script import Script
@@ -149,7 +149,8 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
     recorded = despite_aborts(lambda: placed.check(asked.steps))
     second = placed.run() if recorded.losses != first.losses else None
     losses = UNSTEADY if placed.script.races else losses_of(first, recorded, second)
-    failed = "" if recorded.verdict else last_lines(recorded)
+    failed = first_difference(first, recorded) if losses == CHANGED else ""
+    failed = failed if recorded.verdict else last_lines(recorded)
     return Result(name, "", first.seconds, recorded.seconds, losses, recorded.verdict, failed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def losses_of(first: Ran, recorded: Ran, second: Ran | None) -> str:
     if recorded.losses == first.losses:
         return SAME
     return CHANGED if second is not None and second.losses == first.losses else UNSTEADY
+
+
+def first_difference(plain: Ran, recorded: Ran) -> str:
+    """Return the first loss of each rank that is another one under check, "" if all are the same."""
+    told = []
+    for rank in sorted(plain.losses.keys() | recorded.losses.keys()):
+        pairs = zip_longest(plain.losses.get(rank, ()), recorded.losses.get(rank, ()), fillvalue="none")
+        place, one, other = next(((i, a, b) for i, (a, b) in enumerate(pairs) if a != b), (0, "", ""))
+        if one != other:
+            told.append(f"rank {rank}, loss {place}: {one} without check, {other} under it")
+    return "\n".join(told)
 
 
 def last_lines(ran: Ran) -> str:

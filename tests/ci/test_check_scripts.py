@@ -172,6 +172,8 @@ def test_losses_that_a_check_changes_are_not_as_they_should_be(runner, result):
     assert runner.losses_of(plain, other, other) == "differ without it too"
     changed = runner.losses_of(plain, other, plain)
     assert not runner.is_right(result(losses=changed), runner.SCRIPTS["plain-loop"], None)
+    assert runner.first_difference(plain, other) == "rank 0, loss 0: 1.0 without check, 1.0000001 under it"
+    assert not runner.first_difference(plain, plain)
 
 
 def test_a_mistake_is_found_only_under_its_name(runner, result):
