@@ -1,0 +1,248 @@
+"""Were the gradients of a model in parts clipped by one factor, and by the norm of the whole model?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.clipped_masters import master_steps
+from plumbline.check.judge.clipping_calls import (
+    NORM_KNOWN_TO,
+    OBSERVER,
+    TO_AVOID_ZERO,
+    complete,
+    differ,
+    is_effective,
+    last_calls,
+)
+from plumbline.check.judge.joint_truth import JointTruth
+from plumbline.check.judge.judged_gradients import received_gradients
+from plumbline.check.judge.noted import (
+    FIRST_SEEN,
+    ObserverFacts,
+    side_by_side,
+)
+from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
+from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import trains_shards
+from plumbline.check.judge.step_objective import NEAR, objective_of, spread
+from plumbline.check.rank.observers.parallelism import REPLICATED_SHARDS
+from plumbline.core.finding import Finding
+from plumbline.evidence.recording import step_copies
+from plumbline.judge.findings import failed_with_hint
+from plumbline.report.text import listed
+
+
+def clipped_shard_by_shard(training: RecordedTraining) -> Finding | None:
+    """Find ranks whose calls of clipping scaled the shards of one gradient by different factors."""
+    for ranks, factors in _factors_of_shards(training):
+        if any(each.facts.get("in_flat_parts") for one in ranks.values() for each in one.step.passes):
+            continue  # ranks that belong together are not known
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if factors and max(factors) - min(factors) > rounding:
+            first = next(iter(ranks.values()))
+            return failed_with_hint(
+                "clipping",
+                f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)})"
+                f"{FIRST_SEEN}",
+                "clip by the norm of all shards together: call model.clip_grad_norm_() under FSDP1, "
+                "torch.nn.utils.clip_grad_norm_ with DTensors",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=first.step.number,
+            )
+    return None
+
+
+def _factors_of_shards(training: RecordedTraining) -> Iterator[tuple[Mapping[int, ObserverFacts], list[float]]]:
+    """Yield steps before which ranks clipped shards by a norm, and by what: 1 on a rank that did not call."""
+    for ranks, calls in last_calls(training, sharded=True):
+        yield ranks, [call["factor"] for call in calls.values() if call["norm"]]
+    for ranks in side_by_side(training, OBSERVER):
+        last = [own[-1] for one in ranks.values() if (own := complete(one))]
+        lacking = [one for one in ranks.values() if not complete(one) and one.facts["of"]]
+        everywhere = len(ranks) == training.world_size and step_copies(ranks.values())
+        if everywhere and last and lacking and all(one["kind"] == "norm" and one["sharded"] for one in last):
+            yield ranks, [1.0, *(one["factor"] for one in last if one["norm"])]
+
+
+def multiplied_shards(training: RecordedTraining) -> Finding | None:
+    """Find ranks whose own code multiplied the shards of one gradient by different factors."""
+    if not rank_layout(training).is_sharded:
+        return None
+    for ranks in side_by_side(training, OBSERVER):
+        if not all(trains_shards(one.step) for one in ranks.values()):
+            continue  # whole gradients beside a sharded model, such as those of adapters, may be averaged
+        factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if len(ranks) == training.world_size and None not in factors and differ(factors, rounding):
+            if _are_one_over_own_counts(list(ranks.values()), factors):
+                return failed_with_hint(
+                    "clipping",
+                    "each rank multiplied its shards by a number that is inversely proportional to the weight of its "
+                    f"own losses ({listed(f'{one:.6g}' for one in factors)}), although the shards are parts of one "
+                    f"gradient{FIRST_SEEN}",
+                    "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum",
+                    cause="divided-by-own-count",
+                    family="loss-normalisation",
+                    step=next(iter(ranks.values())).step.number,
+                )
+            return failed_with_hint(
+                "clipping",
+                "the script multiplied each rank's shards by a different factor "
+                f"({listed(f'{one:.6g}' for one in factors)}), although the shards are parts of one "
+                f"gradient{FIRST_SEEN}",
+                "compute one factor, from the norm over all shards",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=next(iter(ranks.values())).step.number,
+            )
+    return None
+
+
+def _are_one_over_own_counts(ranks: Sequence[ObserverFacts], factors: Sequence[float]) -> bool:
+    """Return whether the factor of each rank makes the losses of that rank have the same total weight."""
+    objectives = [objective_of([one.step]) for one in ranks]
+    weights = [one.of_losses for one in objectives if one is not None]
+    if len(weights) < len(ranks):
+        return False
+    totals = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
+    return min(totals) > 0 and spread(totals) <= 1 + NEAR
+
+
+def clipped_copies_in_parts(training: RecordedTraining) -> Finding | None:
+    """Find ranks that clip their parts of the master weights' gradients, each by the norm of its own part."""
+    for step in master_steps(received_gradients(training)):
+        if step.is_clipped_by_parts:
+            first = step.cases[0]
+            return failed_with_hint(
+                "clipping",
+                "each rank clipped its part of the gradients by the norm of that part, so the parts are scaled by "
+                f"different factors ({listed(f'{one:.6g}' for one in step.factors.values())}){FIRST_SEEN}",
+                "clip by the norm over the parts of all ranks: sum the squared norms with an all-reduce",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=first.step.number,
+            )
+    return None
+
+
+def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
+    """Find ranks that clip copies of one parameter by different factors: each by the norm of what it holds."""
+    judged = [ranks for _, found in JointTruth(training).compared for _, ranks in found["judged"]]
+    copies = {tuple(ranks) for ranks in judged if len(ranks) > 1}
+    for steps, calls in last_calls(training, sharded=False):
+        for ranks in copies:
+            factors = [calls[rank]["factor"] for rank in ranks]
+            if differ(factors, NORM_KNOWN_TO):
+                return failed_with_hint(
+                    "clipping",
+                    f"ranks {listed(ranks)} hold the same parameters, and scaled their gradients by different factors "
+                    f"({listed(f'{one:.6g}' for one in factors)}){FIRST_SEEN}",
+                    "clip by the norm of the whole model: add the squared norms of all parts, and count copies once",
+                    cause="clipped-shard-by-shard",
+                    family="clipping",
+                    step=next(iter(steps.values())).step.number,
+                )
+    return None
+
+
+def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:
+    """Find gradients of a model in parts that were clipped by another norm than that of the whole model."""
+    whole = {number: found["norms"] for number, found in JointTruth(training).compared}
+    if any(len({step.optimizer for step in rank.steps}) > 1 for rank in training.ranks):
+        return None  # each may have a norm of its own
+    for ranks in side_by_side(training, OBSERVER):
+        first = next(iter(ranks.values()))
+        calls = {rank: own for rank, one in ranks.items() if (own := complete(one))}
+        norms = whole.get(first.step.number) or _norms_of_shards(training, calls)
+        covers_all = all(sum(call["covered"] for call in own) == ranks[rank].facts["of"] for rank, own in calls.items())
+        everywhere = covers_all and 1 < len(calls) == training.world_size
+        if norms and everywhere and all(map(_are_by_one_norm, calls.values())):
+            found = _compared_norms(first, list(calls.values()), norms)
+            if found is not None:
+                return found
+    return None
+
+
+def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
+    """Return whether calls clip to one limit by one norm: several of them may clip a parameter each."""
+    first = calls[0]
+    return first["norm_type"] == 2.0 and all(
+        call["kind"] == "norm"
+        and 0 < call["limit"] < math.inf
+        and (call["limit"], call["norm_type"], call["returned"]) == (first["limit"], 2.0, first["returned"])
+        for call in calls
+    )
+
+
+def _norms_of_shards(training: RecordedTraining, calls: Mapping[int, Sequence[Facts]]) -> tuple[float, float] | None:
+    """Return the norm of all shards together, twice; None where it is not known how they lie on the ranks."""
+    layout = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    kinds = {kind for one in layout for module in one.get("modules", ()) for kind in module["layouts"]}
+    shapes = {tuple(mesh["shape"]) for one in layout for mesh in one.get("meshes", ())}
+    has_groups = any(one.get("groups") for one in layout)
+    if kinds == {REPLICATED_SHARDS} and {len(shape) for shape in shapes} == {2} and len(shapes) == 1:
+        ((replicas, _),) = shapes
+    elif kinds == {"1: Shard"} and not shapes and not has_groups:
+        replicas = 1
+    else:
+        return None
+    if len(calls) < training.world_size or not all(call["sharded"] for own in calls.values() for call in own):
+        return None
+    norm = math.hypot(*(_held(own) for own in calls.values())) / math.sqrt(replicas)
+    return norm, norm
+
+
+def _held(calls: Sequence[Facts]) -> float:
+    return math.hypot(calls[0]["others"], *(call["norm"] for call in calls))
+
+
+def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms: Sequence[float]) -> Finding | None:
+    """Return what is wrong if the calls of a rank do not use a norm between these two."""
+    least, most = norms
+    calls = [max(own, key=lambda call: call["norm"]) for own in every]
+    used = [call["limit"] / call["factor"] - TO_AVOID_ZERO if is_effective(call, one.facts) else None for call in calls]
+    if all(
+        least <= call["limit"] * (1 + NORM_KNOWN_TO)
+        if norm is None
+        else least * (1 - NORM_KNOWN_TO) <= norm <= most * (1 + NORM_KNOWN_TO)
+        for call, norm in zip(calls, used, strict=True)
+    ):
+        return None
+    held = [_held(own) for own in every]
+    whole = f"the norm of the whole model is {most:.6g}"
+    if all(
+        own <= call["limit"] * (1 + NORM_KNOWN_TO) if norm is None else _near(norm, own)
+        for call, norm, own in zip(calls, used, held, strict=True)
+    ):
+        return one.failed(
+            "clipping",
+            f"each rank clipped by the norm of the parameters that it holds ({listed(f'{own:.6g}' for own in held)}), "
+            f"but {whole}",
+            "add the squared norms of all parts with an all-reduce, and count copies once",
+            cause="clipped-shard-by-shard",
+            family="clipping",
+        )
+    if all(norm is not None and _near(norm, math.hypot(*held)) for norm in used):
+        return one.failed(
+            "clipping",
+            f"gradients were clipped by a norm of {math.hypot(*held):.6g}, which counts replicated gradients once "
+            f"per copy; {whole}",
+            "count each copy once: add the squared norms of different parts only",
+            cause="counted-again-in-the-norm",
+            family="clipping",
+        )
+    return one.failed(
+        "clipping",
+        f"gradients were clipped by the norms {listed(f'{norm:.6g}' if norm else '(no clipping)' for norm in used)}, "
+        f"but {whole}",
+        "clip by the norm over all ranks: add the squared norms of all parts, and count copies once",
+        cause="clipped-to-another-length",
+        family="clipping",
+    )
+
+
+def _near(norm: float, other: float) -> bool:
+    return abs(norm - other) <= NORM_KNOWN_TO * other

@@ -1,0 +1,75 @@
+"""The calls that clipped gradients, and when two lengths or gradients are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.noted import (
+    ObserverFacts,
+    side_by_side,
+)
+from plumbline.evidence.recording import step_copies
+
+OBSERVER = "clipping"
+
+NORM_KNOWN_TO = 0.01
+"""How well a norm is known that the script has computed, as a part of it.
+
+Chosen: sums in float32 over millions of entries are rarely worse, but how a script adds up is not recorded. Clipping by
+a norm that is off by less goes unnoticed.
+"""
+
+TO_AVOID_ZERO = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+def complete(one: ObserverFacts) -> list[Facts]:
+    """Return the calls between the last backward pass of a step and the step."""
+    last = last_pass(one)
+    return [call for call in one.facts["calls"] if not call["late"] and (last is None or call["pass"] >= last)]
+
+
+def last_pass(one: ObserverFacts) -> int | None:
+    """Return the number of the last backward pass of a step, None without any."""
+    return max((each.number for each in one.step.passes), default=None)
+
+
+def is_effective(call: Facts, facts: Facts) -> bool:
+    """Return whether a call made gradients shorter."""
+    return bool(call["factor"] < 1 - facts["roundings"])
+
+
+def last_calls(
+    training: RecordedTraining, *, sharded: bool
+) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
+    """Yield steps that every rank took with the same model, and the last call of each rank before them.
+
+    Only steps before which every rank clipped by a norm, all of them ``sharded`` gradients, or all of them whole ones.
+    """
+    for ranks in side_by_side(training, OBSERVER):
+        calls = {rank: own[-1] for rank, one in ranks.items() if (own := complete(one))}
+        everywhere = 1 < len(calls) == training.world_size and step_copies(ranks.values())
+        in_parts = any(not each.is_held for one in ranks.values() for each in one.step.parameters)
+        if everywhere and all(
+            call["kind"] == "norm" and (call["sharded"] or in_parts) == sharded for call in calls.values()
+        ):
+            yield ranks, calls
+
+
+def differ(norms: Sequence[float | None], by: float) -> bool:
+    """Return whether norms, all of which are known, differ by more than a part of the largest."""
+    known = [norm for norm in norms if norm is not None]
+    return len(known) == len(norms) and max(known) - min(known) > by * max(known)
+
+
+def are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
+    """Return whether gradients, all of which are known, are apart by no more than a part of the first one's norm."""
+    vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
+    if len(vectors) < len(gradients):
+        return False
+    most = rounding * float(vectors[0].norm())
+    return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)
