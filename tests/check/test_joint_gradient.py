@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
         "one_gradient": False,
         "parts": [],
         "in_pieces": False,
-        "whole": False,
+        "with_all_copies": None,
     }
     wrong = [{**measured(1.0, 0.5, 1.5), **named}]
     found = {"wrong": wrong, "right": list(right), "limit": LIMIT, "judged": [], "losses": 2}
@@ -52,6 +53,25 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
 )
 def test_a_mistake_in_all_gradients_has_to_predict_the_right_ones(right: dict[str, Any], fits: bool) -> None:
     assert (evidence(right).match(PREVIOUS_STEP_NOT_ZEROED) is not None) == fits
+
+
+def copy_of(received: float, *, shares: list[list[float]], own: list[list[float]]) -> JointGradient:
+    every = {"received": received, "left": 0.0, "shares": shares, "own": own, "noise": NOISE}
+    return replace(evidence().wrong[0], began_alike=True, copies=2.0, with_all_copies=every)
+
+
+SHARES, OWN = [[0.3, 0.5], [0.1, 0.7]], [[0.2, 0.1], [0.05, 0.4]]
+
+
+@pytest.mark.parametrize(
+    ("received", "is_whole", "last_pass_is_apart"),
+    [(1.6, True, False), (0.3 + 0.1 + 2 * 0.5, False, True), (2 * 0.75, False, False), (0.0, False, False)],
+)
+def test_what_a_copy_received_is_told_from_what_all_copies_should(
+    received: float, *, is_whole: bool, last_pass_is_apart: bool
+) -> None:
+    case = copy_of(received, shares=SHARES, own=OWN)
+    assert (case.is_whole, case.last_pass_is_apart) == (is_whole, last_pass_is_apart)
 
 
 def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:

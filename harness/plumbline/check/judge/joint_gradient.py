@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plumbline.check.evidence.training import Facts
@@ -22,7 +22,8 @@ class JointGradient(GradientCase):
     ``others`` are the same of parameters that were right at this step, each along a direction through several: a
     mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
     parameter of this name, and received another gradient for it: there are ``copies`` times as many of it as
-    received this one. ``is_whole``: it is that of all copies.
+    received this one. ``with_all_copies`` has the same along a direction through all of them, and the shares ``own`` of
+    this one.
     ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
     whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
@@ -52,7 +53,7 @@ class JointGradient(GradientCase):
     in_pieces: bool = False
     losses: int = 1
     clipped_apart: bool = False
-    is_whole: bool = False
+    with_all_copies: Facts = field(default_factory=dict)
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
@@ -86,7 +87,7 @@ class JointGradient(GradientCase):
             parts=wrong["parts"],
             in_pieces=wrong["in_pieces"],
             losses=found["losses"],
-            is_whole=wrong["whole"],
+            with_all_copies=wrong["with_all_copies"] or {},
         )
 
     @property
@@ -94,6 +95,26 @@ class JointGradient(GradientCase):
         """Whether each of several copies received its own share of the gradient only."""
         own = SomeParameters(scaled(self.copies))
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is one of several copies, and received the gradient of all of them."""
+        every = self.with_all_copies
+        return bool(every) and self._is_sum(every["received"], [*map(sum, every["shares"])], every["noise"])
+
+    @property
+    def last_pass_is_apart(self) -> bool:
+        """Whether the last backward pass of each rank counts as if it was not reduced, unlike those before it."""
+        every = self.with_all_copies or {"received": self.received, "shares": self.shares, "own": self.shares}
+        factor = self.copies if self.with_all_copies else float(self.world)
+        reduced = [share for rank in every["shares"] for share in rank[:-1]]
+        own = [factor * rank[-1] for rank in every["own"] if rank]
+        noise = factor * every.get("noise", self.noise)
+        return bool(reduced) and self._is_sum(every["received"], [*reduced, *own], noise)
+
+    def _is_sum(self, received: float, terms: Sequence[float], noise: float) -> bool:
+        within = self.limit_x_noise * noise
+        return abs(received) > 2 * within and abs(received - math.fsum(terms)) <= within
 
     @property
     def is_of_the_holders_samples(self) -> bool:
@@ -239,6 +260,9 @@ register(
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
         "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
+    Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.last_pass_is_apart),
+        "reduced before the last backward pass of a step: what this pass adds is not reduced",
+        "reduce gradients, or divide them by the number of ranks, after the last backward pass of each step", 360),
     GradientMistake("scaled-with-every-window", "accumulation", _scaled_again,
         "divided again by the number of micro-batches at the end of each run of the pipeline schedule in a step",
         "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),

@@ -412,15 +412,19 @@ class _Search:
         difference = self._derivative.difference([place], f"one {place}", {place: first})
         return difference.error([place]) <= difference.limit
 
-    def _is_whole(self, place: int) -> bool:
-        """Return whether one of several copies received the gradient of all of them, unlike others of them."""
+    def _with_all_copies(self, place: int) -> Facts | None:
+        """Return what a copy received, along a direction through all copies, and ``own``, that through this one.
+
+        None where there are no copies.
+        """
         group = self._groups[place]
         if not group.is_doubtful:
-            return False
+            return None
         others = (one.instances for one in self._groups if one.kind == group.kind and one is not group)
         every = Group(group.kind, (*group.instances, *(each for one in others for each in one)), group.size)
-        difference = self._derivative.difference([place], f"whole {place}", {place: every})
-        return self._shows(difference, place) and difference.error([place]) <= difference.limit
+        together = self._derivative.difference([place], f"copies {place}", {place: every})
+        own = self._derivative.difference([place], f"copies {place}")
+        return {**_measured(together, [place]), "own": own.shares, "noise": math.hypot(together.noise, own.noise)}
 
     def _wrong(self, place: int, difference: Difference, again: Difference | None = None) -> Facts:
         """Return what is wrong; ``again`` is another direction, which shows whether there is a common factor."""
@@ -436,7 +440,7 @@ class _Search:
             "again": others,
             "began_alike": group.is_doubtful,
             "copies": sum(len(one.instances) for one in self._groups if one.kind == group.kind) / len(group.instances),
-            "whole": self._is_whole(place),
+            "with_all_copies": self._with_all_copies(place),
             "one_gradient": have_one_gradient(
                 self._every, self._groups, place, self._derivative.unit, self._beginnings
             ),
