@@ -56,8 +56,8 @@ def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
             "objective",
             "The loss uses outputs of other ranks that torch.distributed.all_gather returned. These have no gradient, "
             "so each rank's gradients leave out how the losses of other ranks depend on its own outputs. For the "
-            "gradient of the loss over the whole batch, gather with torch.distributed.nn.functional.all_gather. If "
-            "this is intended, gather under torch.no_grad().",
+            "gradient of the loss over the whole batch, gather with a function that has a gradient, such as "
+            "torch.distributed.nn.functional.all_gather. If this is intended, gather under torch.no_grad().",
         )
 
 
