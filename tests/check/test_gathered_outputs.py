@@ -12,6 +12,7 @@ import torch.distributed.nn.functional as with_gradients
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.noted import HeadlineNote
@@ -82,6 +83,29 @@ def train(gather: Gather, *, scaled: bool = False, is_half: bool = False) -> lis
     return losses
 
 
+def without_modules() -> list[float]:
+    """Train a bare weight in a checkpoint, and fail if that runs more often than twice a step."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    optimizer, ran = torch.optim.SGD([weight], 0.1), []
+
+    def project(rows: Tensor) -> Tensor:
+        ran.append(len(rows))
+        return functional.linear(rows, weight)
+
+    for step in range(2):
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        ours: Tensor = checkpoint(project, rows, use_reentrant=False)  # type: ignore[assignment]
+        functional.cross_entropy(ours.square() @ constant(ours).T, torch.arange(ROWS)).backward()
+        assert weight.grad is not None
+        dist.all_reduce(weight.grad)
+        weight.grad /= WORLD
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(ran) == 2 * (step + 1), ran
+    return []
+
+
 def notes(training: Callable[[], list[float]]) -> list[str]:
     checked = check_function(training, WORLD, steps=2)
     assert not any(end.has_failed for end in checked.ends), checked.ends
@@ -103,3 +127,7 @@ def test_outputs_that_autocast_rounds_are_found() -> None:
 @pytest.mark.parametrize("gather", [meant, printed, with_gradient])
 def test_constants_that_are_meant_or_not_used_have_none(gather: Gather) -> None:
     assert not notes(partial(train, gather))
+
+
+def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
+    notes(without_modules)

@@ -25,13 +25,16 @@ WORDS, IGNORED, CHUNKS = 16, -100, 4
 
 @dataclass(frozen=True)
 class Recipe:
-    """``own_tokens``: each rank divides by its own number; ``extra`` is a factor that nothing explains."""
+    """``own_tokens``: each rank divides by its own number; ``extra`` is a factor that nothing explains.
+    ``is_summed``: FSDP adds gradients up, and does not divide them.
+    """
 
     parallel: str = "ddp"
     chunked: bool = False
     micro_batches: int = 1
     own_tokens: bool = False
     extra: float = 1.0
+    is_summed: bool = False
     one_left_out: bool = False
 
 
@@ -72,7 +75,11 @@ def _parallel(recipe: Recipe, layers: nn.Sequential) -> tuple[Any, int]:
     plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
     parallelize_module(layers, mesh["tp"], plan)
     left_out = {next(layers.parameters())} if recipe.one_left_out else None
-    return fully_shard(layers, mesh=mesh["dp"], ignored_params=left_out), 2
+    model: Any = fully_shard(layers, mesh=mesh["dp"], ignored_params=left_out)
+    if recipe.is_summed:
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    return model, 2
 
 
 def _summed(logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
@@ -115,9 +122,15 @@ def test_another_factor_is_told_and_not_judged(world: int, parallel: str) -> Non
     checked = check(world, parallel=parallel, extra=0.5)
     gradients = [one for one in checked.findings if one.check == "gradients"]
     assert {one.outcome for one in gradients} == {Outcome.SKIPPED}
-    assert any("a total weight of 0.5," in one.message for one in gradients)
+    assert any("add up to 0.5, and not to 1" in one.message for one in gradients)
     (training,) = checked.trainings
     assert training.coverage.gradients.part == 0
+
+
+@pytest.mark.parametrize(("extra", "outcome"), [(0.5, Outcome.PASSED), (1.0, Outcome.SKIPPED)])
+def test_a_sum_that_a_script_asks_for_counts_in_the_factor(extra: float, outcome: Outcome) -> None:
+    checked = check(4, parallel="fsdp+tp", extra=extra, is_summed=True)
+    assert [one.outcome for one in checked.findings if one.check == "gradients"] == [outcome]
 
 
 def test_shards_that_are_divided_by_the_own_tokens_are_named() -> None:
@@ -131,7 +144,7 @@ def test_one_wrong_gradient_beside_the_factor_is_found() -> None:
     assert [(one.parameter, one.cause) for one in wrong] == [("0.weight", "averaged-over-some-ranks")]
 
 
-@pytest.mark.parametrize(("extra", "outcome"), [(1.0, Outcome.PASSED), (0.5, Outcome.FAILED)])
-def test_a_declared_mean_over_tokens_is_judged_over_chunks(extra: float, outcome: Outcome) -> None:
+@pytest.mark.parametrize(("extra", "outcome"), [(1.0, Outcome.PASSED), (0.5, Outcome.SKIPPED)])
+def test_a_declared_mean_over_tokens_is_confirmed_over_chunks(extra: float, outcome: Outcome) -> None:
     checked = check(objective="token-mean", chunked=True, extra=extra)
     assert [one.outcome for one in checked.findings if one.check == "objective"] == [outcome]

@@ -51,7 +51,8 @@ def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
             readings = _cases(training.objective, steps)
             if not all(one.is_sure or one.is_right for one in readings):
                 raise _UnknownError(
-                    "it is not known which entries of the loss are tokens: a custom function or a mask may skip some"
+                    "it is not known which entries of the loss are tokens: a custom function or a mask may skip some, "
+                    "and several calls may be chunks of one loss or several losses"
                 )
             cases.append(readings)
         except _UnknownError as error:
@@ -182,14 +183,17 @@ def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
 
 
 def _added_up(chunks: Sequence[Facts]) -> Facts:
-    """Return the weights of a loss that is a sum over chunks, whose terms all weigh the same; rows may be split."""
+    """Return the weights of a sum of calls whose terms all weigh the same: chunks of one loss, or several losses.
+
+    Rows may be split between chunks.
+    """
     own = [call["own"] for call in chunks]
     return {
         "terms": sum(one["terms"] for one in own),
         "weight": sum(one["weight"] for one in own),
         "even": True,
         "rows": None,
-        "sure": all(one["sure"] for one in own),
+        "sure": False,
         "dtype": max((call["dtype"] for call in chunks), key=lambda dtype: ROUNDED.get(dtype, 0.0)),
     }
 

@@ -31,7 +31,7 @@ BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
 
 _SCALED = ", up to one common factor, which clipping explains"
 
-_BY_HAND = ", multiplied by the script's own code, as its loss requires"
+_BY_HAND = "; the script multiplies gradients by a factor, as its loss requires"
 
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
@@ -49,7 +49,7 @@ class JointTruth(Truth[JointGradient]):
         scaled = scaled_by_mistake(first.steps)
         self.scaled = {number: one for number, one in scaled.items() if number not in wrong}
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
-        self.by_hand = {number: float(one["by_hand"]) for number, one in self.compared if "by_hand" in one}
+        self.is_by_hand = any("by_hand" in one for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
@@ -124,7 +124,7 @@ class JointTruth(Truth[JointGradient]):
         is_divided = is_loss_divided(self.training.ranks)
         if not wrong and (unknown := self._multiplied_by_hand()) is not None:
             return unknown
-        if not wrong and self.is_sum and not self.by_hand:
+        if not wrong and self.is_sum and not self.is_by_hand:
             if self.is_of_one_loss and not is_divided:
                 return self._counted_by_every_rank()
             if is_divided is False:
@@ -139,7 +139,7 @@ class JointTruth(Truth[JointGradient]):
         if not wrong:
             right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
-            right += _BY_HAND if self.by_hand else ""
+            right += _BY_HAND if self.is_by_hand else ""
             right += _SCALED if any("scaled" in found for _, found in self.compared) else ""
             right += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
@@ -197,19 +197,20 @@ class JointTruth(Truth[JointGradient]):
 
     def _multiplied_by_hand(self) -> Finding | None:
         """Return why gradients that the script multiplies are not judged, None if its losses have the weight 1 then."""
-        if not self.by_hand:
+        if not self.is_by_hand:
             return None
         together = {steps[0].number: steps for steps in steps_together(self.training.ranks)}
-        objectives = [objective_of_losses(together[number]) for number in self.by_hand if number in together]
-        known = [one for one in objectives if one is not None]
-        ranks = self.losses if self.is_sum else 1
-        weights: list[float] = []
-        if len(known) == len(self.by_hand):
-            factors = self.by_hand.values()
-            weights = [factor * ranks * one.of_losses for factor, one in zip(factors, known, strict=True)]
+        weights = []
+        for number, found in self.compared:
+            objective = objective_of_losses(together[number]) if number in together else None
+            if objective is not None:
+                of_all = objective.of_losses * len(objective.ranks)
+                weights.append(found.get("by_hand", 1.0) * of_all / found["divided_by"])
+        if len(weights) < len(self.compared):
+            weights = []
         if weights and all(abs(weight - 1) <= NEAR for weight in weights):
             return None
-        return not_judged(CHECK, multiplied(weights), min(self.by_hand))
+        return not_judged(CHECK, multiplied(weights), self.compared[0][0])
 
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
         """Return what is wrong if each replica uses, and trains, only its own copy of some parameters."""

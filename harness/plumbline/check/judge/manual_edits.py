@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.clipped_masters import master_steps, scale_at_clipping
+from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -110,19 +110,24 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
 
 
 def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:
-    """Return whether wrong gradients are right at each step and on each rank, up to one positive factor."""
-    fits = [replace(case, free_factor=True).fit(RIGHT) for case in wrong]
-    return all(fit.holds and fit.factor > 0 for fit in fits)
+    """Return whether wrong gradients are right up to a positive factor, the same on all ranks at a step."""
+    factors: dict[tuple[int, int], list[float]] = {}
+    for case in wrong:
+        fit = replace(case, free_factor=True).fit(RIGHT)
+        if not fit.holds or fit.factor <= 0:
+            return False
+        factors.setdefault((case.step.optimizer, case.index), []).append(fit.factor)
+    return all(map(are_one, factors.values()))
 
 
 def multiplied(totals: Sequence[float]) -> str:
     """Return why gradients that the script multiplies are not judged; the losses of steps have these weights then."""
-    why = "the script multiplies all gradients with its own code"
+    why = "the script multiplies all gradients after the backward passes"
     if not totals:
         return f"{why}, and it is not known whether its loss requires that"
     least, most = min(totals), max(totals)
     total = f"{most:.4g}" if most - least <= NEAR * most else f"{least:.4g} to {most:.4g}"
-    return f"{why}. Its losses then have a total weight of {total}, and it is not known whether that is meant"
+    return f"{why}. With this factor, the weights of a step's losses add up to {total}, and not to 1, as in a mean"
 
 
 def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:

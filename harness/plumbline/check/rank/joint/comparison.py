@@ -193,6 +193,7 @@ class _Search:
         found["right"] = right
         found["one_loss"] = self._derivative.has_one_loss
         found["changed"] = self._derivative.changed
+        found["divided_by"] = self._derivative.divided_by
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         if reading.is_by_hand:
             found["by_hand"] = reading.factor

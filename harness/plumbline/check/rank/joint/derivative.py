@@ -291,6 +291,11 @@ class JointDerivative:
         self._of = 1.0 if reading.is_sum else self._mean_of
         self._forward.take(reading.in_place)
 
+    @property
+    def divided_by(self) -> float:
+        """By what the sum of the ranks' losses is divided: gradients are those of what that makes."""
+        return self._of
+
     def not_derivatives(self) -> list[str]:
         """Return the names of functions that communicate, and whose backward is the derivative of no forward."""
         self._weights.move({}, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,18 @@ from plumbline.check.rank.observers.loss_weight import MOST_NODES
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import paused
+from plumbline.replay.alias import CallOutputs
 
 _SAVED = (
     "_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_batch1", "_saved_batch2", "_saved_x1",
     "_saved_x2",
 )  # fmt: skip
 """What nodes of products, quotients and distances keep for the backward pass."""
+
+_CALL: Any = CallOutputs._backward_cls
+
+MOST_CALLS = 8
+"""Calls that are kept until the next backward pass. A loss gathers a few tensors, and evaluations may have no end."""
 
 LEAST_ENTRIES = 4
 """Entries other than zero that a row needs: those with fewer may be multiples of each other by chance."""
@@ -32,9 +39,10 @@ ALONG = 1 - 1e-5
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """One call: the tensor that this rank gave, and those that it received from all ranks."""
+    """One call: what this rank gave, the node that computed it, and what it received from all ranks."""
 
     own: Tensor
+    node: int
     parts: Sequence[Tensor]
 
     def rows_of_others(self) -> Iterator[Tensor]:
@@ -49,29 +57,34 @@ class GatheredOutputObserver(Observer):
     """Follows ``all_gather`` of tensors with a graph: what it returns has none.
 
     ``all_gather_into_tensor`` refuses such tensors. Facts of the process: ``used``, whether a backward pass keeps what
-    was gathered as a factor. Where gradients are switched off around the call, that is meant.
+    was gathered as an operand. Where gradients are switched off around the call, that is meant. Modules with
+    parameters are not looked into.
     """
 
     name = "gathered-outputs"
 
     def __init__(self) -> None:
-        self._gathered: list[_Gathered] = []
+        self._gathered: deque[_Gathered] = deque(maxlen=MOST_CALLS)
         self._is_used = False
+        self._has_hooks = False
 
     def install(self) -> None:
         """Wrap what gathers."""
         if torch.distributed.is_available():
             wrap(torch.distributed, "all_gather", self._around)
+            wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
 
     def stop(self) -> None:
         super().stop()
-        self._gathered = []
+        self._gathered.clear()
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Look for rows of other ranks near the loss."""
-        gathered, self._gathered = self._gathered, []
+        gathered, has_hooks = list(self._gathered), self._has_hooks
+        self._gathered.clear()
+        self._has_hooks = False
         if gathered:
-            attempt(self._look, gathered, roots)
+            attempt(self._look, gathered, roots, has_hooks)
 
     def final_facts(self) -> Facts | None:
         return {"used": True} if self._is_used else None
@@ -82,33 +95,42 @@ class GatheredOutputObserver(Observer):
             attempt(self._note, [*args, *kwargs.values()])
         return result
 
+    def _around_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._has_hooks = True
+        return original(*args, **kwargs)
+
     def _note(self, given: Sequence[Any]) -> None:
         parts, own = given[:2]
         if own.requires_grad and own.dim() > 1:  # one number, or one for each sample, is what scripts print
-            self._gathered.append(_Gathered(own, list(parts)))
+            self._gathered.append(_Gathered(own.detach(), id(own.grad_fn), [part.detach() for part in parts]))
 
-    def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor]) -> None:
+    def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor], has_hooks: bool) -> None:
+        nodes, is_whole = _near([one.grad_fn for one in roots], {one.node for one in gathered})
+        if has_hooks and not is_whole:
+            return  # reading what a checkpoint keeps runs it again
         with torch.no_grad(), paused():
-            kept = list(_kept([one.grad_fn for one in roots], {id(one.own.grad_fn) for one in gathered}))
+            kept = [one for node in nodes for name in _SAVED if isinstance(one := getattr(node, name, None), Tensor)]
             rows = [row for one in gathered for row in one.rows_of_others()]
             self._is_used |= any(_has_row(tensor, row) for row in rows for tensor in kept)
 
 
-def _kept(nodes: Iterable[Any], ends: set[int]) -> Iterator[Tensor]:
-    """Yield the factors that the nodes nearest to a loss keep; what lies behind ``ends`` is the model."""
-    waiting, seen = list(nodes), set[int]()
+def _near(nodes: Iterable[Any], ends: set[int]) -> tuple[list[Any], bool]:
+    """Return the nodes nearest to a loss, up to ``ends`` and to calls of modules, and whether no parameter is there."""
+    waiting, seen = list(nodes), dict[int, Any]()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop(0)
-        if node is None or id(node) in seen or id(node) in ends:
-            continue
-        seen.add(id(node))
-        yield from (one for name in _SAVED if isinstance(one := getattr(node, name, None), Tensor))
-        waiting.extend(following for following, _ in node.next_functions)
+        if node is not None and id(node) not in seen and id(node) not in ends and not isinstance(node, _CALL):
+            seen[id(node)] = node
+            waiting.extend(following for following, _ in node.next_functions)
+    has_parameters = any(type(node).__name__ == "AccumulateGrad" for node in seen.values())
+    return list(seen.values()), not waiting and not has_parameters
 
 
 def _has_row(tensor: Tensor, row: Tensor) -> bool:
     """Return whether a tensor has a multiple of a row, or is the transpose of one that has."""
     if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.device != row.device:
+        return False
+    if not tensor.untyped_storage().nbytes():  # of a weight that its wrapper has freed
         return False
     views = (one for one in (tensor.detach(), tensor.detach().mT) if one.shape[-1] == row.numel())
     along = functional.normalize(row.double(), dim=0)
