@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plumbline.report.comparison.alignment import CellPair, CellRecords
@@ -134,6 +135,7 @@ anything = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=5
 
 
 @given(st.sampled_from(["step_p50", "data_wait", "out_of_memory"]), anything, anything, st.booleans())
+@example(metric="data_wait", a=[0.0, 0.0, sys.float_info.max, 0.0, 0.0], b=[0.0, 0.0, -1e292, 0.0, 0.0], turns=True)
 def test_whatever_was_measured_there_is_an_answer_in_finite_numbers(verdict_on, metric, a, b, turns):
     change = verdict_on(metric, a, b, turns=turns, value=None)
     assert isinstance(change.verdict, FigureVerdict)

@@ -265,6 +265,9 @@ def _estimated(
         high=scale.change(high),
         harm=None if sign is None else sign * difference / least,
     )
+    figures = (change.a, change.b, change.change, change.low, change.high, change.harm)
+    if not all(math.isfinite(figure) for figure in figures if figure is not None):
+        raise OverflowError  # as some of the arithmetic on numbers this large does by itself
     return change, case
 
 
