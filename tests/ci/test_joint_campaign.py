@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [6, 9])
 def test_a_mistake_in_copies_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "ci")
