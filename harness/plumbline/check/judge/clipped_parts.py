@@ -77,25 +77,18 @@ def multiplied_shards(training: RecordedTraining) -> Finding | None:
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and differ(factors, rounding):
-            if _are_one_over_own_counts(list(ranks.values()), factors):
-                return failed_with_hint(
-                    "clipping",
-                    "the script multiplied each rank's shards by a different factor "
-                    f"({listed(f'{one:.6g}' for one in factors)}), apparently 1 / the rank's own number of tokens or "
-                    f"samples, although the shards are parts of one gradient{FIRST_SEEN}",
-                    "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum",
-                    cause="divided-by-own-count",
-                    family="loss-normalisation",
-                    step=next(iter(ranks.values())).step.number,
-                )
+            is_own_count = _are_one_over_own_counts(list(ranks.values()), factors)
+            why = ", apparently 1 / the rank's own number of tokens or samples" if is_own_count else ""
             return failed_with_hint(
                 "clipping",
                 "the script multiplied each rank's shards by a different factor "
-                f"({listed(f'{one:.6g}' for one in factors)}), although the shards are parts of one "
+                f"({listed(f'{one:.6g}' for one in factors)}){why}, although the shards are parts of one "
                 f"gradient{FIRST_SEEN}",
-                "compute one factor, from the norm over all shards",
-                cause="clipped-shard-by-shard",
-                family="clipping",
+                "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum"
+                if is_own_count
+                else "compute one factor, from the norm over all shards",
+                cause="divided-by-own-count" if is_own_count else "clipped-shard-by-shard",
+                family="loss-normalisation" if is_own_count else "clipping",
                 step=next(iter(ranks.values())).step.number,
             )
     return None

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import (
-    ObserverFacts,
-    side_by_side,
-)
+from plumbline.check.judge.noted import ObserverFacts, side_by_side
 from plumbline.evidence.recording import step_copies
 
 OBSERVER = "clipping"

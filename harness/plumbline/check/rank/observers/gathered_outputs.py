@@ -48,7 +48,7 @@ class _Gathered:
     def rows_of_others(self) -> Iterator[Tensor]:
         """Yield the first row of each part, unless this rank has the same row."""
         for part in self.parts:
-            row = part.detach().reshape(-1, part.shape[-1])[0]
+            row = part.reshape(-1, part.shape[-1])[0]
             if int((row != 0).sum()) >= LEAST_ENTRIES and not _has_row(self.own, row):
                 yield row
 
@@ -96,7 +96,8 @@ class GatheredOutputObserver(Observer):
         return result
 
     def _around_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._has_hooks = True
+        if not torch.compiler.is_compiling():  # a compiled region must not depend on what is noted
+            self._has_hooks = True
         return original(*args, **kwargs)
 
     def _note(self, given: Sequence[Any]) -> None:
@@ -132,6 +133,6 @@ def _has_row(tensor: Tensor, row: Tensor) -> bool:
         return False
     if not tensor.untyped_storage().nbytes():  # of a weight that its wrapper has freed
         return False
-    views = (one for one in (tensor.detach(), tensor.detach().mT) if one.shape[-1] == row.numel())
+    views = (one for one in (tensor, tensor.mT) if one.shape[-1] == row.numel())
     along = functional.normalize(row.double(), dim=0)
     return any(bool((functional.normalize(one.double(), dim=-1) @ along > ALONG).any()) for one in views)

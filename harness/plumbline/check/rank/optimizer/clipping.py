@@ -123,7 +123,8 @@ class ClippingObserver(WrappingObserver):
 
         1 where that is no single factor.
         """
-        changes = [self._changes_by_hand(one) for one in self._optimizers if lengths_of(parameters_of(one))]
+        stepped = [opt for opt in self._optimizers if any(one.grad is not None for one in parameters_of(opt))]
+        changes = [self._changes_by_hand(optimizer) for optimizer in stepped]
         factors = [change.get("factor", 1.0) for change in changes] or [1.0]
         first: float | None = factors[0]
         return first if first and all(one and abs(one - first) <= SAME_FACTOR * first for one in factors) else 1.0
