@@ -75,7 +75,7 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
         command = (python, "ci/check_scripts.py", "--part", part, "--jobs=2", *scripts)
         yield Piece("check-scripts", command, part)
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py", "-m", ""), needs=("deepspeed",))
-    yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10", "--least-named=0.85"))
+    yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10", "--least-named=0.9"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
     for torch in OLD_TORCH:
         yield Piece("wheel", (python, "ci/try_wheel.py", "--torch", torch), f"torch {torch}", needs=("hatchling",))

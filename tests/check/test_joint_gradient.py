@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.joint_truth import JointTruth
+from plumbline.check.judge.wrong_together import has_hidden_left_over, has_last_pass_apart, has_left_over
 from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import Combination, SomeParameters
@@ -22,7 +26,13 @@ NOISE, LIMIT = 1e-7, 128.0
 
 
 def measured(right: float, left: float, received: float) -> dict[str, Any]:
-    return {"received": received, "left": left, "shares": [[right / 2], [right / 2]], "noise": NOISE}
+    return {
+        "received": received,
+        "left": left,
+        "left_in_parts": 0.0,
+        "shares": [[right / 2], [right / 2]],
+        "noise": NOISE,
+    }
 
 
 def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
@@ -71,7 +81,11 @@ def test_what_a_copy_received_is_told_from_what_all_copies_should(
     received: float, *, is_whole: bool, last_pass_is_apart: bool
 ) -> None:
     case = copy_of(received, shares=SHARES, own=OWN)
-    assert (case.is_whole, case.last_pass_is_apart) == (is_whole, last_pass_is_apart)
+    assert (case.is_whole, has_last_pass_apart([case])) == (is_whole, last_pass_is_apart)
+
+
+def test_a_copy_counts_as_whole_only_where_its_own_gradient_would_be_another() -> None:
+    assert not copy_of(1.6, shares=SHARES, own=[[0.3, 0.1], [0.1, 0.3]]).is_whole
 
 
 def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
@@ -80,10 +94,97 @@ def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
     assert min(own.misfits(SomeParameters(Combination(only({0}, 3.0))))) == 0
 
 
+def coarse(random: Random, count: int, *, left: float, right: float = 100.0) -> list[dict[str, Any]]:
+    """Directions whose errors are below 16 × noise: what is left, of some 8 × noise, times ``left``, and rounding."""
+    directions = []
+    for _ in range(count):
+        value, rest = random.gauss(0.0, right), random.gauss(0.0, 8.0)
+        received = value + left * rest + random.gauss(0.0, 0.5)
+        directions.append({"received": received, "left": rest, "left_in_parts": 0.0, "shares": [[value]], "noise": 1.0})
+    return directions
+
+
+@pytest.mark.parametrize(("left", "is_seen"), [(1.0, True), (0.0, False), (0.5, False)])
+@given(seed=st.integers(0, 10**6))
+def test_many_directions_show_what_is_left_below_the_noise_of_each(left: float, *, is_seen: bool, seed: int) -> None:
+    directions = coarse(Random(seed), 20, left=left)
+    assert has_hidden_left_over(directions, 2) == is_seen
+    assert not has_hidden_left_over(directions[:3], 2)
+
+
+@given(seed=st.integers(0, 10**6), factor=st.sampled_from([2.0, 0.5]))
+def test_what_is_left_in_parts_is_summed_or_divided_again(seed: int, factor: float) -> None:
+    random = Random(seed)
+    directions = coarse(random, 20, left=1.0)
+    for one in directions:
+        one["left_in_parts"] = random.gauss(0.0, 8.0)
+        one["received"] += (factor - 1) * one["left_in_parts"]
+    assert has_hidden_left_over(directions, 2)
+
+
+def test_an_error_in_the_size_of_all_gradients_is_not_what_is_left_of_equal_ones() -> None:
+    random = Random(0)
+    values = [random.gauss(0.0, 100.0) for _ in range(20)]
+    same = [
+        {"received": 1.05 * one, "left": 0.05 * one, "left_in_parts": 0.0, "shares": [[one]], "noise": 1.0}
+        for one in values
+    ]
+    assert not has_hidden_left_over(same, 2)
+
+
+def test_a_training_is_wrong_whose_errors_are_below_the_limit_but_equal_to_what_is_left() -> None:
+    found = JointTruth(recorded(COMPARED | {"limit": 16.0, "right": coarse(Random(0), 20, left=1.0)})).compare()
+    assert (found.outcome, found.cause) == (Outcome.FAILED, "previous-step-not-zeroed")
+
+
+@pytest.mark.parametrize(
+    ("factors", "explains"),
+    [([1.0, 1.0, 0.5, 0.5], True), ([1.0, 0.5, 0.5, 0.5], False), ([1.0, 1.0, 0.5, 0.3], False)],
+)
+def test_what_is_left_is_averaged_in_replicas_and_divided_again_in_parts(
+    factors: list[float], *, explains: bool
+) -> None:
+    random = Random(0)
+    wrong = []
+    for place, factor in enumerate(factors):
+        right, left = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0)
+        facts = measured(right, left, right + factor * left) | {"left_in_parts": left if place > 1 else 0.0}
+        wrong.append(replace(evidence().wrong[0], **facts))
+    assert has_left_over(wrong) == explains
+
+
+@given(seed=st.integers(0, 10**6), clipped=st.sampled_from([1.0, 0.05]))
+def test_rounding_that_every_step_repeats_is_not_what_is_left(seed: int, clipped: float) -> None:
+    random = Random(seed)
+    directions = []
+    for _ in range(20):
+        right, error = random.gauss(0.0, 100.0), random.gauss(0.0, 2.0)
+        directions.append(measured(right, clipped * (right + error), right + error) | {"noise": 1.0})
+    assert not has_hidden_left_over(directions, 2)
+
+
+@given(seed=st.integers(0, 10**6), factor=st.sampled_from([0.5, 0.8, 1.25, 2.0]))
+def test_a_multiple_of_what_is_left_is_another_mistake(seed: int, factor: float) -> None:
+    assert not has_hidden_left_over(coarse(Random(seed), 40, left=factor), 3)
+
+
+def test_the_last_pass_of_many_copies_is_apart_where_no_single_one_shows_it() -> None:
+    random, cases = Random(0), []
+    for _ in range(20):
+        own = [[random.gauss(0.0, 10.0), random.gauss(0.0, 4.0)] for _ in range(2)]
+        shares = [[first + random.gauss(0.0, 10.0), last + random.gauss(0.0, 4.0)] for first, last in own]
+        received = sum(first for first, _ in shares) + 2 * sum(last for _, last in own) + random.gauss(0.0, 0.5)
+        every = {"received": received, "shares": shares, "own": own, "left": 0.0, "noise": 1.0}
+        cases.append(replace(evidence().wrong[0], limit_x_noise=16.0, copies=2.0, with_all_copies=every))
+    assert not any(case.shows_its_last_pass for case in cases)
+    assert has_last_pass_apart(cases)
+    assert not has_last_pass_apart(cases[:2])
+
+
 COMPARED = {
     "noise": [1.0], "wrong": [], "unsearched": [], "limit": LIMIT, "losses": 2, "right": [], "one_loss": False,
-    "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]], "doubtful": [],
-    "norms": [1.0, 1.0], "own": [], "tied_apart": [],
+    "unconfirmed": [], "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]],
+    "doubtful": [], "norms": [1.0, 1.0], "own": [], "tied_apart": [],
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""``ci/joint_campaign.py``: draws whose mistakes once had other names."""
+"""``ci/joint_campaign.py``: draws whose mistakes once had other names, or none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [6, 9])
-def test_a_mistake_in_copies_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "number"), [(0, 6), (0, 7), (0, 9), (0, 13), (0, 41), (0, 50), (0, 61), (0, 77), (1, 44)]
+)
+def test_a_mistake_is_caught_and_named(seed: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "ci")
     import joint_campaign
 
-    result = joint_campaign.checked(joint_campaign.draw(number, 0, None))
+    result = joint_campaign.checked(joint_campaign.draw(number, seed, None))
     sys.modules.pop("joint_campaign")
     assert result.is_accused, result
     assert result.is_named, result

@@ -124,9 +124,13 @@ def clipped_copies_in_parts(training: RecordedTraining) -> Finding | None:
 
 def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
     """Find ranks that clip copies of one parameter by different factors: each by the norm of what it holds."""
-    judged = [ranks for _, found in JointTruth(training).compared for _, ranks in found["judged"]]
-    copies = {tuple(ranks) for ranks in judged if len(ranks) > 1}
+    compared = JointTruth(training).compared
+    copies = {tuple(ranks) for _, found in compared for _, ranks in found["judged"] if len(ranks) > 1}
+    # From the first wrong gradients on, norms differ between ranks, whatever they are clipped by.
+    first_wrong = min((number for number, found in compared if found["wrong"]), default=math.inf)
     for steps, calls in last_calls(training, sharded=False):
+        if next(iter(steps.values())).step.number >= first_wrong:
+            continue
         for ranks in copies:
             factors = [calls[rank]["factor"] for rank in ranks]
             if differ(factors, NORM_KNOWN_TO):

@@ -9,6 +9,7 @@ from typing import Any
 
 from plumbline.check.evidence.training import Facts
 from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
+from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import Combination, GradientCase, GradientMistake, SomeParameters, scaled
 from plumbline.report.text import listed
 
@@ -18,7 +19,8 @@ class JointGradient(GradientCase):
     """What the optimizers on ``ranks`` received for one parameter, along a random direction.
 
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
-    before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
+    before left in the gradient (``left_in_parts``: in those of which there is one copy), and of what each
+    rank and each of its backward passes adds to the right one.
     ``others`` are the same of parameters that were right at this step, each along a direction through several: a
     mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
     parameter of this name, and received another gradient for it: there are ``copies`` times as many of it as
@@ -29,7 +31,9 @@ class JointGradient(GradientCase):
     forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
     received for it, what the rank's own loss adds to the right one, and the noise of both. ``in_pieces``: optimizers
     step copies of the parameter. ``clipped_apart``: ranks made what they hold shorter, to one length each. ``losses``
-    counts the ranks that compute a loss, over which gradients are averaged.
+    counts the ranks that compute a loss, over which gradients are averaged. ``has_last_pass_apart``: the
+    last backward pass was not reduced, as all wrong gradients together show. ``has_left_over``: together they show that
+    the step before is in them.
     """
 
     index: int
@@ -53,6 +57,9 @@ class JointGradient(GradientCase):
     in_pieces: bool = False
     losses: int = 1
     clipped_apart: bool = False
+    has_last_pass_apart: bool = False
+    has_left_over: bool = False
+    left_in_parts: float = 0.0
     with_all_copies: Facts = field(default_factory=dict)
 
     @classmethod
@@ -87,6 +94,7 @@ class JointGradient(GradientCase):
             parts=wrong["parts"],
             in_pieces=wrong["in_pieces"],
             losses=found["losses"],
+            left_in_parts=wrong["left_in_parts"],
             with_all_copies=wrong["with_all_copies"] or {},
         )
 
@@ -97,24 +105,70 @@ class JointGradient(GradientCase):
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this is one of several copies, and received the gradient of all of them."""
-        every = self.with_all_copies
-        return bool(every) and self._is_sum(every["received"], [*map(sum, every["shares"])], every["noise"])
+    def is_of_some_ranks(self) -> bool:
+        """Whether ranks share a gradient that lacks the parts of others with a copy."""
+        return self.is_a_copy and not self.may_be_whole and len(self.ranks) > 1
 
     @property
-    def last_pass_is_apart(self) -> bool:
-        """Whether the last backward pass of each rank counts as if it was not reduced, unlike those before it."""
-        every = self.with_all_copies or {"received": self.received, "shares": self.shares, "own": self.shares}
-        factor = self.copies if self.with_all_copies else float(self.world)
-        reduced = [share for rank in every["shares"] for share in rank[:-1]]
-        own = [factor * rank[-1] for rank in every["own"] if rank]
-        noise = factor * every.get("noise", self.noise)
-        return bool(reduced) and self._is_sum(every["received"], [*reduced, *own], noise)
+    def is_whole(self) -> bool:
+        """Whether this is one of several copies, and was seen to receive the gradient of all of them."""
+        is_seen = abs(self.of_all_copies - self.own_alone) > 2 * self._within
+        return bool(self.with_all_copies) and is_seen and self.may_be_whole
 
-    def _is_sum(self, received: float, terms: Sequence[float], noise: float) -> bool:
-        within = self.limit_x_noise * noise
-        return abs(received) > 2 * within and abs(received - math.fsum(terms)) <= within
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether what was received is the gradient of all copies, or may be for all that is known."""
+        within = self.limit_x_noise * self.noise_along_copies
+        return abs(self.received_along_copies - self.of_all_copies) <= within
+
+    @property
+    def may_have_its_last_pass_apart(self) -> bool:
+        """Whether the last backward pass of each rank may count as if it was not reduced, unlike those before it."""
+        has_others = any(len(rank) > 1 for rank in self._along_copies["shares"])
+        return has_others and abs(self.received_along_copies - self.last_pass_apart) <= self._within
+
+    @property
+    def shows_its_last_pass(self) -> bool:
+        """Whether neither the whole gradient nor each copy's own would have looked like that."""
+        return all(abs(one - self.last_pass_apart) > 2 * self._within for one in (self.of_all_copies, self.own_alone))
+
+    @property
+    def _along_copies(self) -> Facts:
+        """What was received along a direction through all copies, or that of this parameter if there are none."""
+        alone = {"received": self.received, "shares": self.shares, "own": self.shares, "noise": self.noise}
+        return self.with_all_copies or alone
+
+    @property
+    def received_along_copies(self) -> float:
+        return float(self._along_copies["received"])
+
+    @property
+    def noise_along_copies(self) -> float:
+        return float(self._along_copies["noise"])
+
+    @property
+    def of_all_copies(self) -> float:
+        """What a copy should receive."""
+        return math.fsum(map(math.fsum, self._along_copies["shares"]))
+
+    @property
+    def own_alone(self) -> float:
+        """What a copy receives that is reduced with no other."""
+        return self._own_factor * math.fsum(map(math.fsum, self._along_copies["own"]))
+
+    @property
+    def last_pass_apart(self) -> float:
+        """What a copy receives whose last backward pass alone is reduced with no other."""
+        reduced = [share for rank in self._along_copies["shares"] for share in rank[:-1]]
+        return math.fsum([*reduced, *(self._own_factor * rank[-1] for rank in self._along_copies["own"] if rank)])
+
+    @property
+    def _own_factor(self) -> float:
+        return self.copies if self.with_all_copies else float(self.world)
+
+    @property
+    def _within(self) -> float:
+        return self.limit_x_noise * self._own_factor * self.noise_along_copies
 
     @property
     def is_of_the_holders_samples(self) -> bool:
@@ -238,7 +292,7 @@ register(
         "compare its backward with finite differences: an all-to-all needs the inverse all-to-all, an "
         "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input. Wrong "
         "gradients of layers between it and the loss have another cause", 700),
-    Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_a_copy and len(case.ranks) > 1),
+    Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_of_some_ranks),
         "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
     Hypothesis("not-synchronised", "sync", holds(lambda case: case.in_pieces and case.is_of_the_holders_samples),
@@ -260,9 +314,9 @@ register(
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
         "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
-    Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.last_pass_is_apart),
+    Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.has_last_pass_apart),
         "reduced too early: those of the last backward pass of a step are not averaged over ranks",
-        "all-reduce gradients after the last backward pass, and divide the sum by the number of ranks", 360),
+        "all-reduce gradients after the last backward pass, and divide the sum by the number of ranks", 355),
     GradientMistake("scaled-with-every-window", "accumulation", _scaled_again,
         "divided again by the number of micro-batches at the end of each run of the pipeline schedule in a step",
         "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),
@@ -272,6 +326,8 @@ register(
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
         "equal on ranks that hold different parts of a parameter, such as {name}",
         "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
+    Hypothesis(PREVIOUS_STEP_NOT_ZEROED.name, "accumulation", holds(lambda case: case.has_left_over),
+        PREVIOUS_STEP_NOT_ZEROED.description, PREVIOUS_STEP_NOT_ZEROED.hint, 50),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: case.began_alike),
         "{name} starts with the same values on several ranks, but its copies receive different gradients",
         _SUM_THE_INPUT, 40),

@@ -44,7 +44,7 @@ def without_loss_scale(found: Facts, scale: float) -> Facts:
     if abs(factor - 1) <= scaled["within"]:
         return others
     wrong = dict(scaled["wrong"])
-    wrong |= {key: wrong[key] * scale for key in ("received", "left")}
+    wrong |= {key: wrong[key] * scale for key in ("received", "left", "left_in_parts") if key in wrong}
     wrong["again"] = [[received * scale, right, noise] for received, right, noise in wrong["again"]]
     return {**others, "scaled": {**scaled, "factor": factor, "wrong": wrong}}
 

@@ -16,9 +16,11 @@ from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
+from plumbline.check.judge.wrong_together import has_hidden_left_over, has_last_pass_apart, has_left_over
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
+from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
 from plumbline.judge.truth import GradientEvidence, Truth
@@ -122,6 +124,8 @@ class JointTruth(Truth[JointGradient]):
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
         is_divided = is_loss_divided(self.training.ranks)
+        if not wrong and self._has_hidden_left_over:
+            return self._not_zeroed()
         if not wrong and (unknown := self._multiplied_by_hand()) is not None:
             return unknown
         if not wrong and self.is_sum and not self.is_by_hand:
@@ -137,12 +141,12 @@ class JointTruth(Truth[JointGradient]):
         if not wrong and tied is not None:
             return self._not_added(*tied)
         if not wrong:
-            right = "every gradient that was judged is the derivative of the forward that all ranks compute together"
-            right += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
-            right += _BY_HAND if self.is_by_hand else ""
-            right += _SCALED if any("scaled" in found for _, found in self.compared) else ""
-            right += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
-            return Finding(CHECK, Outcome.PASSED, right, error_x_noise=max(noise, default=None), limit_x_noise=limit)
+            told = "every gradient that was judged is the derivative of the forward that all ranks compute together"
+            told += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
+            told += _BY_HAND if self.is_by_hand else ""
+            told += _SCALED if any("scaled" in found for _, found in self.compared) else ""
+            told += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
+            return Finding(CHECK, Outcome.PASSED, told, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
         names = listed(dict.fromkeys(case.name for case in wrong))
         observed = f"gradients of {names} at step {worst.index} are not the derivative"
@@ -158,6 +162,22 @@ class JointTruth(Truth[JointGradient]):
             rank=worst.rank,
             error_x_noise=error,
             limit_x_noise=limit,
+        )
+
+    def _not_zeroed(self) -> Finding:
+        """Return what is wrong if the gradients of the step before are in these, too small to be seen in one of them.
+
+        Clipped gradients are small, so rounding can hide them.
+        """
+        mistake = PREVIOUS_STEP_NOT_ZEROED
+        return failed_with_hint(
+            CHECK,
+            f"gradients are {mistake.description}; each error alone may be rounding, but over all directions they are "
+            "those that the previous step's gradients make",
+            mistake.hint,
+            cause=mistake.name,
+            family=mistake.family,
+            step=self.compared[min(1, len(self.compared) - 1)][0],
         )
 
     def _counted_by_every_rank(self) -> Finding:
@@ -248,7 +268,14 @@ class JointTruth(Truth[JointGradient]):
         if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
             name = copies[0].name if copies else may_be_copies[0]
             wrong = [replace(case, own_path=name) for case in wrong]
-        return GradientEvidence(wrong)
+        apart, left = has_last_pass_apart(wrong), has_left_over(wrong) or self._has_hidden_left_over
+        return GradientEvidence([replace(case, has_last_pass_apart=apart, has_left_over=left) for case in wrong])
+
+    @cached_property
+    def _has_hidden_left_over(self) -> bool:
+        kinds = ("right", "unconfirmed", "wrong")
+        measured = [one for _, found in self.compared for kind in kinds for one in found[kind]]
+        return has_hidden_left_over(measured, self.losses)
 
     def _doubtful_at(self, index: int) -> list[str]:
         return [name for number, found in self.compared if number == index for name, _ in found["doubtful"]]

@@ -28,6 +28,13 @@ ROUNDS = 16
 """Directions after which parameters with small gradients are left out. Each shows those whose gradients are above the
 noise of all that are left: few at a time in 16-bit formats."""
 
+SUSPICIOUS = 0.25
+"""The part of the limit from which on a right error is looked at in all ``ROUNDS`` directions. The limit is four
+deviations, of a deviation that may be four times as large."""
+
+MOST_UNCONFIRMED = 3
+"""Wrong directions through many parameters after which these are wrong, although no direction through few shows it."""
+
 UNLUCKY = 2
 """Directions one after the other that show none of the parameters that are left, after which no more are tried."""
 
@@ -35,7 +42,8 @@ MOST_HALVES = 48
 """Comparisons by which single parameters are found, where a direction through all of them is wrong."""
 
 OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
-"""Directions that have to show the same factor before it counts as one in all gradients."""
+"""Directions that have to show the same factor before it counts as one in all gradients, and that show which reading is
+nearest."""
 
 MOST_READINGS = 4
 """How many readings of a step's gradients may be refuted before the gradients count as wrong."""
@@ -51,6 +59,9 @@ NO_GRADIENT_YET = (
 
 MOST_OWN = 4
 """Parameters of which it is asked whether their copies have effects on the same ranks."""
+
+MOST_ALONG_COPIES = 4
+"""Directions until one shows whether a copy received its own gradient or that of all copies."""
 
 
 class JointComparison:
@@ -68,6 +79,7 @@ class JointComparison:
         self._reading: Reading | None = None
         self._waiting: JointDerivative | None = None
         self._left_out: set[str] = set()
+        self._steps = 0
         self.obstacle = ""
 
     def forget(self) -> None:
@@ -97,10 +109,11 @@ class JointComparison:
             self._left_out = {name for names in self._exchange.values(list(beside)) for name in names}
             own = self._without_those_beside(held)
             return JointDerivative(
-                self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors, by_hand
+                self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors, by_hand, step
             )
 
         left, self._left, self._waiting = self._left, {}, None
+        step = self._steps = self._steps + 1
         return self._compared(held, begin)
 
     @property
@@ -172,6 +185,8 @@ class _Search:
         self._places = places
         self._parts: set[int] = set()
         self._rejected: list[Reading] = []
+        self._is_settled = False
+        self._was_known = known is not None
         self.known = known
 
     def facts(self) -> Facts:
@@ -200,29 +215,43 @@ class _Search:
         elif reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
         unlucky = 0
+        unconfirmed: list[Facts] = []
+        found["unconfirmed"] = unconfirmed
         for number in range(ROUNDS):
             if number:
                 difference = self._derivative.difference(remaining, f"{number}")
             if difference.error(remaining) > difference.limit:
                 if number and (other := self._read_again(reading, f"{number}")) is not None:
                     return self._facts(*other)
-                found["wrong"], searched, unsearched = self._apart(remaining, right)
+                explained = len(self._parts)
+                found["wrong"], searched, unsearched = self._apart(remaining, right, len(unconfirmed))
                 found["unsearched"] = self._named(unsearched)
                 judged += searched
+                if not found["wrong"] and len(self._parts) == explained:
+                    # No direction through fewer parameters shows it: see whether another one through many does.
+                    unconfirmed.append(self._measured(difference, remaining))
+                    if len(unconfirmed) < MOST_UNCONFIRMED:
+                        remaining, unlucky = list(self._places), 0
+                        continue
+                    found["wrong"] = [self._wrong(remaining, difference)]
+                    found["unsearched"] = self._named(remaining)
+                    judged = [place for place in judged if place not in remaining]
                 found["not_derivatives"] = self._derivative.not_derivatives()
                 break
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
-            right.append(_measured(difference, remaining))
+            right.append(self._measured(difference, remaining))
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self._groups[place].is_doubtful]
             remaining = [place for place in remaining if place not in seen]
             unlucky = 0 if seen else unlucky + 1
             if unlucky == UNLUCKY or not remaining:
-                break
+                if not unconfirmed and not self._is_suspicious(right):
+                    break
+                remaining, unlucky = list(self._places), 0
         doubtful = [place for place in self._places if self._groups[place].is_doubtful]
         found["alike"] = self._named(sorted(self._parts))
-        found["judged"] = self._named(sorted(judged))
+        found["judged"] = self._named(sorted(set(judged)))
         found["doubtful"] = self._named(doubtful)
         found["norms"] = self._norms()
         own = [] if found["wrong"] else self._not_averaged(doubtful)
@@ -233,6 +262,15 @@ class _Search:
             for pair in tied_apart(self._every, self._groups, self._derivative.unit)
         ]
         return found
+
+    def _is_suspicious(self, right: Sequence[Facts]) -> bool:
+        """Return whether more directions may show that what the step before left is in gradients below the limit."""
+        return any(
+            one["left"] != 0
+            and abs(one["received"] - math.fsum(map(math.fsum, one["shares"])))
+            > SUSPICIOUS * self._derivative.limit * one["noise"]
+            for one in right
+        )
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
         """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
@@ -284,9 +322,10 @@ class _Search:
 
         If there is none, return the first reading, or the one that is nearest where the script multiplies gradients.
         """
-        sums = (False, True) if self._derivative.losses > 1 else (False,)
         readings = (
-            [self.known] if self.known else [Reading(each, one) for one in self._derivative.in_place for each in sums]
+            [self.known]
+            if self.known
+            else [Reading(each, one) for one in self._derivative.in_place for each in self._sums]
         )
         if self._derivative.factor is not None:  # as other gradients of this step have shown it
             factor, factor_error = self._derivative.factor
@@ -316,13 +355,30 @@ class _Search:
 
         Gradients that are hardly above the noise of a direction fit several readings.
         """
+        if self._is_settled:
+            return None
         self._rejected.append(reading)
         other, difference = self._read(seed)
         is_right = difference.error(self._places) <= difference.limit
         if is_right and other not in self._rejected and len(self._rejected) < MOST_READINGS:
             return other, difference
+        # None is right: the one that is nearest says best what is wrong.
+        self._is_settled = True
+        apart = {
+            is_sum: math.hypot(
+                *(self._read_as(replace(reading, is_sum=is_sum), one).error(self._places) for one in OF_A_FACTOR)
+            )
+            for is_sum in ((reading.is_sum,) if self._was_known else self._sums)
+        }
+        nearest = replace(reading, is_sum=min(apart, key=apart.__getitem__))
+        if nearest != reading:
+            return nearest, self._read_as(nearest, seed)
         self._derivative.read_as(reading)
         return None
+
+    @property
+    def _sums(self) -> tuple[bool, ...]:
+        return (False, True) if self._derivative.losses > 1 else (False,)
 
     def _with_factor(self, reading: Reading) -> Reading | None:
         """Return the reading with one factor in all gradients, None where they have no such factor.
@@ -350,7 +406,7 @@ class _Search:
         place = max(difference.received, key=lambda one: abs(difference.received[one]))
         self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
         one, again = (self._derivative.difference([place], f"{seed} {place}") for seed in ("apart", "again"))
-        wrong = self._wrong(place, one, again)
+        wrong = self._wrong([place], one, again)
         self._derivative.read_as(reading)
         return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 
@@ -373,36 +429,69 @@ class _Search:
             named += [[name, each] for name, each in ranks.items()]
         return named
 
-    def _apart(self, places: Sequence[int], right: list[Facts]) -> tuple[list[Facts], list[int], list[int]]:
+    def _apart(
+        self, places: Sequence[int], right: list[Facts], attempt: int
+    ) -> tuple[list[Facts], list[int], list[int]]:
         """Return what is wrong about single parameters, found by halving; which were judged; and which not reached.
 
-        What was measured of those that are right is added to ``right``.
+        What was measured of those that are right is added to ``right``. Each ``attempt`` has directions of its own,
+        and so has each try where parts do not show what they show together.
         """
         wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
-        unresolved: dict[int, tuple[int, Difference]] = {}
+        unresolved: dict[int, tuple[Sequence[int], Difference]] = {}
         while suspects and budget > 0:
             half = suspects.pop()  # the latest: to reach single parameters before the comparisons are used up
             middle = len(half) // 2
-            for part in [half[:middle], half[middle:]] if middle else [half]:
-                budget -= 1
-                difference = self._derivative.difference(part, f"apart {part[0]} {len(part)}")
-                if difference.error(part) <= difference.limit:
-                    right.append(_measured(difference, part))
-                    shown = [place for place in part if self._shows(difference, place)]
-                    judged += [place for place in shown if not self._groups[place].is_doubtful]
-                elif len(part) > 1:
-                    suspects.append(part)
-                    unresolved[len(part)] = part[0], difference
-                elif self._is_a_part(part[0]):
-                    self._parts.add(part[0])
-                    self._beginnings.parts.add(self._groups[part[0]].kind)
-                else:
-                    again = self._derivative.difference(part, f"again {part[0]}")
-                    wrong.append(self._wrong(part[0], difference, again))
-                    judged.append(part[0])
+            parts = [half[:middle], half[middle:]] if middle else [half]
+            is_found, tries = False, 0
+            while not is_found and tries < MOST_UNCONFIRMED:
+                for part in parts:
+                    budget -= 1
+                    difference = self._derivative.difference(part, f"apart {attempt} {tries} {part[0]} {len(part)}")
+                    if difference.error(part) <= difference.limit:
+                        right.append(self._measured(difference, part))
+                        shown = [place for place in part if self._shows(difference, place)]
+                        judged += [place for place in shown if not self._groups[place].is_doubtful]
+                        continue
+                    is_found = True
+                    if len(part) > 1:
+                        suspects.append(part)
+                        unresolved[len(part)] = part, difference
+                    elif self._is_a_part(part[0]):
+                        self._parts.add(part[0])
+                        self._beginnings.parts.add(self._groups[part[0]].kind)
+                    else:
+                        again = self._derivative.difference(part, f"again {part[0]}")
+                        wrong.append(self._wrong(part, difference, again))
+                        judged.append(part[0])
+                tries += 1
         if suspects and not wrong and not self._parts:
             wrong.append(self._wrong(*unresolved[min(unresolved)]))
+        elif budget > 0:
+            found = self._wrong_copies(wrong)
+            wrong += [self._wrong([place], *found[place]) for place in found]
+            judged += found
         return wrong, judged, [place for half in suspects for place in half]
+
+    def _wrong_copies(self, wrong: Sequence[Facts]) -> dict[int, tuple[Difference, Difference]]:
+        """Return other copies of wrong parameters that are wrong too, which the first direction need not show."""
+        known = {(one["name"], rank) for one in wrong for rank in one["ranks"]}
+        places = [
+            place
+            for place in self._places
+            if (group := self._groups[place]).is_doubtful
+            and place not in self._parts
+            and group.name in {name for name, _ in known}
+            and not {(group.name, rank) for rank in group.ranks} & known
+        ]
+        found: dict[int, tuple[Difference, Difference]] = {}
+        for place in places[:MOST_OWN]:
+            for number in range(MOST_ALONG_COPIES):
+                difference = self._derivative.difference([place], f"copy {place} {number}")
+                if difference.error([place]) > difference.limit:
+                    found[place] = difference, self._derivative.difference([place], f"again {place}")
+                    break
+        return found
 
     def _is_a_part(self, place: int) -> bool:
         """Return whether the gradient is right if each rank's copy is a part of its own, alike as they are."""
@@ -416,36 +505,49 @@ class _Search:
     def _with_all_copies(self, place: int) -> Facts | None:
         """Return what a copy received, along a direction through all copies, and ``own``, that through this one.
 
-        None where there are no copies.
+        The direction is one in which both differ, if it is found. None where there are no copies.
         """
         group = self._groups[place]
         if not group.is_doubtful:
             return None
         others = (one.instances for one in self._groups if one.kind == group.kind and one is not group)
         every = Group(group.kind, (*group.instances, *(each for one in others for each in one)), group.size)
-        together = self._derivative.difference([place], f"copies {place}", {place: every})
-        own = self._derivative.difference([place], f"copies {place}")
-        return {**_measured(together, [place]), "own": own.shares, "noise": math.hypot(together.noise, own.noise)}
+        copies = len(every.instances) / len(group.instances)
+        found: list[tuple[float, Facts]] = []
+        for number in range(MOST_ALONG_COPIES):
+            seed = f"copies {place} {number}"
+            together = self._derivative.difference([place], seed, {place: every})
+            own = self._derivative.difference([place], seed)
+            noise = math.hypot(together.noise, own.noise)
+            apart = abs(together.right - copies * own.right) / (copies * noise) if noise else math.inf
+            found.append((apart, {**self._measured(together, [place]), "own": own.shares, "noise": noise}))
+            if apart > 2 * self._derivative.limit:
+                break
+        return max(found, key=lambda one: one[0])[1]
 
-    def _wrong(self, place: int, difference: Difference, again: Difference | None = None) -> Facts:
-        """Return what is wrong; ``again`` is another direction, which shows whether there is a common factor."""
+    def _wrong(self, places: Sequence[int], difference: Difference, again: Difference | None = None) -> Facts:
+        """Return what is wrong with a parameter, or with one of several of which it is the first.
+
+        ``again`` is another direction, which shows whether there is a common factor.
+        """
+        place = places[0]
         group = self._groups[place]
         rank, number = min(group.keys)
         first = self._every[rank][number]
-        others = [] if again is None else [[again.received[place], again.right, again.noise]]
+        is_one = len(places) == 1
+        again = again or self._derivative.difference(places, f"again {place}")
         return {
-            **_measured(difference, [place]),
+            **self._measured(difference, places),
             "name": group.name,
             "ranks": group.ranks,
             "right": difference.right,
-            "again": others,
-            "began_alike": group.is_doubtful,
+            "again": [[sum(again.received[one] for one in places), again.right, again.noise]],
+            "began_alike": is_one and group.is_doubtful,
             "copies": sum(len(one.instances) for one in self._groups if one.kind == group.kind) / len(group.instances),
-            "with_all_copies": self._with_all_copies(place),
-            "one_gradient": have_one_gradient(
-                self._every, self._groups, place, self._derivative.unit, self._beginnings
-            ),
-            "parts": self._parts_of(place),
+            "with_all_copies": self._with_all_copies(place) if is_one else None,
+            "one_gradient": is_one
+            and have_one_gradient(self._every, self._groups, place, self._derivative.unit, self._beginnings),
+            "parts": self._parts_of(place) if is_one else [],
             "in_pieces": "pieces" in first,
         }
 
@@ -469,12 +571,16 @@ class _Search:
             parts.append([one.received[place] * held[rank]["copies"], own, one.noise])
         return parts
 
+    def _measured(self, difference: Difference, places: Iterable[int]) -> Facts:
+        """Return what was received for these parameters together, and what may explain it.
 
-def _measured(difference: Difference, places: Iterable[int]) -> Facts:
-    """Return what was received for these parameters together, and what may explain it."""
-    return {
-        "received": sum(difference.received[place] for place in places),
-        "left": sum(difference.left[place] for place in places),
-        "shares": difference.shares,
-        "noise": difference.noise,
-    }
+        ``left_in_parts`` is that of parameters of which there is one copy, on one rank or in parts on several.
+        """
+        parts = [place for place in places if len(self._groups[place].instances) == 1]
+        return {
+            "received": sum(difference.received[place] for place in places),
+            "left": sum(difference.left[place] for place in places),
+            "left_in_parts": sum(difference.left[place] for place in parts),
+            "shares": difference.shares,
+            "noise": difference.noise,
+        }

@@ -93,7 +93,8 @@ class JointDerivative:
     readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
     optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
     ``factor`` is that in all of them, and its relative error; None before any was compared. ``by_hand`` is that by
-    which the script was seen to multiply them on every rank, 1 if there is none.
+    which the script was seen to multiply them on every rank, 1 if there is none. ``step``: each step has directions of
+    its own.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class JointDerivative:
         losses: Sequence[float],
         divisors: Collection[float],
         by_hand: float = 1.0,
+        step: int = 0,
     ) -> None:
         self._exchange = exchange
+        self._step = step
         self._meetings = meetings
         self._rank = torch.distributed.get_rank()
         self._left = left
@@ -244,7 +247,7 @@ class JointDerivative:
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{seed} {place}", group.size)
+                    along = one.direction(f"{self._step} {seed} {place}", group.size)
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along

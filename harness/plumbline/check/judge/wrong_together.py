@@ -1,0 +1,129 @@
+"""Mistakes that single gradients do not show above their noise, but many do together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import NormalDist
+
+from plumbline.check.evidence.training import Facts
+from plumbline.check.judge.joint_gradient import JointGradient
+from plumbline.judge.mistakes.case import scaled
+from plumbline.judge.oracle.noise import FALSE_ALARM
+
+DEVIATIONS = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
+"""How far a measured number may be from the true one, in standard deviations."""
+
+VARIANTS = 3
+"""In how many ways what is left may be in gradients: as it is in replicas; summed, or divided, or not, in parts."""
+
+NAMED_BY_CHANCE = 1e-6
+"""The probability that wrong gradients get the name of a mistake by chance. Right ones are never asked for a name."""
+
+ROUNDING = 1e-6
+"""The relative error of a factor between float32 gradients, where these are all that rounds."""
+
+
+def has_hidden_left_over(directions: Iterable[Facts], world: int) -> bool:
+    """Return whether errors that rounding may explain, each on its own, are what the step before left."""
+    known = [one for one in directions if one["left"] != 0 and one["noise"] > 0]
+    right = [math.fsum(map(math.fsum, one["shares"])) for one in known]
+    received, noise = ([one[key] for one in known] for key in ("received", "noise"))
+    left = [(one["left"], one["left_in_parts"]) for one in known]
+    errors = [(one - value) / each for one, value, each in zip(received, right, noise, strict=True)]
+    if math.hypot(*errors) > math.hypot(*(value / each for value, each in zip(right, noise, strict=True))):
+        return False  # gradients of nothing but rounding, which equal steps repeat
+    return any(_is_all(received, each, right, noise, FALSE_ALARM / VARIANTS) for each in _with_left(right, left, world))
+
+
+def has_left_over(wrong: Sequence[JointGradient]) -> bool:
+    """Return whether wrong gradients have the step before in them, which need not be all of it in parts."""
+    right = [case.value(scaled(1.0)) for case in wrong]
+    received = [case.received for case in wrong]
+    errors = [abs(one - value) for one, value in zip(received, right, strict=True)]
+    within = [case.limit * case.noise for case in wrong]
+    left = [(case.left, case.left_in_parts) for case in wrong]
+    return any(
+        all(abs(one - value) <= each for one, value, each in zip(received, predicted, within, strict=True))
+        and _is_all(received, predicted, right, errors, NAMED_BY_CHANCE / VARIANTS)
+        for predicted in _with_left(right, left, wrong[0].world)
+    )
+
+
+def _with_left(right: Sequence[float], left: Sequence[tuple[float, float]], world: int) -> Iterator[list[float]]:
+    """Yield right gradients with what the step before left in them.
+
+    Averaging equal gradients does not change what is left in replicas. In parts it is summed or divided once more.
+    """
+    for factor in (1.0, float(world), 1.0 / world):
+        yield [value + one + (factor - 1) * part for value, (one, part) in zip(right, left, strict=True)]
+
+
+def has_last_pass_apart(wrong: Sequence[JointGradient]) -> bool:
+    """Return whether the last backward pass of each rank counts as if it was not reduced, unlike those before it."""
+    if not all(case.may_have_its_last_pass_apart for case in wrong):
+        return False
+    received, predicted = [one.received_along_copies for one in wrong], [one.last_pass_apart for one in wrong]
+    noise = [one.noise_along_copies for one in wrong]
+    others = [one.of_all_copies for one in wrong], [one.own_alone for one in wrong]
+    return any(case.shows_its_last_pass for case in wrong) or all(
+        _is_all(received, predicted, other, noise, NAMED_BY_CHANCE) for other in others
+    )
+
+
+def _is_all(
+    received: Sequence[float],
+    predicted: Sequence[float],
+    other: Sequence[float],
+    scale: Sequence[float],
+    probability: float,
+) -> bool:
+    """Return whether what was received differs from another explanation as predicted, and not by chance.
+
+    ``probability`` is that of chance, at most.
+
+    Differences are compared in multiples of a scale. They have to be alike with and without what is along the other
+    explanation. A factor in all gradients is along the prediction as well, if steps resemble each other. So is an error
+    of rounding that every step repeats, but only without what is along it.
+    """
+    seen, wanted, along = (
+        [(one - value) / each for one, value, each in zip(values, below, scale, strict=True)]
+        for values, below in ((received, other), (predicted, other), (other, [0.0] * len(other)))
+    )
+    pairs = (seen, wanted), (_without(seen, along), _without(wanted, along))
+    return _are_one_size(seen, wanted) and all(_chance(*each) < probability for each in pairs)
+
+
+def _chance(seen: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return a bound of the probability that a vector of random direction is as near to the predicted one.
+
+    The sine of the angle between them is below ε with a probability of at most ε^d / (d B(d/2, 1/2) √(1 - ε²)), in
+    d + 1 dimensions: the area of a cap of the sphere. A dimension is taken off for the projection. Entries that are
+    small beside others count in part. A prediction that leaves half of the vector unexplained is none.
+    """
+    length = math.hypot(*seen)
+    if not length:
+        return 1.0
+    free = (math.fsum(map(abs, seen)) / length) ** 2 - 2
+    sine = math.dist(seen, wanted) / length
+    if free <= 0 or sine > 0.5:
+        return 1.0
+    beta = math.exp(math.lgamma(free / 2) + math.lgamma(0.5) - math.lgamma((free + 1) / 2))
+    return float(sine**free / (free * beta * math.sqrt(1 - sine**2)))
+
+
+def _are_one_size(seen: Sequence[float], wanted: Sequence[float]) -> bool:
+    """Return whether the factor between them is 1, as far as it is known: half of it is another mistake."""
+    square = math.fsum(one * one for one in wanted)
+    if not square or len(seen) < 2:
+        return False
+    factor = math.fsum(one * other for one, other in zip(seen, wanted, strict=True)) / square
+    rest = math.dist(seen, [factor * one for one in wanted])
+    return abs(factor - 1) <= DEVIATIONS * rest / math.sqrt((len(seen) - 1) * square) + ROUNDING
+
+
+def _without(vector: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return the part of a vector that is orthogonal to another one."""
+    square = math.fsum(one * one for one in other)
+    along = math.fsum(one * each for one, each in zip(vector, other, strict=True)) / square if square else 0.0
+    return [one - along * each for one, each in zip(vector, other, strict=True)]
