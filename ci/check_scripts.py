@@ -114,6 +114,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts that run at a time (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="file of results; those in it are not run again")
+    parser.add_argument("--write", type=Path, help="file that results are added to, for --part page --keep")
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "check-real-scripts.md")
     asked = parser.parse_args()
     asked.python = (sys.executable, *asked.python)
@@ -133,8 +134,8 @@ def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, 
     except CannotRunError as error:
         result = Result(script.name, mistake.name if mistake else "", why_not=str(error))
     print(line(result, is_right(result, script, mistake)), file=sys.stderr, flush=True)
-    if asked.keep:
-        write(asked.keep, result)
+    for file in {asked.keep, asked.write} - {None}:
+        write(file, result)
     return result
 
 
