@@ -15,7 +15,12 @@ from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedR
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.joint_truth import JointTruth
-from plumbline.check.judge.wrong_together import has_hidden_left_over, has_last_pass_apart, has_left_over
+from plumbline.check.judge.wrong_together import (
+    are_only_rounding,
+    has_hidden_left_over,
+    has_last_pass_apart,
+    has_left_over,
+)
 from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.case import Combination, SomeParameters
@@ -107,7 +112,7 @@ def coarse(random: Random, count: int, *, left: float, right: float = 100.0) -> 
 @pytest.mark.parametrize(("left", "is_seen"), [(1.0, True), (0.0, False), (0.5, False)])
 @given(seed=st.integers(0, 10**6))
 def test_many_directions_show_what_is_left_below_the_noise_of_each(left: float, *, is_seen: bool, seed: int) -> None:
-    directions = coarse(Random(seed), 20, left=left)
+    directions = coarse(Random(seed), 40, left=left)
     assert has_hidden_left_over(directions, 2) == is_seen
     assert not has_hidden_left_over(directions[:3], 2)
 
@@ -115,7 +120,7 @@ def test_many_directions_show_what_is_left_below_the_noise_of_each(left: float, 
 @given(seed=st.integers(0, 10**6), factor=st.sampled_from([2.0, 0.5]))
 def test_what_is_left_in_parts_is_summed_or_divided_again(seed: int, factor: float) -> None:
     random = Random(seed)
-    directions = coarse(random, 20, left=1.0)
+    directions = coarse(random, 40, left=1.0)
     for one in directions:
         one["left_in_parts"] = random.gauss(0.0, 8.0)
         one["received"] += (factor - 1) * one["left_in_parts"]
@@ -161,6 +166,17 @@ def test_rounding_that_every_step_repeats_is_not_what_is_left(seed: int, clipped
         right, error = random.gauss(0.0, 100.0), random.gauss(0.0, 2.0)
         directions.append(measured(right, clipped * (right + error), right + error) | {"noise": 1.0})
     assert not has_hidden_left_over(directions, 2)
+
+
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.05, 0.2]))
+def test_gradients_of_nothing_but_rounding_are_not_what_is_left(seed: int, share: float) -> None:
+    random, directions = Random(seed), []
+    for _ in range(32):
+        right, error = random.gauss(0.0, 3.0 * share), random.gauss(0.0, 3.0)
+        directions.append(measured(right, right + error, right + error) | {"noise": 1.0})
+    assert are_only_rounding(directions)
+    found = JointTruth(recorded(COMPARED | {"limit": 16.0, "right": directions})).compare()
+    assert found.outcome is Outcome.PASSED
 
 
 @given(seed=st.integers(0, 10**6), factor=st.sampled_from([0.5, 0.8, 1.25, 2.0]))

@@ -16,7 +16,12 @@ from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
-from plumbline.check.judge.wrong_together import has_hidden_left_over, has_last_pass_apart, has_left_over
+from plumbline.check.judge.wrong_together import (
+    are_only_rounding,
+    has_hidden_left_over,
+    has_last_pass_apart,
+    has_left_over,
+)
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
@@ -124,7 +129,7 @@ class JointTruth(Truth[JointGradient]):
         noise = [one for _, found in self.compared for one in found["noise"]]
         wrong = self.cases
         is_divided = is_loss_divided(self.training.ranks)
-        if not wrong and self._has_hidden_left_over:
+        if not wrong and has_hidden_left_over(self._measured, self.losses) and not are_only_rounding(self._measured):
             return self._not_zeroed()
         if not wrong and (unknown := self._multiplied_by_hand()) is not None:
             return unknown
@@ -268,14 +273,14 @@ class JointTruth(Truth[JointGradient]):
         if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
             name = copies[0].name if copies else may_be_copies[0]
             wrong = [replace(case, own_path=name) for case in wrong]
-        apart, left = has_last_pass_apart(wrong), has_left_over(wrong) or self._has_hidden_left_over
+        left = has_left_over(wrong) or has_hidden_left_over(self._measured, self.losses, is_wrong=True)
+        apart = has_last_pass_apart(wrong)
         return GradientEvidence([replace(case, has_last_pass_apart=apart, has_left_over=left) for case in wrong])
 
-    @cached_property
-    def _has_hidden_left_over(self) -> bool:
+    @property
+    def _measured(self) -> list[Facts]:
         kinds = ("right", "unconfirmed", "wrong")
-        measured = [one for _, found in self.compared for kind in kinds for one in found[kind]]
-        return has_hidden_left_over(measured, self.losses)
+        return [one for _, found in self.compared for kind in kinds for one in found[kind]]
 
     def _doubtful_at(self, index: int) -> list[str]:
         return [name for number, found in self.compared if number == index for name, _ in found["doubtful"]]

@@ -24,16 +24,24 @@ ROUNDING = 1e-6
 """The relative error of a factor between float32 gradients, where these are all that rounds."""
 
 
-def has_hidden_left_over(directions: Iterable[Facts], world: int) -> bool:
-    """Return whether errors that rounding may explain, each on its own, are what the step before left."""
+def has_hidden_left_over(directions: Iterable[Facts], world: int, *, is_wrong: bool = False) -> bool:
+    """Return whether errors that rounding may explain, each on its own, are what the step before left.
+
+    ``is_wrong``: that something is wrong is known already.
+    """
+    probability = (NAMED_BY_CHANCE if is_wrong else FALSE_ALARM) / VARIANTS
     known = [one for one in directions if one["left"] != 0 and one["noise"] > 0]
     right = [math.fsum(map(math.fsum, one["shares"])) for one in known]
     received, noise = ([one[key] for one in known] for key in ("received", "noise"))
     left = [(one["left"], one["left_in_parts"]) for one in known]
-    errors = [(one - value) / each for one, value, each in zip(received, right, noise, strict=True)]
-    if math.hypot(*errors) > math.hypot(*(value / each for value, each in zip(right, noise, strict=True))):
-        return False  # gradients of nothing but rounding, which equal steps repeat
-    return any(_is_all(received, each, right, noise, FALSE_ALARM / VARIANTS) for each in _with_left(right, left, world))
+    return any(_is_all(received, each, right, noise, probability) for each in _with_left(right, left, world))
+
+
+def are_only_rounding(directions: Iterable[Facts]) -> bool:
+    """Return whether gradients are smaller than their errors: equal steps repeat these, like what a step left."""
+    every = [(one["received"], math.fsum(map(math.fsum, one["shares"])), one["noise"] or 1.0) for one in directions]
+    errors = [(received - right) / noise for received, right, noise in every]
+    return math.hypot(*errors) > math.hypot(*(right / noise for _, right, noise in every))
 
 
 def has_left_over(wrong: Sequence[JointGradient]) -> bool:

@@ -157,7 +157,7 @@ class JointComparison:
         places = derivative.take_complete()
         if not places:
             raise NoAgreementError(NO_GRADIENT_YET)
-        search = _Search(derivative, self._beginnings, self._reading, places)
+        search = GradientSearch(derivative, self._beginnings, self._reading, places)
         found, self._reading = search.facts(), search.known
         if found["wrong"]:
             self.obstacle = "gradients of an earlier step were wrong"
@@ -172,7 +172,7 @@ class JointComparison:
             self._meetings.leave(why)
 
 
-class _Search:
+class GradientSearch:
     """Looks for the parameters whose gradients are wrong, in few directions."""
 
     def __init__(
@@ -322,22 +322,9 @@ class _Search:
 
         If there is none, return the first reading, or the one that is nearest where the script multiplies gradients.
         """
-        readings = (
-            [self.known]
-            if self.known
-            else [Reading(each, one) for one in self._derivative.in_place for each in self._sums]
-        )
-        if self._derivative.factor is not None:  # as other gradients of this step have shown it
-            factor, factor_error = self._derivative.factor
-            readings = [replace(one, factor=factor, factor_error=factor_error) for one in readings]
-        elif (by_hand := self._derivative.by_hand) != 1:
-            readings += [
-                replace(one, factor=by_hand, factor_error=self._derivative.unit, is_by_hand=True) for one in readings
-            ]
-        apart: dict[Reading, float] = {}
+        readings = self._readings(self.known)
         for one in readings:
             difference = self._read_as(one, seed)
-            apart[one] = difference.error(self._places) / abs(difference.right) if difference.right else math.inf
             if difference.error(self._places) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
@@ -347,13 +334,14 @@ class _Search:
                 self.known = one
                 return scaled, self._read_as(scaled, seed)
         # A factor of the script's own may be meant while single gradients are wrong.
-        nearest = min(readings, key=apart.__getitem__) if self._derivative.by_hand != 1 else readings[0]
+        nearest = self._nearest(readings) if self._derivative.by_hand != 1 else readings[0]
         return nearest, self._read_as(nearest, seed)
 
     def _read_again(self, reading: Reading, seed: str) -> tuple[Reading, Difference] | None:
         """Return another reading by which a direction is right, where one that showed less fitted ``reading`` as well.
 
-        Gradients that are hardly above the noise of a direction fit several readings.
+        Gradients that are hardly above the noise of a direction fit several readings. If all are wrong now, the nearest
+        one tells best what is wrong.
         """
         if self._is_settled:
             return None
@@ -362,19 +350,41 @@ class _Search:
         is_right = difference.error(self._places) <= difference.limit
         if is_right and other not in self._rejected and len(self._rejected) < MOST_READINGS:
             return other, difference
-        # None is right: the one that is nearest says best what is wrong.
         self._is_settled = True
-        apart = {
-            is_sum: math.hypot(
-                *(self._read_as(replace(reading, is_sum=is_sum), one).error(self._places) for one in OF_A_FACTOR)
-            )
-            for is_sum in ((reading.is_sum,) if self._was_known else self._sums)
-        }
-        nearest = replace(reading, is_sum=min(apart, key=apart.__getitem__))
+        nearest = self._nearest(self._readings(self.known if self._was_known else None))
         if nearest != reading:
             return nearest, self._read_as(nearest, seed)
         self._derivative.read_as(reading)
         return None
+
+    def _readings(self, known: Reading | None) -> list[Reading]:
+        readings = [Reading(is_sum, one) for one in self._derivative.in_place for is_sum in self._sums]
+        readings = [known] if known else readings
+        if self._derivative.factor is not None:  # as other gradients of this step have shown it
+            factor, factor_error = self._derivative.factor
+            return [replace(one, factor=factor, factor_error=factor_error) for one in readings]
+        if (by_hand := self._derivative.by_hand) != 1:
+            readings += [
+                replace(one, factor=by_hand, factor_error=self._derivative.unit, is_by_hand=True) for one in readings
+            ]
+        return readings
+
+    def _nearest(self, readings: Sequence[Reading]) -> Reading:
+        """Return the reading that explains most of the gradients: another than the first only where it is much nearer.
+
+        Where half of a gradient is wrong, several readings are equally near.
+        """
+        self._derivative.read_as(Reading(in_place=readings[0].in_place))
+        mean_of, places = self._derivative.divided_by, self._places
+        along = [self._derivative.difference(places, seed) for seed in OF_A_FACTOR]
+        found = [(sum(one.received[place] for place in places), one.right) for one in along]
+
+        def rest(reading: Reading) -> float:
+            factor = reading.factor * (mean_of if reading.is_sum else 1.0)
+            return math.hypot(*(received - factor * right for received, right in found))
+
+        nearest = min(readings, key=rest)
+        return nearest if rest(nearest) < rest(readings[0]) / 2 else readings[0]
 
     @property
     def _sums(self) -> tuple[bool, ...]:
