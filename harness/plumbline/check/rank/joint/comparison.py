@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import (
+    COARSE,
     Beginnings,
     Group,
     Kind,
@@ -227,7 +228,7 @@ class GradientSearch:
                 found["wrong"], searched, unsearched = self._apart(remaining, right, len(unconfirmed))
                 found["unsearched"] = self._named(unsearched)
                 judged += searched
-                if not found["wrong"] and len(self._parts) == explained:
+                if not found["wrong"] and len(self._parts) == explained and self._is_coarse:
                     # No direction through fewer parameters shows it: see whether another one through many does.
                     unconfirmed.append(self._measured(difference, remaining))
                     if len(unconfirmed) < MOST_UNCONFIRMED:
@@ -263,9 +264,17 @@ class GradientSearch:
         ]
         return found
 
+    @property
+    def _is_coarse(self) -> bool:
+        """Whether errors are of one size: in other formats few units that change sides make single large ones."""
+        return bool(self._derivative.unit >= COARSE)
+
     def _is_suspicious(self, right: Sequence[Facts]) -> bool:
-        """Return whether more directions may show that what the step before left is in gradients below the limit."""
-        return any(
+        """Return whether more directions may show that what the step before left is in gradients below the limit.
+
+        Other formats than those of 16 bits hide nothing of that size.
+        """
+        return self._is_coarse and any(
             one["left"] != 0
             and abs(one["received"] - math.fsum(map(math.fsum, one["shares"])))
             > SUSPICIOUS * self._derivative.limit * one["noise"]
@@ -454,10 +463,11 @@ class GradientSearch:
             middle = len(half) // 2
             parts = [half[:middle], half[middle:]] if middle else [half]
             is_found, tries = False, 0
-            while not is_found and tries < MOST_UNCONFIRMED:
+            while not is_found and tries < (MOST_UNCONFIRMED if self._is_coarse else 1):
                 for part in parts:
                     budget -= 1
-                    difference = self._derivative.difference(part, f"apart {attempt} {tries} {part[0]} {len(part)}")
+                    seed = f"apart {part[0]} {len(part)}" + (f" {attempt} {tries}" if attempt or tries else "")
+                    difference = self._derivative.difference(part, seed)
                     if difference.error(part) <= difference.limit:
                         right.append(self._measured(difference, part))
                         shown = [place for place in part if self._shows(difference, place)]
@@ -525,7 +535,7 @@ class GradientSearch:
         copies = len(every.instances) / len(group.instances)
         found: list[tuple[float, Facts]] = []
         for number in range(MOST_ALONG_COPIES):
-            seed = f"copies {place} {number}"
+            seed = f"copies {place}" + (f" {number}" if number else "")
             together = self._derivative.difference([place], seed, {place: every})
             own = self._derivative.difference([place], seed)
             noise = math.hypot(together.noise, own.noise)

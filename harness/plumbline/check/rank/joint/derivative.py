@@ -94,7 +94,7 @@ class JointDerivative:
     optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
     ``factor`` is that in all of them, and its relative error; None before any was compared. ``by_hand`` is that by
     which the script was seen to multiply them on every rank, 1 if there is none. ``step``: each step has directions of
-    its own.
+    its own in 16-bit formats, where all of them are judged together.
     """
 
     def __init__(
@@ -241,13 +241,14 @@ class JointDerivative:
         ``part_of``: the direction goes only through the parts that these ranks hold.
         """
         groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
+        own = f"{self._step} " if self.unit >= COARSE else ""
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
         for place, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{self._step} {seed} {place}", group.size)
+                    along = one.direction(f"{own}{seed} {place}", group.size)
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
