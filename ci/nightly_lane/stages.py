@@ -72,15 +72,8 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
     for part in ("published", "mistakes"):
         yield Piece("scripts-by-others", (python, "ci/scripts_by_others.py", "--part", part), part)
     for part in ("scripts", "half-judged", "mistakes"):
-        command = (
-            python,
-            "ci/check_scripts.py",
-            "--part",
-            part,
-            "--jobs=2",
-            "--write={folder}/results.jsonl",
-            *scripts,
-        )
+        results = "--write={folder}/results.jsonl"
+        command = (python, "ci/check_scripts.py", "--part", part, "--jobs=2", results, *scripts)
         yield Piece("check-scripts", command, part)
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py", "-m", ""), needs=("deepspeed",))
     yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10", "--least-named=0.9"))

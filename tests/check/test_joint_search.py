@@ -26,6 +26,7 @@ class Derivative:
     limit = LIMIT
     losses = 1
     unit = 2.0**-8
+    is_coarse = True
     divided_by = 1.0
     by_hand = 1.0
     factor = None

@@ -19,8 +19,8 @@ class JointGradient(GradientCase):
     """What the optimizers on ``ranks`` received for one parameter, along a random direction.
 
     ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
-    before left in the gradient (``left_in_parts``: in those of which there is one copy), and of what each
-    rank and each of its backward passes adds to the right one.
+    before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
+    ``left_in_parts``: the share of ``left`` in parameters that have only one copy.
     ``others`` are the same of parameters that were right at this step, each along a direction through several: a
     mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
     parameter of this name, and received another gradient for it: there are ``copies`` times as many of it as

@@ -170,15 +170,15 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _not_zeroed(self) -> Finding:
-        """Return what is wrong if the gradients of the step before are in these, too small to be seen in one of them.
+        """Return what is wrong if rounding hides the previous step's gradients in each single direction.
 
-        Clipped gradients are small, so rounding can hide them.
+        Clipped gradients are small enough for that.
         """
         mistake = PREVIOUS_STEP_NOT_ZEROED
         return failed_with_hint(
             CHECK,
-            f"gradients are {mistake.description}; each error alone may be rounding, but over all directions they are "
-            "those that the previous step's gradients make",
+            f"gradients are {mistake.description}; each error alone may be rounding, but together the errors match the "
+            "previous step's gradients",
             mistake.hint,
             cause=mistake.name,
             family=mistake.family,

@@ -25,27 +25,30 @@ ROUNDING = 1e-6
 
 
 def has_hidden_left_over(directions: Iterable[Facts], world: int, *, is_wrong: bool = False) -> bool:
-    """Return whether errors that rounding may explain, each on its own, are what the step before left.
+    """Return whether the errors along all directions together are what the step before left.
 
-    ``is_wrong``: that something is wrong is known already.
+    Each error alone may be rounding. ``is_wrong``: the training is known to be wrong, and only a name is looked for.
     """
     probability = (NAMED_BY_CHANCE if is_wrong else FALSE_ALARM) / VARIANTS
     known = [one for one in directions if one["left"] != 0 and one["noise"] > 0]
-    right = [math.fsum(map(math.fsum, one["shares"])) for one in known]
+    right = list(map(_right, known))
     received, noise = ([one[key] for one in known] for key in ("received", "noise"))
     left = [(one["left"], one["left_in_parts"]) for one in known]
-    return any(_is_all(received, each, right, noise, probability) for each in _with_left(right, left, world))
+    return any(_is_explained(received, each, right, noise, probability) for each in _with_left(right, left, world))
 
 
 def are_only_rounding(directions: Iterable[Facts]) -> bool:
-    """Return whether gradients are smaller than their errors: equal steps repeat these, like what a step left."""
-    every = [(one["received"], math.fsum(map(math.fsum, one["shares"])), one["noise"] or 1.0) for one in directions]
+    """Return whether the errors are larger than the gradients.
+
+    Such gradients are rounding. Equal steps repeat it, which looks like what the step before left.
+    """
+    every = [(one["received"], _right(one), one["noise"] or 1.0) for one in directions]
     errors = [(received - right) / noise for received, right, noise in every]
     return math.hypot(*errors) > math.hypot(*(right / noise for _, right, noise in every))
 
 
 def has_left_over(wrong: Sequence[JointGradient]) -> bool:
-    """Return whether wrong gradients have the step before in them, which need not be all of it in parts."""
+    """Return whether the wrong gradients contain those of the step before."""
     right = [case.value(scaled(1.0)) for case in wrong]
     received = [case.received for case in wrong]
     errors = [abs(one - value) for one, value in zip(received, right, strict=True)]
@@ -53,7 +56,7 @@ def has_left_over(wrong: Sequence[JointGradient]) -> bool:
     left = [(case.left, case.left_in_parts) for case in wrong]
     return any(
         all(abs(one - value) <= each for one, value, each in zip(received, predicted, within, strict=True))
-        and _is_all(received, predicted, right, errors, NAMED_BY_CHANCE / VARIANTS)
+        and _is_explained(received, predicted, right, errors, NAMED_BY_CHANCE / VARIANTS)
         for predicted in _with_left(right, left, wrong[0].world)
     )
 
@@ -75,24 +78,22 @@ def has_last_pass_apart(wrong: Sequence[JointGradient]) -> bool:
     noise = [one.noise_along_copies for one in wrong]
     others = [one.of_all_copies for one in wrong], [one.own_alone for one in wrong]
     return any(case.shows_its_last_pass for case in wrong) or all(
-        _is_all(received, predicted, other, noise, NAMED_BY_CHANCE) for other in others
+        _is_explained(received, predicted, other, noise, NAMED_BY_CHANCE) for other in others
     )
 
 
-def _is_all(
+def _is_explained(
     received: Sequence[float],
     predicted: Sequence[float],
     other: Sequence[float],
     scale: Sequence[float],
     probability: float,
 ) -> bool:
-    """Return whether what was received differs from another explanation as predicted, and not by chance.
+    """Return whether a prediction explains how gradients differ from another explanation.
 
-    ``probability`` is that of chance, at most.
-
-    Differences are compared in multiples of a scale. They have to be alike with and without what is along the other
-    explanation. A factor in all gradients is along the prediction as well, if steps resemble each other. So is an error
-    of rounding that every step repeats, but only without what is along it.
+    ``probability`` is the largest allowed probability of a match by chance. Differences are compared in multiples of
+    ``scale``. They have to match with and without their component along the other explanation. Without it, a factor in
+    all gradients cannot match. With it, rounding that every step repeats cannot match.
     """
     seen, wanted, along = (
         [(one - value) / each for one, value, each in zip(values, below, scale, strict=True)]
@@ -103,11 +104,12 @@ def _is_all(
 
 
 def _chance(seen: Sequence[float], wanted: Sequence[float]) -> float:
-    """Return a bound of the probability that a vector of random direction is as near to the predicted one.
+    """Return an upper bound of the probability that a vector of random direction is as near to the predicted one.
 
-    The sine of the angle between them is below ε with a probability of at most ε^d / (d B(d/2, 1/2) √(1 - ε²)), in
-    d + 1 dimensions: the area of a cap of the sphere. A dimension is taken off for the projection. Entries that are
-    small beside others count in part. A prediction that leaves half of the vector unexplained is none.
+    In d + 1 dimensions, the sine of the angle between them is below ε with a probability of at most
+    ε^d / (d B(d/2, 1/2) √(1 - ε²)), which follows from the area of a cap of the sphere. One dimension is subtracted for
+    the projection. Entries that are small beside others count in part. If the prediction leaves half of the vector
+    unexplained, the bound is 1.
     """
     length = math.hypot(*seen)
     if not length:
@@ -121,7 +123,7 @@ def _chance(seen: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _are_one_size(seen: Sequence[float], wanted: Sequence[float]) -> bool:
-    """Return whether the factor between them is 1, as far as it is known: half of it is another mistake."""
+    """Return whether the factor between two vectors is 1, within the error of its estimate."""
     square = math.fsum(one * one for one in wanted)
     if not square or len(seen) < 2:
         return False
@@ -135,3 +137,7 @@ def _without(vector: Sequence[float], other: Sequence[float]) -> list[float]:
     square = math.fsum(one * one for one in other)
     along = math.fsum(one * each for one, each in zip(vector, other, strict=True)) / square if square else 0.0
     return [one - along * each for one, each in zip(vector, other, strict=True)]
+
+
+def _right(direction: Facts) -> float:
+    return math.fsum(map(math.fsum, direction["shares"]))

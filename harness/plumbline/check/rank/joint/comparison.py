@@ -9,7 +9,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import (
-    COARSE,
     Beginnings,
     Group,
     Kind,
@@ -59,7 +58,8 @@ NO_GRADIENT_YET = (
 )
 
 MOST_OWN = 4
-"""Parameters of which it is asked whether their copies have effects on the same ranks."""
+"""Parameters of which it is asked whether their copies have effects on the same ranks, and other copies of wrong ones
+that are compared."""
 
 MOST_ALONG_COPIES = 4
 """Directions until one shows whether a copy received its own gradient or that of all copies."""
@@ -215,7 +215,7 @@ class GradientSearch:
             found["by_hand"] = reading.factor
         elif reading.factor != 1:
             found["scaled"] = self._scaled(reading, difference)
-        unlucky = 0
+        unlucky, is_suspicious = 0, False
         unconfirmed: list[Facts] = []
         found["unconfirmed"] = unconfirmed
         for number in range(ROUNDS):
@@ -228,7 +228,7 @@ class GradientSearch:
                 found["wrong"], searched, unsearched = self._apart(remaining, right, len(unconfirmed))
                 found["unsearched"] = self._named(unsearched)
                 judged += searched
-                if not found["wrong"] and len(self._parts) == explained and self._is_coarse:
+                if not found["wrong"] and len(self._parts) == explained and self._derivative.is_coarse:
                     # No direction through fewer parameters shows it: see whether another one through many does.
                     unconfirmed.append(self._measured(difference, remaining))
                     if len(unconfirmed) < MOST_UNCONFIRMED:
@@ -242,12 +242,13 @@ class GradientSearch:
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
             right.append(self._measured(difference, remaining))
+            is_suspicious = is_suspicious or self._is_suspicious(difference, remaining)
             seen = [place for place in remaining if self._shows(difference, place)]
             judged += [place for place in seen if not self._groups[place].is_doubtful]
             remaining = [place for place in remaining if place not in seen]
             unlucky = 0 if seen else unlucky + 1
             if unlucky == UNLUCKY or not remaining:
-                if not unconfirmed and not self._is_suspicious(right):
+                if not unconfirmed and not is_suspicious:
                     break
                 remaining, unlucky = list(self._places), 0
         doubtful = [place for place in self._places if self._groups[place].is_doubtful]
@@ -264,22 +265,13 @@ class GradientSearch:
         ]
         return found
 
-    @property
-    def _is_coarse(self) -> bool:
-        """Whether errors are of one size: in other formats few units that change sides make single large ones."""
-        return bool(self._derivative.unit >= COARSE)
-
-    def _is_suspicious(self, right: Sequence[Facts]) -> bool:
+    def _is_suspicious(self, difference: Difference, places: Iterable[int]) -> bool:
         """Return whether more directions may show that what the step before left is in gradients below the limit.
 
         Other formats than those of 16 bits hide nothing of that size.
         """
-        return self._is_coarse and any(
-            one["left"] != 0
-            and abs(one["received"] - math.fsum(map(math.fsum, one["shares"])))
-            > SUSPICIOUS * self._derivative.limit * one["noise"]
-            for one in right
-        )
+        is_large = difference.error(places) > SUSPICIOUS * difference.limit
+        return self._derivative.is_coarse and is_large and any(difference.left[place] for place in places)
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
         """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
@@ -386,7 +378,7 @@ class GradientSearch:
         self._derivative.read_as(Reading(in_place=readings[0].in_place))
         mean_of, places = self._derivative.divided_by, self._places
         along = [self._derivative.difference(places, seed) for seed in OF_A_FACTOR]
-        found = [(sum(one.received[place] for place in places), one.right) for one in along]
+        found = [(one.received_for(places), one.right) for one in along]
 
         def rest(reading: Reading) -> float:
             factor = reading.factor * (mean_of if reading.is_sum else 1.0)
@@ -412,7 +404,7 @@ class GradientSearch:
         clearest = tried.pop(best)
         if abs(clearest.right) <= 2 * clearest.limit:
             raise NoAgreementError(UNKNOWN_FACTOR)
-        factor = sum(clearest.received[place] for place in places) / clearest.right
+        factor = clearest.received_for(places) / clearest.right
         if factor <= 0:
             return None
         scaled = replace(reading, factor=factor, factor_error=clearest.noise / abs(clearest.right))
@@ -424,8 +416,7 @@ class GradientSearch:
         """Return the factor in all gradients, how well it is known, and what it makes wrong about one parameter."""
         place = max(difference.received, key=lambda one: abs(difference.received[one]))
         self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
-        one, again = (self._derivative.difference([place], f"{seed} {place}") for seed in ("apart", "again"))
-        wrong = self._wrong([place], one, again)
+        wrong = self._wrong([place], self._derivative.difference([place], f"apart {place}"))
         self._derivative.read_as(reading)
         return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 
@@ -462,38 +453,39 @@ class GradientSearch:
             half = suspects.pop()  # the latest: to reach single parameters before the comparisons are used up
             middle = len(half) // 2
             parts = [half[:middle], half[middle:]] if middle else [half]
-            is_found, tries = False, 0
-            while not is_found and tries < (MOST_UNCONFIRMED if self._is_coarse else 1):
+            found: list[tuple[list[int], Difference]] = []
+            for tries in range(MOST_UNCONFIRMED if self._derivative.is_coarse else 1):
                 for part in parts:
                     budget -= 1
                     seed = f"apart {part[0]} {len(part)}" + (f" {attempt} {tries}" if attempt or tries else "")
                     difference = self._derivative.difference(part, seed)
-                    if difference.error(part) <= difference.limit:
-                        right.append(self._measured(difference, part))
-                        shown = [place for place in part if self._shows(difference, place)]
-                        judged += [place for place in shown if not self._groups[place].is_doubtful]
+                    if difference.error(part) > difference.limit:
+                        found.append((part, difference))
                         continue
-                    is_found = True
-                    if len(part) > 1:
-                        suspects.append(part)
-                        unresolved[len(part)] = part, difference
-                    elif self._is_a_part(part[0]):
-                        self._parts.add(part[0])
-                        self._beginnings.parts.add(self._groups[part[0]].kind)
-                    else:
-                        again = self._derivative.difference(part, f"again {part[0]}")
-                        wrong.append(self._wrong(part, difference, again))
-                        judged.append(part[0])
-                tries += 1
+                    right.append(self._measured(difference, part))
+                    shown = [place for place in part if self._shows(difference, place)]
+                    judged += [place for place in shown if not self._groups[place].is_doubtful]
+                if found:
+                    break
+            for part, difference in found:
+                if len(part) > 1:
+                    suspects.append(part)
+                    unresolved[len(part)] = part, difference
+                elif self._is_a_part(part[0]):
+                    self._parts.add(part[0])
+                    self._beginnings.parts.add(self._groups[part[0]].kind)
+                else:
+                    wrong.append(self._wrong(part, difference))
+                    judged.append(part[0])
         if suspects and not wrong and not self._parts:
             wrong.append(self._wrong(*unresolved[min(unresolved)]))
         elif budget > 0:
-            found = self._wrong_copies(wrong)
-            wrong += [self._wrong([place], *found[place]) for place in found]
-            judged += found
+            copies = self._wrong_copies(wrong)
+            wrong += [self._wrong([place], difference) for place, difference in copies]
+            judged += [place for place, _ in copies]
         return wrong, judged, [place for half in suspects for place in half]
 
-    def _wrong_copies(self, wrong: Sequence[Facts]) -> dict[int, tuple[Difference, Difference]]:
+    def _wrong_copies(self, wrong: Sequence[Facts]) -> list[tuple[int, Difference]]:
         """Return other copies of wrong parameters that are wrong too, which the first direction need not show."""
         known = {(one["name"], rank) for one in wrong for rank in one["ranks"]}
         places = [
@@ -504,12 +496,12 @@ class GradientSearch:
             and group.name in {name for name, _ in known}
             and not {(group.name, rank) for rank in group.ranks} & known
         ]
-        found: dict[int, tuple[Difference, Difference]] = {}
+        found = []
         for place in places[:MOST_OWN]:
             for number in range(MOST_ALONG_COPIES):
                 difference = self._derivative.difference([place], f"copy {place} {number}")
                 if difference.error([place]) > difference.limit:
-                    found[place] = difference, self._derivative.difference([place], f"again {place}")
+                    found.append((place, difference))
                     break
         return found
 
@@ -545,8 +537,8 @@ class GradientSearch:
                 break
         return max(found, key=lambda one: one[0])[1]
 
-    def _wrong(self, places: Sequence[int], difference: Difference, again: Difference | None = None) -> Facts:
-        """Return what is wrong with a parameter, or with one of several of which it is the first.
+    def _wrong(self, places: Sequence[int], difference: Difference) -> Facts:
+        """Return what is wrong with a parameter, or with one of several; ``places`` begins with the one that is named.
 
         ``again`` is another direction, which shows whether there is a common factor.
         """
@@ -555,13 +547,13 @@ class GradientSearch:
         rank, number = min(group.keys)
         first = self._every[rank][number]
         is_one = len(places) == 1
-        again = again or self._derivative.difference(places, f"again {place}")
+        again = self._derivative.difference(places, f"again {place}")
         return {
             **self._measured(difference, places),
             "name": group.name,
             "ranks": group.ranks,
             "right": difference.right,
-            "again": [[sum(again.received[one] for one in places), again.right, again.noise]],
+            "again": [[again.received_for(places), again.right, again.noise]],
             "began_alike": is_one and group.is_doubtful,
             "copies": sum(len(one.instances) for one in self._groups if one.kind == group.kind) / len(group.instances),
             "with_all_copies": self._with_all_copies(place) if is_one else None,
@@ -598,7 +590,7 @@ class GradientSearch:
         """
         parts = [place for place in places if len(self._groups[place].instances) == 1]
         return {
-            "received": sum(difference.received[place] for place in places),
+            "received": difference.received_for(places),
             "left": sum(difference.left[place] for place in places),
             "left_in_parts": sum(difference.left[place] for place in parts),
             "shares": difference.shares,

@@ -81,7 +81,11 @@ class Difference:
 
     def error(self, groups: Iterable[int]) -> float:
         """Return how far what was received for these groups together is from what is right."""
-        return abs(sum(self.received[one] for one in groups) - self.right)
+        return abs(self.received_for(groups) - self.right)
+
+    def received_for(self, groups: Iterable[int]) -> float:
+        """Return what was received for these groups together."""
+        return sum(self.received[one] for one in groups)
 
 
 class JointDerivative:
@@ -137,7 +141,7 @@ class JointDerivative:
         self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
         self._of = self._mean_of
         self._reading = Reading()
-        self.unit = max(one["unit"] for one in theirs)
+        self.unit: float = max(one["unit"] for one in theirs)
         factors = [one["by_hand"] for one in theirs]
         is_one = all(math.isclose(one, factors[0], rel_tol=max(self.unit, SAME_FACTOR)) for one in factors)
         self.by_hand: float = factors[0] if is_one else 1.0
@@ -162,8 +166,16 @@ class JointDerivative:
         # A forward may compute in a coarser format than its parameters and outputs show.
         self.unit = max([self.unit, *(spread / SPREAD for _, spread, _ in measured)])
         self.in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
-        self.limit = LIMIT if self.unit < COARSE else LIMIT_16_BIT
+        self.limit = LIMIT_16_BIT if self.is_coarse else LIMIT
         self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the forward computes in 16 bits: errors are of one size there.
+
+        In finer formats, few units that change sides make single large ones.
+        """
+        return self.unit >= COARSE
 
     def receive(self, held: Sequence[JointParameter]) -> None:
         """Take the gradients that these parameters have now; they are the same parameters as before."""
@@ -241,14 +253,14 @@ class JointDerivative:
         ``part_of``: the direction goes only through the parts that these ranks hold.
         """
         groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
-        own = f"{self._step} " if self.unit >= COARSE else ""
+        of_step = f"{self._step} " if self.is_coarse else ""
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
         for place, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{own}{seed} {place}", group.size)
+                    along = one.direction(f"{of_step}{seed} {place}", group.size)
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
