@@ -279,8 +279,9 @@ class JointTruth(Truth[JointGradient]):
 
     @property
     def _measured(self) -> list[Facts]:
-        kinds = ("right", "unconfirmed", "wrong")
-        return [one for _, found in self.compared for kind in kinds for one in found[kind]]
+        """All directions but those through one of several copies: their errors may be the shares of other copies."""
+        found = [one for _, step in self.compared for one in (*step["right"], *step["unconfirmed"])]
+        return found + [one for _, step in self.compared for one in step["wrong"] if not one["began_alike"]]
 
     def _doubtful_at(self, index: int) -> list[str]:
         return [name for number, found in self.compared if number == index for name, _ in found["doubtful"]]
