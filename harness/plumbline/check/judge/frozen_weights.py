@@ -9,8 +9,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
 from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
 from plumbline.core.finding import Finding
-from plumbline.core.numbers import counted
-from plumbline.report.text import listed
+from plumbline.report.text import counted, listed
 
 CHECK, OBSERVER = "update", "frozen-weights"
 

@@ -51,8 +51,9 @@ class EvidenceWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        vectors = {"received": step.received, "unclipped": step.unclipped, "replaced": step.replaced}
-        tensors = {name: vector for name, vector in vectors.items() if vector is not None}
+        tensors = {"received": step.received}
+        if step.unclipped is not None:
+            tensors["unclipped"] = step.unclipped
         values = {
             "rank": rank,
             "world_size": world_size,

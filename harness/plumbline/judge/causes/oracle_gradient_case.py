@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from plumbline.core.numbers import scale_text
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.combinations import added, common_factor, factor_between, scaled, weighted
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
@@ -286,7 +285,7 @@ class OracleGradientCase(GradientCase):
     def figures(self) -> dict[str, object]:
         return {
             **super().figures,
-            "scale": scale_text(self.step.scale or 1.0),
+            "scale": self.step.scale,
             "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,
             "norm_rank": self._norm_rank,
