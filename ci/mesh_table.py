@@ -21,16 +21,13 @@ from pathlib import Path
 import pandas as pd
 
 from plumbline.core.backend import BACKENDS, Held
-from plumbline.core.numbers import compact
+from plumbline.core.numbers import compact, counted
 from plumbline.core.outcome import Outcome
 from plumbline.report.markdown import findings_section, known_section, run_facts
 from plumbline.report.tables.cells import cell_table, counts_in_words, mark_and_share
 from plumbline.report.tables.failures import wrong_cells
 from plumbline.report.tables.support import MARKS
-from plumbline.report.text import (
-    counted,
-    markdown,
-)
+from plumbline.report.text import markdown
 from plumbline.results.records import Result
 from plumbline.results.run import Run, read_run
 from plumbline.subjects.virtual_environments import install, parse_requirement

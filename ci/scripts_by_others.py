@@ -31,11 +31,12 @@ from changes import MISTAKES, SCRIPTS, Mistake
 
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding, in_reading_order
+from plumbline.core.numbers import counted
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
 from plumbline.launch.pool import Pool
 from plumbline.launch.settings import Settings
-from plumbline.report.text import counted, markdown, shortened
+from plumbline.report.text import markdown, shortened
 from plumbline.results.records import Result, ending
 from plumbline.results.run import Run, read_run
 

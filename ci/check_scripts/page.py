@@ -12,7 +12,7 @@ from published import COMMITS
 from result import SAME, Result, is_false_accusation, is_false_praise, is_right
 from script import REWRITTEN, Script
 
-from plumbline.report.text import counted
+from plumbline.core.numbers import counted
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "pytorch-ignite")
 

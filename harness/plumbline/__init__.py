@@ -55,6 +55,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'plumbline' has no attribute {name!r}")
+    import gc
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    # Searching for garbage among what modules make, which stays, takes longer than making it.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        if was_enabled:
+            gc.enable()

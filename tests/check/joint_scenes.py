@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -125,6 +125,81 @@ class Megatron(nn.Module):
         middle = functional.gelu(functional.linear(Copied.apply(values), self.up, self.bias))
         result = self.last(values + Summed.apply(functional.linear(middle, self.down)))
         return Copied.apply(result) if MISTAKE.startswith("last-counted") else result
+
+
+class Scattered(torch.autograd.Function):
+    """The sum of all ranks' rows, of which each rank keeps its own."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return _own_rows(Summed.forward(context, values))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return Gathered.forward(context, gradient)
+
+
+class Collected(torch.autograd.Function):
+    """All rows, of which each rank has the gradient of its own."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return Gathered.forward(context, values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return _own_rows(gradient)
+
+
+def _own_rows(values: Tensor) -> Tensor:
+    return values.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Column(nn.Module):
+    """A layer whose outputs lie on all ranks, each with its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter((torch.randn(2 * WIDTH, WIDTH) / 4).chunk(world)[rank].clone())
+        self.bias = nn.Parameter(torch.zeros(2 * WIDTH // world))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return functional.linear(Gathered.apply(values), self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """A layer whose inputs lie on all ranks. Every rank adds the whole bias to its own rows of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter((torch.randn(WIDTH, 2 * WIDTH) / 6).chunk(world, 1)[rank].clone())
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return Scattered.apply(functional.linear(values, self.weight)) + self.bias
+
+
+class RowsOnAllRanks(nn.Module):
+    """A block whose rows lie on all ranks, but for its middle layers, which do themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.up, self.down = Column(), Row()
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(_own_rows(values))
+        return Collected.apply(self.last(values + self.down(functional.gelu(self.up(values)))))
+
+
+def _added_up(model: nn.Module) -> None:
+    """Add up the gradients of what all ranks hold, which are those of their own rows."""
+    for name, one in model.named_parameters():
+        is_forgotten = MISTAKE == "bias-of-rows-not-reduced" and name == "down.bias"
+        if name not in ("up.weight", "up.bias", "down.weight") and not is_forgotten:
+            dist.all_reduce(one.grad)
 
 
 def once(model: nn.Module, first: int = 1) -> nn.Module:
@@ -317,6 +392,31 @@ def _tensor_parallel() -> nn.Module:
     return model
 
 
+class Scaled(Block):
+    """A block whose hidden units have factors, of which each rank has its own as a plain parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.factors = nn.Parameter(torch.ones(2 * WIDTH // dist.get_world_size()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        return self.last(values + self.down(functional.gelu(self.up(self.norm(values))) * self.factors))
+
+
+def _scaled_tensor_parallel() -> nn.Module:
+    rows: dict[str, Any] = {"input_layouts": Shard(0)}
+    layers = {
+        "first": ColwiseParallel(output_layouts=Shard(0)),
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(**rows),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+        "last": ColwiseParallel(**rows, output_layouts=Replicate()),
+    }
+    return parallelize_module(Scaled(), init_device_mesh("cpu", (2,)), layers)
+
+
 def _sharded_tensor_parallel() -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -334,6 +434,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),
     "once-replicated": (lambda: DistributedDataParallel(once(nn.Linear(WIDTH, 4), first=0)), _nothing, 1),
     "deep": (Deep, _nothing, 0),
+    "sequence-parallel": (RowsOnAllRanks, _added_up, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
     "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),
@@ -345,6 +446,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "sharded-gathered-head": (lambda: GatheredHead(replicas=2), _divided, 1),
     "gathered-frozen-head": (lambda: GatheredHead(is_frozen=True), _nothing, 1),
     "tensor-parallel": (_tensor_parallel, _nothing, 0),
+    "scaled-tensor-parallel": (_scaled_tensor_parallel, _nothing, 0),
     "sharded-tensor-parallel": (_sharded_tensor_parallel, _nothing, 2),
 }
 """Models, what is done with their gradients, and how many neighbouring ranks see the same samples: 0 is all of them."""

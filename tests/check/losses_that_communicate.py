@@ -182,10 +182,46 @@ class Recomputed(joint_scenes.Megatron):
         return self.last(values + checkpoint(self.layer, values, use_reentrant=self.reentrant))
 
 
+class Likelihood(torch.autograd.Function):
+    """The cross-entropy of logits that lie on all ranks, a part of the classes on each, as Megatron computes it."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, classes: Tensor) -> Tensor:
+        exponentials = logits.exp()
+        total = exponentials.sum(-1)
+        dist.all_reduce(total)
+        own = functional.one_hot(classes, logits.shape[1] * dist.get_world_size())
+        own = own.chunk(dist.get_world_size(), 1)[dist.get_rank()].to(logits.dtype)
+        picked = (logits * own).sum(-1)
+        dist.all_reduce(picked)
+        context.save_for_backward(exponentials / total.unsqueeze(-1) - own)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (difference,) = context.saved_tensors
+        times = dist.get_world_size() if MISTAKE == "counted-on-each-rank" else 1
+        return times * difference * gradient.unsqueeze(-1), None
+
+
+class Vocabulary(nn.Module):
+    """A head of which each rank has the rows of some classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Parameter((torch.randn(8, WIDTH) / 4).chunk(world)[rank].clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return functional.linear(joint_scenes.Copied.apply(self.first(rows)), self.head)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "normalised": lambda: DistributedDataParallel(Normalised()),
     "checkpoint": lambda: Recomputed(reentrant=False),
     "reentrant-checkpoint": lambda: Recomputed(reentrant=True),
+    "vocabulary": Vocabulary,
     "compiled": lambda: torch.compile(joint_scenes.Megatron(), backend="aot_eager"),
 }
 
@@ -197,7 +233,7 @@ def run(scene: str, mistake: str = "") -> None:
     torch.manual_seed(0)
     name, _, inside = scene.partition(" ")
     if name in MODULES:
-        model, step = MODULES[name](), _fit
+        model, step = MODULES[name](), _classify if name == "vocabulary" else _fit
     elif inside:
         model, step = DistributedDataParallel(Inside(LOSSES[name])), _of_model
     else:
@@ -213,6 +249,11 @@ def run(scene: str, mistake: str = "") -> None:
 
 def _fit(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(model(rows), targets[:, :4])
+
+
+def _classify(model: nn.Module, rows: Tensor, others: Tensor) -> Tensor:
+    loss: Tensor = Likelihood.apply(model(rows), others[:, :8].argmax(-1)).mean()
+    return loss
 
 
 def _of_model(model: nn.Module, ours: Tensor, theirs: Tensor) -> Tensor:

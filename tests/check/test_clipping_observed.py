@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
@@ -113,6 +112,13 @@ def test_the_factor_of_a_script_is_told():
     assert 0 < facts["by_hand"]["factor"] < 1
     (finding,) = findings(training)
     assert f"the script itself multiplied all gradients by {facts['by_hand']['factor']:.6g}" in finding.message
+
+
+def test_a_call_with_an_empty_generator_is_told():
+    used_up = iter(())
+    with pytest.warns(UserWarning, match="empty generator"):
+        (note,) = findings(trained(lambda model: NORM(used_up, 0.5)))
+    assert "was given an empty generator" in note.message
 
 
 def test_gradients_that_are_clipped_together_with_others_count_with_these():
@@ -242,26 +248,6 @@ def test_a_limit_that_is_scaled_as_well_is_right():
         scaler.step(optimizer)
 
     assert causes(recorded(script)) == []
-
-
-@pytest.mark.parametrize("first", ["clip", "average"])
-def test_each_rank_clipping_by_itself_is_found(first):
-    def script(rank: int) -> None:
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, 10 * step + rank).backward()
-            if first == "clip":
-                NORM(model.parameters(), 0.5)
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= 2
-            if first != "clip":
-                NORM(model.parameters(), 0.5)
-            optimizer.step()
-
-    assert causes(recorded_on_ranks(script)) == (["clipped-before-averaging"] if first == "clip" else [])
 
 
 @pytest.mark.parametrize("own", [True, False])

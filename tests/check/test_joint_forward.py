@@ -18,7 +18,7 @@ from plumbline.ranks.run import run_on_ranks
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
-    "sharded-gathered-head",
+    "sharded-gathered-head", "sequence-parallel",
 )  # fmt: skip
 
 WRONG = {
@@ -75,6 +75,18 @@ def test_a_derivative_of_the_script_s_own_is_not_judged(scene: str) -> None:
 
 def test_copies_that_a_script_itself_changes_otherwise_are_not_judged() -> None:
     assert answer_of(checked("edited-megatron")) is Answer.NOT_JUDGED
+
+
+def test_a_plain_part_is_stepped_by_its_own_rank_where_others_are_reduced_in_the_step() -> None:
+    training = checked("scaled-tensor-parallel")
+    assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing tells the factors from copies
+    assert training.coverage.updates.part == 1
+
+
+def test_a_bias_after_a_reduction_may_be_a_copy_that_nobody_reduces() -> None:
+    training = checked("sequence-parallel", "bias-of-rows-not-reduced")
+    assert answer_of(training) is Answer.RIGHT_IN_PART
+    assert any(one.message.startswith("down.bias starts with equal values") for one in training.findings)
 
 
 @pytest.mark.parametrize(("scene", "mistake"), WRONG)

@@ -40,20 +40,14 @@ def measured(right: float, left: float, received: float) -> dict[str, Any]:
     }
 
 
+NAMED = {
+    "name": "weight", "ranks": [0], "right": 1.0, "again": [], "began_alike": False, "copies": 1,
+    "one_gradient": False, "parts": [], "in_pieces": False, "with_all_copies": None,
+}  # fmt: skip
+
+
 def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
-    named = {
-        "name": "weight",
-        "ranks": [0],
-        "right": 1.0,
-        "again": [],
-        "began_alike": False,
-        "copies": 1,
-        "one_gradient": False,
-        "parts": [],
-        "in_pieces": False,
-        "with_all_copies": None,
-    }
-    wrong = [{**measured(1.0, 0.5, 1.5), **named}]
+    wrong = [{**measured(1.0, 0.5, 1.5), **NAMED}]
     found = {"wrong": wrong, "right": list(right), "limit": LIMIT, "judged": [], "losses": 2}
     return GradientEvidence([JointGradient.of(1, found["wrong"][0], found, 2)])
 
@@ -70,12 +64,18 @@ def test_a_mistake_in_all_gradients_has_to_predict_the_right_ones(right: dict[st
     assert (evidence(right).match(PREVIOUS_STEP_NOT_ZEROED) is not None) == fits
 
 
-def copy_of(received: float, *, shares: list[list[float]], own: list[list[float]]) -> JointGradient:
-    every = {"received": received, "left": 0.0, "shares": shares, "own": own, "noise": NOISE}
-    return replace(evidence().wrong[0], began_alike=True, copies=2.0, with_all_copies=every)
-
-
 SHARES, OWN = [[0.3, 0.5], [0.1, 0.7]], [[0.2, 0.1], [0.05, 0.4]]
+
+
+def copy_of(received: float, *, shares: list[list[float]], own: list[list[float]]) -> JointGradient:
+    found = wrong_copy(received, shares=shares, own=own)
+    return JointGradient.of(1, found, {"wrong": [found], "right": [], "limit": LIMIT, "judged": [], "losses": 2}, 2)
+
+
+def wrong_copy(received: float, *, shares: list[list[float]] = SHARES, own: list[list[float]] = OWN) -> dict[str, Any]:
+    every = {"received": received, "left": 0.0, "shares": shares, "own": own, "noise": NOISE}
+    alike = {"began_alike": True, "copies": 2.0, "with_all_copies": every}
+    return {**measured(1.0, 0.5, 1.5), **NAMED, **alike}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,14 @@ def test_a_step_that_was_not_compared_is_told_beside_those_that_were() -> None:
     first, second = judge_gradients(recorded(COMPARED, {"why": "a rank did not come"}))
     assert (first.outcome, second.outcome) == (Outcome.PASSED, Outcome.SKIPPED)
     assert second.message == "not judged: step 1: a rank did not come"
+
+
+@pytest.mark.parametrize(("received", "outcome"), [((1.6, 1.6), Outcome.PASSED), ((1.6, 0.0), Outcome.FAILED)])
+def test_copies_that_differ_by_more_than_rounding_are_right_if_each_has_the_gradient_of_all(
+    received: tuple[float, float], outcome: Outcome
+) -> None:
+    copies = [{**wrong_copy(one), "ranks": [rank]} for rank, one in enumerate(received)]
+    assert JointTruth(recorded(COMPARED | {"wrong": copies})).compare().outcome is outcome
 
 
 @pytest.mark.parametrize(

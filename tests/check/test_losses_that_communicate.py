@@ -23,7 +23,7 @@ from plumbline.replay.random_state import RandomState
 RIGHT = (
     "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed", "straight",
     "contrast inside", "contrast-of-torch inside", "correlation inside", "correlation-in-place inside",
-    "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled",
+    "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled", "vocabulary",
 )  # fmt: skip
 
 WRONG = (
@@ -66,6 +66,14 @@ def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> N
     assert answer_of(training) is Answer.RIGHT
     (note,) = (one for one in training.findings if isinstance(one, HeadlineNote))
     assert "Gathered, whose backward gives 1/2 of the derivative of its forward" in note.message
+
+
+def test_a_loss_of_all_ranks_that_counts_once_on_each_is_not_judged(plumbline: Any) -> None:
+    training = checked(plumbline, "vocabulary", "counted-on-each-rank")
+    assert answer_of(training) is Answer.NOT_JUDGED
+    assert any(
+        "through Likelihood, whose backward is the derivative of the sum" in one.message for one in training.findings
+    )
 
 
 def test_what_is_added_in_place_is_said_to_be_constant(plumbline: Any) -> None:

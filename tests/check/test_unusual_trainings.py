@@ -308,26 +308,11 @@ def around_its_wrapper():
         optimizer.step()
 
 
-def clipped_before_the_all_reduce():
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        for one in model.parameters():
-            dist.all_reduce(one.grad)
-            one.grad /= dist.get_world_size()
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("train", "says", "says_not"),
     [
         (each_rank_alone, "wrap the model in DistributedDataParallel", "call the DistributedDataParallel object"),
         (around_its_wrapper, "call the DistributedDataParallel object", "wrap the model"),
-        (clipped_before_the_all_reduce, "clip after the all-reduce", "never all-reduced"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
@@ -454,6 +439,91 @@ def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline,
         checked.assert_right()
 
 
+def averaged(model):
+    for one in model.parameters():
+        dist.all_reduce(one.grad)
+        one.grad /= dist.get_world_size()
+
+
+def on_own_samples(change):
+    """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
+
+    def train():
+        model = small()
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            change(model)
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize("limit", [math.inf, 100.0], ids=["only measured", "not reached"])
+def test_gradients_that_are_averaged_after_a_call_that_clips_nothing_are_right(plumbline, limit):
+    def measure_and_average(model):
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        averaged(model)
+
+    plumbline.check(on_own_samples(measure_and_average), ranks=2, steps=STEPS).assert_right(require_full=True)
+
+
+@pytest.mark.parametrize("limit", [100.0, 0.01], ids=["not reached", "reached"])
+def test_a_factor_after_clipping_is_found(plumbline, limit):
+    def divide_after_clipping(model):
+        averaged(model)
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for one in model.parameters():
+            one.grad /= dist.get_world_size()
+
+    checked = plumbline.check(on_own_samples(divide_after_clipping), ranks=2, steps=STEPS)
+    (wrong,) = [one for one in checked.findings if one.outcome.is_bad]
+    assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    ],
+    ids=["norm", "value"],
+)
+@pytest.mark.parametrize("first", ["clip", "average"])
+def test_each_rank_clipping_by_itself_is_found(plumbline, clip, first):
+    def change(model):
+        for step in (clip, averaged) if first == "clip" else (averaged, clip):
+            step(model)
+
+    checked = plumbline.check(on_own_samples(change), ranks=2, steps=STEPS)
+    root = next((one for one in checked.findings if one.outcome.is_bad and not one.consequence_of), None)
+    assert (root and root.cause) == ("clipped-before-averaging" if first == "clip" else None)
+
+
+def test_samples_that_are_clipped_one_by_one_are_not_accused(plumbline):
+    def train():
+        model = small()
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            parts = [torch.zeros_like(one) for one in model.parameters()]
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                for part, one in zip(parts, model.parameters(), strict=True):
+                    part += one.grad
+            for part, one in zip(parts, model.parameters(), strict=True):
+                dist.all_reduce(part)
+                one.grad = part / (4 * dist.get_world_size())
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert not [one for one in checked.findings if one.outcome.is_bad]
+
+
 def test_parameters_that_are_clipped_apart_are_judged(plumbline):
     def clip(model):
         nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
@@ -461,3 +531,112 @@ def test_parameters_that_are_clipped_apart_are_judged(plumbline):
         nn.utils.clip_grad_norm_(model.parameters(), 0.005)
 
     plumbline.check(trained_after(clip), ranks=1, steps=STEPS).assert_right(require_full=True)
+
+
+def test_the_factors_of_a_script_that_clips_are_not_those_of_its_loss(plumbline):
+    def clip(model):
+        averaged(model)
+        norm = math.hypot(*(float(one.grad.norm()) for one in model.parameters()))
+        for one in model.parameters():
+            one.grad *= 0.01 / norm
+
+    checked = plumbline.check(on_own_samples(clip), ranks=2, steps=STEPS)
+    checked.assert_right(require_full=True)
+    (loss,) = [one.message for one in checked.findings if one.check == "objective"]
+    assert loss == "The loss is the mean over all 8 terms of cross_entropy."
+
+
+def test_that_optimizers_step_within_a_backward_pass_is_told(plumbline):
+    checked = plumbline.check(an_optimizer_for_each_parameter, ranks=2, steps=STEPS)
+    unjudged = {one.check for one in checked.findings if "step during the backward pass" in one.message}
+    assert unjudged == {"samples", "objective"}
+
+
+def test_a_state_that_closures_change_within_a_step_is_not_called_changed(plumbline):
+    def train():
+        model = small()
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    assert not [one for one in checked.findings if "changed between optimizer steps" in one.message]
+
+
+def clipped_while_scaled(first):
+    """Return a training that clips with its own code, before or after the GradScaler divides the gradients."""
+
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            if first == "unscale":
+                scaler.unscale_(optimizer)
+            norm = math.hypot(*(float(one.grad.norm()) for one in model.parameters()))
+            for one in model.parameters():
+                one.grad *= min(1.0, 0.1 / norm)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return train
+
+
+@pytest.mark.parametrize(("first", "cause"), [("clip", "clipped-before-unscaling"), ("unscale", None)])
+def test_own_code_that_clips_before_unscaling_is_found(plumbline, first, cause):
+    checked = plumbline.check(clipped_while_scaled(first), ranks=2, steps=STEPS)
+    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ([cause] if cause else [])
+
+
+def two_optimizers(*, share):
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        first, *others = model.parameters()
+        optimizers = [torch.optim.AdamW([first], 0.01), torch.optim.SGD([first, *others] if share else others, 0.1)]
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss_of(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_parameter_that_two_optimizers_step_is_found(plumbline, share):
+    checked = plumbline.check(two_optimizers(share=share), ranks=2, steps=STEPS)
+    causes = [one.cause for one in checked.findings if one.outcome.is_bad]
+    assert causes == (["stepped-by-two-optimizers"] if share else [])
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_gradients_that_another_optimizers_pass_left_are_told(plumbline, zeroes):
+    def train():
+        generator, critic = small(), nn.Linear(3, 1)
+        theirs, its = torch.optim.SGD(generator.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+        for _ in range(STEPS):
+            made = generator(torch.randn(4, 6))
+            theirs.zero_grad()
+            critic(made).mean().backward()
+            theirs.step()
+            if zeroes:
+                its.zero_grad()
+            critic(made.detach()).square().mean().backward()
+            its.step()
+            its.zero_grad()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    checked.assert_right(require_full=True)
+    notes = [one.message for one in checked.findings if "before another optimizer's step" in one.message]
+    assert len(notes) == (0 if zeroes else 1)

@@ -209,13 +209,14 @@ def checkout(git, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is opened")
 @pytest.mark.parametrize("times", [1, 2], ids=["sources", "bytecode"])
 def test_the_files_that_a_piece_and_its_children_open_are_seen(lane, checkout, times, monkeypatch):
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     script = f"cat read.txt; {sys.executable} -c 'import kept.used, alone'"
     one = lane.piece.Piece("one", ("sh", "-c", script))
     for _ in range(times):
         told = lane.piece.run(one, checkout, checkout, "abc1234")
     assert told.outcome == "passed"
     assert told.read == ["alone.py", "kept/__init__.py", "read.txt"]
+    assert (checkout / "kept" / "__pycache__").exists()
 
 
 def test_which_files_have_changed_is_told_by_git(lane, git, tmp_path):

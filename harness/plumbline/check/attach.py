@@ -23,6 +23,7 @@ from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.install import recorder_of
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
+from plumbline.core.numbers import counted
 from plumbline.recording.patching import Patches
 from plumbline.recording.process import rank_and_world
 
@@ -111,7 +112,6 @@ class Attachment:
         return self._verdict
 
     def _why_none(self) -> str:
-        from plumbline.report.text import counted
 
         taken = self._recorder.progress["steps"]
         assert isinstance(taken, int)

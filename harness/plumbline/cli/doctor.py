@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.cli.arguments import JSON, declare
+from plumbline.core.numbers import counted
 
 UNFIT = 1  # exit code if this machine has a problem
 
@@ -31,7 +32,7 @@ def doctor(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from plumbline.machine.doctor.probes import probes, run_probes
-    from plumbline.report.text import counted, printable
+    from plumbline.report.text import printable
 
     if options.json:
         from plumbline.cli.documents import DoctorDocument, print_document

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import declare, duration, print_error
 from plumbline.core.errors import TROUBLE
-from plumbline.report.text import counted
+from plumbline.core.numbers import counted
 from plumbline.subjects.load import parse_subject
 
 if TYPE_CHECKING:

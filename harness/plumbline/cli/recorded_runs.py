@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import JSON, RUN, declare, print_error
 from plumbline.core.errors import TROUBLE, PlanError
+from plumbline.core.numbers import counted
 from plumbline.report.formats import format_names, report_format, write_report
-from plumbline.report.text import counted, printable, printable_lines
+from plumbline.report.text import printable, printable_lines
 from plumbline.results.files import write_text
 from plumbline.results.run import read_run
 

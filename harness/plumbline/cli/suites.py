@@ -108,9 +108,9 @@ def add_to(commands: Any) -> None:
 
 
 def submit(options: argparse.Namespace) -> int:
+    from plumbline.core.numbers import counted
     from plumbline.report.formats import write_report
     from plumbline.report.terminal import support_for_terminal
-    from plumbline.report.text import counted
     from plumbline.submit.follow import Follower
     from plumbline.submit.submission import Submission, SubmitRequest, prepare
 

@@ -18,6 +18,16 @@ def compact(number: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
+def scale_text(scale: float) -> str:
+    """Return a loss scale: ``65,536``, ``0.5``."""
+    return f"{scale:,.0f}" if math.isfinite(scale) and scale == round(scale) else f"{scale:,g}"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return for example ``1 cell``, ``3 cells``; ``plural`` is needed where it is not the noun with an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
+
+
 def x_noise(error: float) -> str:
     """Return a multiple of rounding noise: ``0.8 × noise``, ``2e6 × noise``."""
     return f"{compact(error) or error} × noise"

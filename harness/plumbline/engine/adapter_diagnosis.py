@@ -13,11 +13,12 @@ import torch
 from plumbline.core.cell import Cell
 from plumbline.core.errors import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
 from plumbline.core.finding import Finding, in_reading_order
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome, worst
 from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.judge.causes.launch import SEE_LOG
 from plumbline.judge.causes.stage_pattern import ranks_in_words
-from plumbline.report.text import counted, shortened, without_hint
+from plumbline.report.text import shortened, without_hint
 
 _WRONG = "The adapter is wrong: "
 _LONGEST = 120

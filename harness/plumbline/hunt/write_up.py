@@ -17,6 +17,7 @@ from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
@@ -31,7 +32,6 @@ from plumbline.hunt.program.run_program import (
 )
 from plumbline.hunt.search import Drawn, Failure, in_words, name_of, write_problem
 from plumbline.planning.declaration import Declaration
-from plumbline.report.text import counted
 from plumbline.results.files import write_text
 from plumbline.workloads.generated import Recipe
 

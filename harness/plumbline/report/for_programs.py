@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 from pydantic import BaseModel
 
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.report.annotations import Annotation, annotate, code_quality, github_commands, sarif
 from plumbline.report.formats import ReportFormat
@@ -18,7 +19,7 @@ from plumbline.report.tables.failures import FailureGroup, SubjectCauses, failur
 from plumbline.report.tables.measured import metrics_table
 from plumbline.report.tables.run_summary import RunVerdict, comparability, facts, verdict_of
 from plumbline.report.tables.support import support_table
-from plumbline.report.text import counted, listed, printable
+from plumbline.report.text import listed, printable
 from plumbline.results.fields import Count, Text, XNoise, document_schema
 from plumbline.results.records import CellRecord
 from plumbline.results.run import Run

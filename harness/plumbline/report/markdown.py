@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from plumbline.core.numbers import compact, x_noise
+from plumbline.core.numbers import compact, counted, x_noise
 from plumbline.report.formats import ReportFormat
 from plumbline.report.tables import measured
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
@@ -45,7 +45,6 @@ from plumbline.report.tables.support import (
 )
 from plumbline.report.text import (
     between,
-    counted,
     in_words,
     location,
     markdown,

@@ -13,13 +13,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plumbline.core.numbers import compact
+from plumbline.core.numbers import compact, counted
 from plumbline.report.tables import run_summary
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from plumbline.report.tables.failures import LONGEST_EXAMPLE, in_one_line, mistakes, subject_causes
 from plumbline.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
-from plumbline.report.text import counted, in_words, printable
+from plumbline.report.text import in_words, printable
 from plumbline.results.records import Measurement
 from plumbline.results.run import Run
 

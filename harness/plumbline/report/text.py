@@ -103,11 +103,6 @@ def without_hint(message: str, hint: str | None) -> str:
     return message
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return for example ``1 cell``, ``3 cells``; ``plural`` is needed where it is not the noun with an s."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
-
-
 def listed(names: Iterable[object], most: int = 4) -> str:
     """Return the first ``most`` names and how many there are beyond: ``a, b, c and 4 more``."""
     every = list(map(str, names))

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import counted
 from plumbline.results.files import MissingHeader, write_text
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import UNEXPECTED_PASS, CellRecord, Measurement, PlannedCell, Result, ending, grouped

@@ -12,7 +12,7 @@ from plumbline.check.command.checked_command import CheckedCommand, record, run_
 from plumbline.check.command.running import EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.core.errors import PlanError
-from plumbline.report.text import counted
+from plumbline.core.numbers import counted
 
 if TYPE_CHECKING:
     from plumbline.check.evidence.training import RecordedTraining

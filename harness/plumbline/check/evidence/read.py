@@ -80,6 +80,7 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
         values["facts"],
         values["norm"],
         tensors.get("unclipped"),
+        tensors.get("replaced"),
     )
 
 

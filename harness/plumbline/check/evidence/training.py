@@ -101,8 +101,9 @@ class RecordedStep:
 
     ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
     vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
-    ``norm`` is the exact norm of that gradient. ``unclipped`` is the vector before a clipping
-    function was called, after the last backward pass; None without a call.
+    ``norm`` is the exact norm of that gradient. ``unclipped`` is the vector before a clipping function changed it,
+    after the last backward pass; None if none did. ``replaced`` is what such a function left, if the script then
+    changed it by more than one factor; ``unclipped`` is None in this case.
     ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
     gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
     ``facts`` has what observers noted.
@@ -118,6 +119,12 @@ class RecordedStep:
     facts: Facts = field(default_factory=dict)
     norm: float = 0.0
     unclipped: Tensor | None = None
+    replaced: Tensor | None = None
+
+    @property
+    def before_clipping(self) -> Tensor:
+        """The vector of the received gradients without what a clipping function did to them."""
+        return self.received if self.unclipped is None else self.unclipped
 
     @property
     def is_in_pieces(self) -> bool:
@@ -148,6 +155,7 @@ class RecordedStep:
             passes=tuple(map(of, self.passes)),
             other_passes=tuple(map(of, self.other_passes)),
             unclipped=None if self.unclipped is None else chosen(self.unclipped),
+            replaced=None if self.replaced is None else chosen(self.replaced),
         )
 
     def parts(self, vector: Tensor) -> Sequence[Tensor]:

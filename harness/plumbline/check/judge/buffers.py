@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import aligned_forwards, failed_observers, information
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.checks.buffers import CHECK, not_broadcast
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted
 
 
 def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:

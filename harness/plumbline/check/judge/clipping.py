@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from plumbline.check.evidence.training import RecordedTraining
+import torch
+
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_parts import (
     clipped_by_another_norm,
     clipped_copies_apart,
@@ -21,6 +23,7 @@ from plumbline.check.judge.clipping_calls import (
     complete,
     differ,
     is_effective,
+    is_limit_unscaled,
     last_calls,
     last_pass,
 )
@@ -28,14 +31,16 @@ from plumbline.check.judge.noted import (
     FIRST_SEEN,
     ObserverFacts,
     failed_observers,
+    headline_note,
     information,
     not_judged,
     noted,
 )
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 
 
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
@@ -60,19 +65,16 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     if clipped and not found:
         yield from _done(training, clipped)
     yield from _in_part(clipped)
+    yield from _of_an_empty_generator(training)
     if not found:
         yield from _by_hand(training)
 
 
 def _before_unscaling(training: RecordedTraining) -> Finding | None:
-    """Find gradients that were clipped with the loss scale still in them.
-
-    A limit that is multiplied by the scale as well is right; such limits are far larger than those without.
-    """
+    """Find gradients that were clipped with the loss scale still in them."""
     for one in noted(training, OBSERVER):
         for call in one.facts["calls"]:
-            scaled = call["scale"] >= 1024 and call["limit"] < math.sqrt(call["scale"])
-            if scaled and not call["late"] and is_effective(call, one.facts):
+            if is_limit_unscaled(call["limit"], call["scale"]) and not call["late"] and is_effective(call, one.facts):
                 return one.failed(
                     "clipping",
                     f"gradients were clipped to {call['limit']:g} while they were still multiplied by the loss scale "
@@ -120,30 +122,50 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
 
 
 def _before_averaging(training: RecordedTraining) -> Finding | None:
-    for ranks, calls in last_calls(training, sharded=False):
+    for ranks, calls in last_calls(training, sharded=False, kinds=("norm", "value")):
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if not any(is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
             continue
-        known_to = max(NORM_KNOWN_TO, rounding)
+        first, first_call = next(iter(ranks.values())), next(iter(calls.values()))
         held = [math.hypot(call["norm"], call["others"]) for call in calls.values()]
         used = [call["returned"] for call in calls.values()]
-        norms: list[float] = []
-        if differ(held, rounding) and are_equal([one.step.received for one in ranks.values()], rounding):
-            norms = held
-        elif differ(used, known_to) and are_equal([one.step.unclipped for one in ranks.values()], rounding):
-            norms = used  # which was computed before, of other gradients
+        norms: Sequence[float | None] = []
+        steps = [one.step for one in ranks.values()]
+        if are_equal([step.received for step in steps], rounding):
+            if differ(held, rounding) and _were_averaged(steps, rounding):
+                norms = held
+        elif all(call["kind"] == "norm" for call in calls.values()) and all(step.replaced is None for step in steps):
+            were_equal = are_equal([step.before_clipping for step in steps], rounding)
+            if were_equal and differ(used, max(NORM_KNOWN_TO, rounding)):
+                norms = used  # which was computed before, of other gradients
         if norms:
-            first = next(iter(ranks.values()))
+            how = f"by its own norm ({listed(f'{norm:.6g}' for norm in norms)})"
+            if first_call["kind"] == "value":
+                how = f"the entries of its own gradient to ±{first_call['limit']:g}"
             return failed_with_hint(
                 "clipping",
-                f"each rank clipped by its own norm ({listed(f'{norm:.6g}' for norm in norms)}), although all ranks "
-                f"step with the same gradient{FIRST_SEEN}",
+                f"each rank clipped {how}, although all ranks step with the same gradient{FIRST_SEEN}",
                 "clip after the all-reduce",
                 cause="clipped-before-averaging",
                 family="clipping",
                 step=first.step.number,
             )
     return None
+
+
+def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
+    """Return whether ranks step with a multiple of the mean of what each of them had clipped.
+
+    Of pieces of a model it is not known.
+    """
+    clipped = [step.replaced for step in steps if step.replaced is not None]
+    if len(clipped) < len(steps):
+        return all(step.is_in_pieces for step in steps)
+    mean, received = torch.stack(clipped).nan_to_num().mean(0), steps[0].received.nan_to_num()
+    if not bool(mean.any()):
+        return False
+    factor = float(mean @ received / (mean @ mean))
+    return float((received - factor * mean).norm()) <= rounding * float(received.norm())
 
 
 def _to_other_limits(training: RecordedTraining) -> Finding | None:
@@ -155,7 +177,7 @@ def _to_other_limits(training: RecordedTraining) -> Finding | None:
         limits = [call["limit"] for call in calls.values()]
         factors = [call["factor"] for call in calls.values()]
         if len(set(limits)) > 1 and differ(factors, max(NORM_KNOWN_TO, rounding)):
-            if not are_equal([one.step.unclipped for one in ranks.values()], rounding):
+            if not are_equal([one.step.before_clipping for one in ranks.values()], rounding):
                 continue
             return failed_with_hint(
                 "clipping",
@@ -221,6 +243,17 @@ def _in_part(clipped: list[ObserverFacts]) -> Iterator[Finding]:
                 "clipping",
                 f"a call clipped only {covered} of the {one.facts['of']} gradients of an optimizer{FIRST_SEEN} at "
                 f"{one.name}",
+            )
+            return
+
+
+def _of_an_empty_generator(training: RecordedTraining) -> Iterator[Finding]:
+    for one in noted(training, OBSERVER):
+        if one.facts.get("empty"):
+            yield headline_note(
+                "clipping",
+                f"A clipping call before {one.name} was given an empty generator, so it clipped nothing. A generator "
+                "such as model.parameters() can be used only once: call model.parameters() again, or make a list.",
             )
             return
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,19 +41,27 @@ def is_effective(call: Facts, facts: Facts) -> bool:
     return bool(call["factor"] < 1 - facts["roundings"])
 
 
+def is_limit_unscaled(limit: float, scale: float) -> bool:
+    """Return whether gradients with a loss scale in them were clipped to a limit that is not multiplied by it.
+
+    One that is multiplied by the scale as well is right; such limits are far larger than those without.
+    """
+    return scale >= 1024 and limit < math.sqrt(scale)
+
+
 def last_calls(
-    training: RecordedTraining, *, sharded: bool
+    training: RecordedTraining, *, sharded: bool, kinds: Collection[str] = ("norm",)
 ) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
     """Yield steps that every rank took with the same model, and the last call of each rank before them.
 
-    Only steps before which every rank clipped by a norm, all of them ``sharded`` gradients, or all of them whole ones.
+    Only steps before which every rank clipped, all of them ``sharded`` gradients, or all of them whole ones.
     """
     for ranks in side_by_side(training, OBSERVER):
         calls = {rank: own[-1] for rank, one in ranks.items() if (own := complete(one))}
         everywhere = 1 < len(calls) == training.world_size and step_copies(ranks.values())
         in_parts = any(not each.is_held for one in ranks.values() for each in one.step.parameters)
         if everywhere and all(
-            call["kind"] == "norm" and (call["sharded"] or in_parts) == sharded for call in calls.values()
+            call["kind"] in kinds and (call["sharded"] or in_parts) == sharded for call in calls.values()
         ):
             yield ranks, calls
 

@@ -16,10 +16,11 @@ from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import EXACT, NEAR, calls_of_one_loss, received_by, steps_together
 from plumbline.check.rank.observers.loss_functions import CLASSES
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import passed
 from plumbline.judge.hypothesis import explain
-from plumbline.report.text import counted, in_two_digits
+from plumbline.report.text import in_two_digits
 
 CHECK = "objective"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.report.text import counted, in_words
+from plumbline.core.numbers import counted
+from plumbline.report.text import in_words
 
 PLAIN_STEPS = 2
 """Steps that a dry run takes before the one that it records: the second one is timed."""

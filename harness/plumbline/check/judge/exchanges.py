@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.model_parts import OBSERVER
-from plumbline.check.judge.noted import headline_note
+from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
@@ -45,30 +46,15 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
 
     Gradients that are the mean of what backward passes computed are right only if those begin with the right ones.
     """
-    first = training.ranks[0]
-    found = [
-        (step.number, one) for step in first.steps for one in (step.facts.get(OBSERVER) or {}).get("functions", ())
-    ]
-    if finding.outcome is not Outcome.PASSED or not found:
+    relations = relations_of_losses(training)
+    if finding.outcome is not Outcome.PASSED or not relations:
         yield finding
         return
-    wrong = next(((number, one) for number, one in found if one["is"] in _WRONG), None)
-    if wrong is not None:
-        number, one = wrong
-        failed = failed_with_hint(
-            finding.check,
-            f"the loss communicates through {one['function']}, whose backward {_WRONG[one['is']]}",
-            "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce",
-            cause="exchanged-otherwise",
-            family="sync",
-            step=number,
-        )
-        yield replace(failed, error_x_noise=one["error"])
+    if (failed := _with_wrong_backward(training, finding)) is not None:
+        yield failed
         return
-    parts = dict.fromkeys(one["function"] for _, one in found if one["is"] == "part")
-    right = [
-        name for name in dict.fromkeys(one["function"] for _, one in found if one["is"] == "right") if name not in parts
-    ]
+    parts = [name for name, relation in relations.items() if relation == "part"]
+    right = [name for name, relation in relations.items() if relation == "right"]
     also = f"; the loss communicates through {listed(right)}, whose backward is the derivative of the forward"
     yield replace(finding, message=finding.message + also) if right else finding
     if parts:
@@ -78,3 +64,54 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
             "derivative of its forward. Sum the gradients over all ranks in its backward, or multiply the loss by the "
             "number of ranks, unless this division is intended.",
         )
+
+
+def with_loss_of_all_ranks(training: RecordedTraining, finding: Finding, *, is_sum: bool) -> Finding:
+    """Return the finding of a joint forward that passed, or what is not known of a loss that all ranks compute alike.
+
+    ``is_sum``: optimizers received the sum over ranks of what their backward passes computed.
+    """
+    relations = relations_of_losses(training)
+    if finding.outcome is not Outcome.PASSED or not relations:
+        return finding
+    if (failed := _with_wrong_backward(training, finding)) is not None:
+        return failed
+    right = [name for name, relation in relations.items() if relation == "right"]
+    if not (right and is_sum) or is_loss_divided(training.ranks):
+        return finding
+    world = training.world_size
+    return not_judged(
+        finding.check,
+        f"all {world} ranks compute the same loss through {listed(right)}, whose backward is the derivative of the "
+        f"sum of their losses, so gradients are {world} × those of one loss. That is right if the loss is divided by "
+        f"{world}, which could not be determined",
+    )
+
+
+def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
+    """Return how the backward of each function by which a loss communicates is related to its derivative."""
+    relations: dict[str, str] = {}
+    for _, one in _functions(training):
+        if relations.get(one["function"]) != "part":
+            relations[one["function"]] = one["is"]
+    return relations
+
+
+def _functions(training: RecordedTraining) -> list[tuple[int, Facts]]:
+    steps = training.ranks[0].steps
+    return [(step.number, one) for step in steps for one in (step.facts.get(OBSERVER) or {}).get("functions", ())]
+
+
+def _with_wrong_backward(training: RecordedTraining, finding: Finding) -> Finding | None:
+    for number, one in _functions(training):
+        if one["is"] in _WRONG:
+            failed = failed_with_hint(
+                finding.check,
+                f"the loss communicates through {one['function']}, whose backward {_WRONG[one['is']]}",
+                "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce",
+                cause="exchanged-otherwise",
+                family="sync",
+                step=number,
+            )
+            return replace(failed, error_x_noise=one["error"])
+    return None

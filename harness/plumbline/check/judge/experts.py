@@ -12,7 +12,8 @@ from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.rank_weights import common_steps, weights_at
 from plumbline.check.judge.step_objective import equals, factor_of, step_objectives, steps_together
 from plumbline.core.finding import Finding
-from plumbline.report.text import counted, listed, percent
+from plumbline.core.numbers import counted
+from plumbline.report.text import listed, percent
 
 CHECK = "experts"
 

@@ -9,7 +9,8 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
 from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
 from plumbline.core.finding import Finding
-from plumbline.report.text import counted, listed
+from plumbline.core.numbers import counted
+from plumbline.report.text import listed
 
 CHECK, OBSERVER = "update", "frozen-weights"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import aligned_forwards, failed_observers, information
+from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, information
+from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import passed
-from plumbline.report.text import counted
 
 CHECK = "rng"
 
@@ -26,12 +27,15 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
             alike += any(len({forward["states"][name] for forward in forwards}) == 1 for name in drew)
     if not drawing:
         return
-    if alike:
-        yield information(
-            CHECK,
-            f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so "
-            "random layers such as dropout draw the same numbers on every rank; seed each rank with seed + rank to "
-            "make them independent",
-        )
+    different = f"no random generator has the same state on all ranks ({counted(drawing, 'forward')})"
+    same = (
+        f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so random "
+        "layers such as dropout draw the same numbers on every rank"
+    )
+    layout = rank_layout(training)
+    if not layout.is_data_parallel:  # ranks that hold copies of one activation have to draw the same numbers
+        yield information(CHECK, f"{same if alike else different}; {IF_INTENDED}{layout.reason}")
+    elif alike:
+        yield information(CHECK, f"{same}; seed each rank with seed + rank to make them independent")
     else:
-        yield passed(CHECK, f"no random generator has the same state on all ranks ({counted(drawing, 'forward')})")
+        yield passed(CHECK, different)

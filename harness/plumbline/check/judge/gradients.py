@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
-from plumbline.check.judge.exchanges import with_losses, with_stages
+from plumbline.check.judge.exchanges import with_loss_of_all_ranks, with_losses, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
@@ -29,6 +29,7 @@ from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows
 from plumbline.check.judge.unreduced import judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information, failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
@@ -36,14 +37,15 @@ from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import GradientEvidence, Truth
 from plumbline.replay.reasons import FLAT_PARTS, STALE
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 
 CHECK = "gradients"
 
 _WITHOUT_WRAPPER: Mapping[str, str] = {
     "not-synchronised": (
         "wrap the model in DistributedDataParallel, or average the gradients over ranks between the backward pass and "
-        "the step"
+        "the step. If the script averages weights every few steps instead, as in local SGD, record more --steps than "
+        "that"
     ),
     "averaged-twice": "remove one of the two divisions",
     "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
@@ -105,7 +107,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
 
 def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
     """Return that gradients, which are compared as they were before clipping, were changed after it."""
-    steps = (step for rank in training.ranks for step in rank.steps)
+    steps = (step for rank in training.ranks for step in rank.steps if step.unclipped is not None)
     edited = [one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")]
     why = "the script changes gradients after it clips them, possibly on purpose; before clipping they were right"
     return not_judged(CHECK, why, min(edited)) if edited else None
@@ -115,6 +117,8 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = with_stages(training, joint.judge())
+        if joint.is_of_same_losses:
+            finding = with_loss_of_all_ranks(training, finding, is_sum=joint.is_sum)
         by_replay = _replays_decide(joint, truth, finding)
         yield _of_different_batches(training, by_replay or finding)
         if joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
@@ -142,6 +146,12 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
     yield from with_losses(training, finding)
+    if finding.outcome is Outcome.PASSED and (names := truth.gradients.with_gradients_of_other_steps):
+        yield headline_note(
+            CHECK,
+            f"The gradients of {listed(names)} include those of backward passes before another optimizer's step. If "
+            "this is not intended, call zero_grad() after these passes.",
+        )
 
 
 def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:

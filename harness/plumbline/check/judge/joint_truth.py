@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.judge.clipped_masters import are_one
+from plumbline.check.judge.exchanges import relations_of_losses
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.joint_scales import are_clipped_apart, scaled_by_mistake
 from plumbline.check.judge.judged_gradients import judged_gradients
-from plumbline.check.judge.manual_edits import about_one_factor, multiplied
+from plumbline.check.judge.manual_edits import SAME_LENGTH, about_one_factor, multiplied
 from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.received_gradient import ReceivedGradient
@@ -40,6 +42,8 @@ _SCALED = ", up to one common factor, which clipping explains"
 
 _BY_HAND = "; the script multiplies gradients by a factor, as its loss requires"
 
+_CLIPPED = "; the script clips them with its own code"
+
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
 
 
@@ -58,6 +62,7 @@ class JointTruth(Truth[JointGradient]):
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_by_hand = any("by_hand" in one for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
+        self.is_of_same_losses = all(one.get("same_loss") for _, one in self.compared)
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
@@ -72,8 +77,9 @@ class JointTruth(Truth[JointGradient]):
                 lengths = self._lengths(number)
                 apart = any(are_clipped_apart(each, lengths) for each in wrong)
                 cases = [JointGradient.of(number, one, each, window) for each in wrong for one in each["wrong"]]
-                cases = [case for case in cases if not case.is_whole] or cases
-                return [replace(case, clipped_apart=apart) for case in cases]
+                # Copies that differ by more than rounding are compared one by one, and each may be right.
+                if cases := [replace(case, clipped_apart=apart) for case in cases if not case.is_whole]:
+                    return cases
             if number in self.scaled:
                 scaled = self.scaled[number]
                 return [JointGradient.of(number, scaled, {**found, "wrong": [scaled], "right": []}, window)]
@@ -147,8 +153,11 @@ class JointTruth(Truth[JointGradient]):
             return self._not_added(*tied)
         if not wrong:
             told = "every gradient that was judged is the derivative of the forward that all ranks compute together"
-            told += "; gradients are those of the sum of the ranks' losses, not of the mean" if self.is_sum else ""
-            told += _BY_HAND if self.is_by_hand else ""
+            is_counted_once = self.is_of_same_losses and "part" in relations_of_losses(self.training).values()
+            if self.is_sum and not is_counted_once:
+                told += "; gradients are those of the sum of the ranks' losses, not of the mean"
+            if self.is_by_hand:
+                told += _CLIPPED if self._is_clipped_by_hand else _BY_HAND
             told += _SCALED if any("scaled" in found for _, found in self.compared) else ""
             told += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, told, error_x_noise=max(noise, default=None), limit_x_noise=limit)
@@ -224,6 +233,8 @@ class JointTruth(Truth[JointGradient]):
         """Return why gradients that the script multiplies are not judged, None if its losses have the weight 1 then."""
         if not self.is_by_hand:
             return None
+        if self._is_clipped_by_hand:
+            return None
         together = {steps[0].number: steps for steps in steps_together(self.training.ranks)}
         weights = []
         for number, found in self.compared:
@@ -237,13 +248,24 @@ class JointTruth(Truth[JointGradient]):
             return None
         return not_judged(CHECK, multiplied(weights), self.compared[0][0])
 
+    @property
+    def _is_clipped_by_hand(self) -> bool:
+        """Whether the script made gradients of several steps shorter, by other factors, to one length."""
+        shorter = [
+            (found["by_hand"], found["norms"])
+            for _, found in self.compared
+            if found.get("by_hand", 1.0) < 1 - SAME_LENGTH
+        ]
+        is_one_length = any(are_one([norms[place] for _, norms in shorter]) for place in (0, 1))
+        return len(shorter) > 1 and is_one_length and not are_one([factor for factor, _ in shorter])
+
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
         """Return what is wrong if each replica uses, and trains, only its own copy of some parameters."""
         name, ranks = own[0]
         return failed_with_hint(
             CHECK,
             f"{listed(dict.fromkeys(name for name, _ in own))} started with the same values on several ranks, "
-            "and each copy is trained on different samples, but the gradients of the copies are not averaged",
+            "and each copy has the gradient of its own samples or tokens, but the copies' gradients are not reduced",
             "all-reduce the gradients of all replicated parameters",
             cause="some-parameters-not-synchronised",
             family="sync",

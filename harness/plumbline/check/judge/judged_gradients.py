@@ -42,6 +42,18 @@ class JudgedGradients:
         """All of them."""
         return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
+    @property
+    def with_gradients_of_other_steps(self) -> list[str]:
+        """The names of parameters in whose gradients passes count that belong to another optimizer's step."""
+        names: dict[str, None] = {}
+        for case in self.judged:
+            counted = set(map(id, case.step.passes))
+            for one in case.step.other_passes:
+                if id(one) in counted:
+                    arrived = zip(case.parameters, case.step.norms(one.local), strict=True)
+                    names |= dict.fromkeys(parameter.name for parameter, norm in arrived if norm)
+        return [*names]
+
 
 def judged_gradients(training: RecordedTraining) -> JudgedGradients:
     """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""

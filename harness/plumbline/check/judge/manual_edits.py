@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
+from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -16,6 +17,7 @@ from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.numbers import scale_text
 from plumbline.judge.findings import with_hint
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
@@ -41,6 +43,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     """
     check, step = finding.check, finding.step
     if clipped_by_hand(wrong):
+        if scale := _scale_at_clipping_by_hand(wrong):
+            return _clipped_before_unscaling(finding, scale)
         return information(check, "the script clips gradients with its own code", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
         return not_judged(check, MADE_EQUAL, step)
@@ -76,10 +80,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return finding
     is_multiple = is_one_multiple(wrong)
     if is_unexplained(finding) and not is_multiple:
-        why = (
-            "the script changes gradients with its own code, and the result matches no known combination of the ranks' "
-            "gradients"
-        )
+        how = "after it clips them" if any(case.step.replaced is not None for case in wrong) else "with its own code"
+        why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
         return not_judged(check, why, step)
     if finding.cause == "some-zero":
         why = "the script sets the gradients of some parameters to zero with its own code, possibly on purpose"
@@ -133,9 +135,7 @@ def multiplied(totals: Sequence[float]) -> str:
 def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:
     """Return what is known of master weights' gradients that are right but for a factor; None if they are not."""
     if scale := scale_at_clipping(wrong):
-        observed = f"they were clipped while they were still multiplied by the loss scale of {scale:,g}"
-        hint = "divide gradients by the loss scale before clipping them"
-        return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
+        return _clipped_before_unscaling(finding, scale)
     is_one_factor = any(step.common_factor < 1 and step.factors for step in master_steps(wrong))
     return about_one_factor(finding, training, is_one_factor=is_one_factor)
 
@@ -167,6 +167,12 @@ def about_one_factor(finding: Finding, training: RecordedTraining, *, is_one_fac
     return None
 
 
+def _clipped_before_unscaling(finding: Finding, scale: float) -> Finding:
+    observed = f"they were clipped while they were still multiplied by the loss scale of {scale_text(scale)}"
+    hint = "divide gradients by the loss scale before clipping them"
+    return _named(finding, observed, hint, "clipped-before-unscaling", "clipping")
+
+
 def _named(finding: Finding, observed: str, hint: str, cause: str, family: str) -> Finding:
     message = f"{finding.message}; {observed}: {hint}"
     return replace(finding, message=message, hint=hint, cause=cause, family=family)
@@ -185,6 +191,16 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
         # One factor at every step is no clipping.
         and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
     )
+
+
+def _scale_at_clipping_by_hand(wrong: Sequence[ReceivedGradient]) -> float | None:
+    """Return the loss scale that was in gradients when a script clipped them itself, None if none was."""
+    for case in wrong:
+        factor = ((case.step.facts.get("clipping") or {}).get("while_scaled") or {}).get("factor")
+        scale = case.step.passes[-1].scale if case.step.passes else 1.0
+        if factor is not None and factor < 1 and is_limit_unscaled(case.step.norm * scale, scale):
+            return scale
+    return None
 
 
 def _is_changed(case: ReceivedGradient) -> bool:

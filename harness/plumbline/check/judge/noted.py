@@ -15,6 +15,9 @@ from plumbline.judge.findings import Information, failed, failed_with_hint
 FIRST_SEEN = "; first seen"
 """What stands between an observation that may come again and the place where it was made."""
 
+STEPS_WITHIN_PASSES = "optimizers step during the backward pass, before it is known what it began with"
+"""Why nothing is said of the losses and samples of some scripts."""
+
 IF_INTENDED = "it is not known whether this is intended: "
 """What stands before the reason for which an observation may be right."""
 
@@ -106,6 +109,12 @@ def passes_of(rank: RecordedRank) -> list[BackwardPass]:
     """Return the backward passes of a rank, in their order."""
     found = {one.number: one for step in rank.steps for one in (*step.other_passes, *step.passes)}
     return [found[number] for number in sorted(found)]
+
+
+def steps_within_passes(training: RecordedTraining) -> bool:
+    """Return whether optimizers step while a backward pass still runs: what is noted at its end comes too late."""
+    passes = [one for rank in training.ranks for one in passes_of(rank)]
+    return bool(passes) and not any(isinstance(noted, dict) for one in passes for noted in one.facts.values())
 
 
 def forwards_of(rank: RecordedRank, observer: str) -> list[Facts]:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.declared_objective import judge_declared
-from plumbline.check.judge.noted import HeadlineNote, amount, failed_observers, headline_note, information, passes_of
+from plumbline.check.judge.noted import (
+    STEPS_WITHIN_PASSES,
+    HeadlineNote,
+    amount,
+    failed_observers,
+    headline_note,
+    information,
+    not_judged,
+    passes_of,
+    steps_within_passes,
+)
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.step_objective import (
     EXACT,
@@ -22,9 +33,10 @@ from plumbline.check.judge.step_objective import (
     steps_together,
 )
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import counted, in_words
+from plumbline.report.text import in_words
 
 CHECK = "objective"
 
@@ -56,7 +68,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield summed
     added = _added_terms(ranks)
     if objectives:
-        yield information(CHECK, _optimised(objectives))
+        yield information(CHECK, _optimised(_without_clipping(objectives)))
     if (short := _short_windows(objectives)) is not None:
         yield short
     if added is not None:
@@ -65,9 +77,19 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         return
     elif (several := _several_losses(ranks)) is not None:
         yield information(CHECK, several)
+    elif summed is None and steps_within_passes(training):
+        yield not_judged(CHECK, STEPS_WITHIN_PASSES)
     elif summed is None:
         why = "the loss is not known: no backward pass started from exactly one loss function of torch.nn.functional"
         yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
+
+
+def _without_clipping(objectives: Sequence[StepObjective]) -> Sequence[StepObjective]:
+    """Return objectives without factors that differ between steps: a script that clips makes those, not its loss."""
+    factors = [one.factor for one in objectives]
+    is_clipped = all(0 < one < math.inf for one in factors) and spread(factors) > 1 + NEAR
+    is_clipped &= spread([one.total for one in objectives]) > 1 + NEAR  # not divided by numbers of tokens
+    return [replace(one, factor=1.0) for one in objectives] if is_clipped else objectives
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:

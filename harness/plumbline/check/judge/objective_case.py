@@ -13,8 +13,8 @@ from torch import Tensor
 
 from plumbline.check.evidence.options import SAMPLE_MEAN, SUM, TOKEN_MEAN
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
-from plumbline.report.text import counted
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from plumbline.check.judge.noted import headline_note, information
 from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.rank_weights import common_steps, reduced_parameters, weights_at
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import counted, in_two_digits, listed
+from plumbline.report.text import in_two_digits, listed
 
 CHECK = "update"
 

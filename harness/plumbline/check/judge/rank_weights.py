@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
-from plumbline.report.text import counted
+from plumbline.core.numbers import counted
 
 OBSERVER = "weights"
 
 ULPS = 8
 """Units of the last place by which weights differ that were rounded otherwise, and not more; the distance of the
 projections is known to a factor of two."""
+
+LOCAL_SGD = "post_localSGD_hook"
+"""The communication hook of torch that averages gradients only in the first iterations."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,12 @@ def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int,
 
 
 def weights_are_made_equal(training: RecordedTraining) -> bool:
-    """Say whether ranks that hold different weights after a step hold the same ones before a later one of them."""
+    """Say whether ranks that hold different weights after a step hold the same ones before a later one of them.
+
+    It may be beyond the recorded steps where torch's communication hook for local SGD leaves gradients as they are.
+    """
+    if any(LOCAL_SGD in rank.facts.get("precision", {}).get("hooks", ()) for rank in training.ranks):
+        return True
     apart: set[tuple[int, str]] = set()
     for place, steps in common_steps(training):
         optimizer = next(iter(steps.values())).optimizer

@@ -8,23 +8,25 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.model_parts import forward_communicates
-from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information
+from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information, not_judged
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
     common_steps,
     of_all,
     reduced_parameters,
+    weights_are_made_equal,
     weights_at,
 )
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, UnequalStartCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import Information, failed, failed_with_hint, passed
 from plumbline.judge.hypothesis import Match, explain
-from plumbline.report.text import counted, in_two_digits, listed
+from plumbline.report.text import in_two_digits, listed
 
 AT_THE_START, AFTER_STEPS = "initial-weights", "ranks-agree"
 
@@ -49,6 +51,10 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         differing = [one for one in weights if one.differ("before")]
         accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
         accused = [one for one in accused if one.parameter.name not in parts]
+        if accused and step.number and weights_are_made_equal(training):
+            what = differing_parameters([one.parameter.name for one in accused], len(weights))
+            yield not_judged(AT_THE_START, f"{what} between ranks at the first recorded step, as in local SGD")
+            return
         if accused:
             yield _unequal_start(accused, len(weights), step.number)
             return

@@ -101,7 +101,7 @@ class ReceivedGradient(GradientCase):
     @cached_property
     def received(self) -> Tensor:
         """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
-        return _zero_where_missing(self.step.received if self.step.unclipped is None else self.step.unclipped)
+        return _zero_where_missing(self.step.before_clipping)
 
     @property
     def left(self) -> Tensor:

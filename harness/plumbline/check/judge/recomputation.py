@@ -12,8 +12,8 @@ from torch import Tensor
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import failed_observers, not_judged, passes_of
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted
 
 CHECK = "recomputation"
 

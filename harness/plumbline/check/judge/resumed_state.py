@@ -8,8 +8,9 @@ from typing import Any
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.resumed_training import Name, Resumption, states_of
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 
 CHECK = "resumption"
 

@@ -13,9 +13,10 @@ from plumbline.check.judge.rank_weights import of_all
 from plumbline.check.judge.resumed_state import judge_resumed_state, shares_states
 from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted, scale_text
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.findings import failed_with_hint, passed
-from plumbline.report.text import counted, in_two_digits
+from plumbline.report.text import in_two_digits
 
 CHECK = "resumption"
 
@@ -351,8 +352,8 @@ def _loss_scale(pair: Resumption) -> Finding | None:
         if mine and theirs and mine != theirs:
             return failed_with_hint(
                 CHECK,
-                f"the loss scale is {max(mine):g} in step {place} after the restart, and {max(theirs):g} in step "
-                f"{pair.begin + place} of the uninterrupted training",
+                f"the loss scale is {scale_text(max(mine))} in step {place} after the restart, and "
+                f"{scale_text(max(theirs))} in step {pair.begin + place} of the uninterrupted training",
                 "save and load the GradScaler's state_dict", cause="scale-not-restored", family="checkpoint",
                 step=pair.begin + place, rank=rank,
             )  # fmt: skip

@@ -11,12 +11,14 @@ from itertools import groupby, pairwise
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from plumbline.check.judge.noted import (
     IF_INTENDED,
+    STEPS_WITHIN_PASSES,
     failed_observers,
     forwards_of,
     information,
     name_ranks,
     not_judged,
     passes_of,
+    steps_within_passes,
 )
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.sampler_epochs import (
@@ -27,10 +29,10 @@ from plumbline.check.judge.sampler_epochs import (
     whole_data_on_every_rank,
 )
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.causes.samples import NO_SAMPLER, RANKS_ALIKE
 from plumbline.judge.findings import passed
 from plumbline.judge.hypothesis import failed_by
-from plumbline.report.text import counted
 
 CHANCE = math.log(1e-8)
 """Logarithm of the probability below which equal rows are no chance."""
@@ -244,7 +246,8 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
 def _rows_used(training: RecordedTraining) -> Finding | None:
     forwards = [_of_first_module([one for one in _forwards(rank) if "order" in one]) for rank in training.ranks]
     if not any(forwards):
-        return not_judged(CHECK, "no recorded module was called with a tensor")
+        why = STEPS_WITHIN_PASSES if steps_within_passes(training) else "no recorded module was called with a tensor"
+        return not_judged(CHECK, why)
     if training.world_size == 1 or len(training.ranks) < training.world_size:
         return None
     parts = []

@@ -9,6 +9,7 @@ import torch
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, noted, side_by_side
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.evidence.recording import SkippedStep, step_copies
 from plumbline.judge.checks.skipped_steps import (
     CHECK,
@@ -18,7 +19,6 @@ from plumbline.judge.checks.skipped_steps import (
     skipped_on_some_ranks,
     skipped_without_overflow,
 )
-from plumbline.report.text import counted
 
 OBSERVER = "loss-scale"
 
@@ -95,9 +95,8 @@ def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
 def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
     if not step.passes:
         return None
-    given = step.received if step.unclipped is None else step.unclipped
     arrived = torch.stack([step.norms(one.local) for one in step.passes]).any(0)
-    bad = ~step.norms(given).isfinite() & arrived
+    bad = ~step.norms(step.before_clipping).isfinite() & arrived
     return next((one.name for one, is_bad in zip(step.parameters, bad, strict=True) if is_bad), None)
 
 

@@ -154,7 +154,7 @@ def multiple_of(steps: Sequence[RecordedStep]) -> float:
 
 def received_by(steps: Sequence[RecordedStep]) -> Tensor:
     """Return what optimizers received before it was clipped: the first one, or all of them where each has pieces."""
-    first, *others = [step.received if step.unclipped is None else step.unclipped for step in steps]
+    first, *others = [step.before_clipping for step in steps]
     for other in others if steps[0].is_in_pieces else ():
         first = torch.where(first.isnan(), other, first)
     return first

@@ -13,8 +13,9 @@ from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.rank_weights import common_steps, shared_part
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 
 CHECK = "update"
 

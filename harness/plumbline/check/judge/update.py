@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
 from plumbline.check.judge.noted import (
     FIRST_SEEN,
@@ -22,14 +22,16 @@ from plumbline.check.judge.noted import (
     side_by_side,
 )
 from plumbline.check.judge.optimizer_state import changed_state, judge_optimizer_state
+from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
 from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.causes.update import KNOWN_TO, UpdateCase
 from plumbline.judge.findings import compare_with_one, failed_with_hint, with_parameters
 from plumbline.judge.hypothesis import Hypothesis, Match, explain, holds, register
 from plumbline.judge.oracle.noise import largest, limit
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 
 
 def judge_update(training: RecordedTraining) -> Iterator[Finding]:
@@ -37,8 +39,9 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
     if (sharing := _shared_memory(training)) is not None:
         yield sharing
         return
-    if (again := _stepped_again(training)) is not None:
-        yield again
+    for flaw in (_stepped_again, _stepped_by_two_optimizers):
+        if (again := flaw(training)) is not None:
+            yield again
     steps = replayed_updates(training)
     if steps.errors:
         yield _compared(steps)
@@ -254,6 +257,52 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                     rank=rank.rank,
                 )
     return None
+
+
+def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
+    """Find parameters that two optimizers update with the same gradient of the same backward pass.
+
+    Parameters of one name may be several: it is one if the second optimizer finds it as the first has left it.
+    """
+    for rank in training.ranks:
+        last: dict[str, tuple[RecordedStep, torch.Tensor, object]] = {}
+        for step in rank.steps:
+            moved = _moved(step)
+            digests = step.facts.get(WEIGHTS) or {}
+            before, after = digests.get("before"), digests.get("after")
+            if step.is_in_pieces or not before or not after:
+                continue
+            twice: list[str] = []
+            for number, (one, gradient) in enumerate(zip(step.parameters, step.parts(step.received), strict=True)):
+                if number not in moved or one.guessed or not bool(gradient.any()):
+                    continue
+                other, received, left = last.get(one.name, (step, gradient, None))
+                is_another = other.optimizer != step.optimizer and bool(_passes(other) & _passes(step))
+                is_the_same = left is not None and left == before[number]
+                if is_another and is_the_same and torch.equal(gradient, received):
+                    twice.append(one.name)
+                last[one.name] = step, gradient, after[number]
+            if twice:
+                return failed_with_hint(
+                    "steps",
+                    f"two optimizers update {listed(twice)} with the same gradient{FIRST_SEEN}",
+                    "give each parameter to one optimizer; a tied weight is one parameter",
+                    cause="stepped-by-two-optimizers",
+                    family="optimizer",
+                    step=step.number,
+                    rank=rank.rank,
+                )
+    return None
+
+
+def _moved(step: RecordedStep) -> set[int]:
+    """Return the numbers of the parameters whose step was replayed, and that it moved."""
+    rows = (step.facts.get(OBSERVER) or {}).get("parameters", ())
+    return {int(number) for number, _, _, _, made, *_ in rows if made}
+
+
+def _passes(step: RecordedStep) -> set[int]:
+    return {one.number for one in (*step.passes, *step.other_passes)}
 
 
 def _changed_weights(training: RecordedTraining) -> Iterator[Finding]:

@@ -51,9 +51,8 @@ class EvidenceWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        tensors = {"received": step.received}
-        if step.unclipped is not None:
-            tensors["unclipped"] = step.unclipped
+        vectors = {"received": step.received, "unclipped": step.unclipped, "replaced": step.replaced}
+        tensors = {name: vector for name, vector in vectors.items() if vector is not None}
         values = {
             "rank": rank,
             "world_size": world_size,

@@ -19,7 +19,7 @@ from plumbline.replay.precision import ReplayPrecision
 _STATES = 6
 """Copies of one parameter in float64 that a replay of its update holds: weights, gradient, state and what is new."""
 
-_GB = 1e9
+_GIB = float(1 << 30)
 
 
 class NotEnoughMemoryError(Exception):
@@ -107,8 +107,8 @@ def _sentence(
 ) -> str:
     now = needed_bytes(every, parameters, sample, options)
     said = (
-        f"recomputing gradients and updates needs about {now / _GB:.3g} GB of memory beyond the training's own, "
-        f"but only {free / _GB:.3g} GB are free"
+        f"recomputing gradients and updates needs about {now / _GIB:.3g} GiB of memory beyond the training's own, "
+        f"but only {free / _GIB:.3g} GiB are free"
     )
     small = ParameterSample(_SHARE)
     small.add(parameters)
@@ -122,11 +122,11 @@ def _sentence(
     if not helping:
         words, least = min(costs, key=lambda one: one[1])
         return (
-            f"{said}; even with {words} it needs {least / _GB:.3g} GB: check a smaller model, or use fewer ranks per "
+            f"{said}; even with {words} it needs {least / _GIB:.3g} GiB: check a smaller model, or use fewer ranks per "
             "machine"
         )
     words, cost = helping[0]
-    return f"{said}; with {words} it needs {cost / _GB:.3g} GB"
+    return f"{said}; with {words} it needs {cost / _GIB:.3g} GiB"
 
 
 _SHARE = 0.1

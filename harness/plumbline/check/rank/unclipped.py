@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import paused
 
+_ROUNDINGS = 8
+
 
 class UnclippedGradients(Observer):
     """Keeps the first segment of each gradient that is clipped after a backward pass, until the next pass or step.
@@ -37,7 +40,8 @@ class UnclippedGradients(Observer):
         self._optimizers = optimizers
         self._sample = sample
         self._loss_scale = loss_scale
-        self._kept: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
+        self._after: dict[int, Tensor] = {}
         self.whole: dict[int, Tensor] = {}
         self._shards: dict[int, Tensor] = {}
 
@@ -45,39 +49,73 @@ class UnclippedGradients(Observer):
         """Take down gradients before they are clipped."""
         if not self.recording:
             return
-        scales = {
-            id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)
-        }
+        scales = self._scales()
         other = {id(one) for opt in self._optimizers for one in parameters_of(opt) if not self._names.knows(one)}
         with torch.no_grad(), paused():
             for one in parameters:
-                if one.grad is None or id(one) in self._kept or id(one) in self._shards:
+                if one.grad is None or id(one) in self._shards or self._knows(one, scales.get(id(one), 1.0)):
                     continue
                 if part_of(one) is not None:  # ranks may not all be here, and nothing can be gathered
                     self._shards[id(one)] = one.grad / scales.get(id(one), 1.0)
                 elif self._sample.has(one):
-                    self._kept[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
+                    self._before[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
                     if id(one) in other:
                         self.whole[id(one)] = one.grad.detach() / scales[id(one)]
 
+    def note_clipped(self, parameters: Sequence[Tensor]) -> None:
+        """Take down the same gradients after they were clipped."""
+        scales = self._scales()
+        with torch.no_grad(), paused():
+            for one in parameters:
+                if one.grad is not None and id(one) in self._before:
+                    self._after[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
+
+    def _knows(self, parameter: Tensor, scale: float) -> bool:
+        """Return whether a gradient was taken down before, and is still what clipping has made of it."""
+        after = self._after.get(id(parameter))
+        if after is None:
+            return id(parameter) in self._before
+        assert parameter.grad is not None
+        return _as_clipped([kept(parameter.grad) / scale], [after], _rounding([parameter])) is not None
+
+    def _scales(self) -> dict[int, float]:
+        return {id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)}
+
     def factor(self, parameter: Tensor) -> float:
-        """Return by how much the gradient of a parameter was shortened: 1 where it was not clipped."""
-        before = self._kept.get(id(parameter))
-        if before is None or parameter.grad is None or not bool(before.any()):
+        """Return by how much clipping has shortened the gradient of a parameter: 1 where it was not clipped."""
+        before, after = self._before.get(id(parameter)), self._after.get(id(parameter))
+        if before is None or after is None or parameter.grad is None or not bool(before.any()):
             return 1.0
-        return float(kept(parameter.grad).norm() / before.norm())
+        if _as_clipped([kept(parameter.grad)], [after], _rounding([parameter])) is None:
+            return 1.0
+        return float(after.norm() / before.norm())
 
-    def vector(
+    def vectors(
         self, parameters: Sequence[Tensor], received: Sequence[Tensor], units: Sequence[FlatUnit]
-    ) -> Tensor | None:
-        """Return the vector of gradients before they were clipped, None where none of them was.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``unclipped`` and ``replaced`` of a step.
 
-        Those in flat ``units`` are gathered: all ranks have to ask.
+        A factor by which the script has multiplied all gradients since they were clipped stays in them. Those in flat
+        ``units`` are gathered: all ranks have to ask.
         """
-        known = self._kept | self._of_flat(units)
-        if not any(id(parameter) in known for parameter in parameters):
-            return None
-        return torch.cat([known.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
+        known = self._of_flat(units)
+        replaced: dict[int, Tensor] = {}
+        clipped = [(one, given) for one, given in zip(parameters, received, strict=True) if id(one) in self._after]
+        before = [self._before[id(one)] for one, _ in clipped]
+        after = [self._after[id(one)] for one, _ in clipped]
+        rounding = _rounding([one for one, _ in clipped])
+        factor = _as_clipped([given for _, given in clipped], after, rounding)
+        if factor is None:
+            replaced = {id(one): own for (one, _), own in zip(clipped, after, strict=True)}
+        elif not all(map(torch.equal, before, after)):
+            known |= {id(one): factor * own for (one, _), own in zip(clipped, before, strict=True)}
+
+        def vector(by_id: dict[int, Tensor]) -> Tensor | None:
+            if not any(id(one) in by_id for one in parameters):
+                return None
+            return torch.cat([by_id.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
+
+        return vector(known), vector(replaced)
 
     def _of_flat(self, units: Sequence[FlatUnit]) -> dict[int, Tensor]:
         clipped = [unit for unit in units if unit.any(any(id(one) in self._shards for one in unit.parameters))]
@@ -87,14 +125,37 @@ class UnclippedGradients(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Forget what the pass changes."""
-        self._kept.clear()
-        self.whole.clear()
-        self._shards.clear()
+        for notes in (self._before, self._after, self.whole, self._shards):
+            notes.clear()
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget the gradients of a step that was taken."""
         for one in parameters_of(optimizer):
-            self._kept.pop(id(one), None)
-            self.whole.pop(id(one), None)
-            self._shards.pop(id(one), None)
+            for notes in (self._before, self._after, self.whole, self._shards):
+                notes.pop(id(one), None)
         return None
+
+
+def _as_clipped(given: Sequence[Tensor], after: Sequence[Tensor], rounding: float) -> float | None:
+    """Return by which factor gradients are what clipping made of them, None if they are not.
+
+    Those that were removed since, or are not finite, say nothing.
+    """
+    pairs = [(own, other) for own, other in zip(given, after, strict=True) if bool((own + other).isfinite().all())]
+    size = sum(float(other @ other) for _, other in pairs)
+    if not size:
+        return None if any(bool(own.any()) for own, _ in pairs) else 1.0
+    factor = sum(float(own @ other) for own, other in pairs) / size
+    if factor <= 0 or not _are_near([own for own, _ in pairs], [factor * other for _, other in pairs], rounding):
+        return None
+    return 1.0 if abs(factor - 1) <= rounding else factor
+
+
+def _are_near(ours: Sequence[Tensor], theirs: Sequence[Tensor], rounding: float) -> bool:
+    apart = math.hypot(*(float((own - other).norm()) for own, other in zip(ours, theirs, strict=True)))
+    return apart <= rounding * math.hypot(*(float(own.norm()) for own in ours))
+
+
+def _rounding(parameters: Sequence[Tensor]) -> float:
+    """Return how far gradients may be, relatively, from a multiple of others that were rounded as they are."""
+    return _ROUNDINGS * max((torch.finfo(one.dtype).eps for one in parameters), default=0.0)

@@ -16,16 +16,10 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import accusations, is_accusation
 from plumbline.core.finding import Finding
-from plumbline.core.numbers import x_noise
+from plumbline.core.numbers import counted, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information
-from plumbline.report.text import (
-    counted,
-    in_words,
-    listed,
-    percent,
-    shortened,
-)
+from plumbline.report.text import in_words, listed, percent, shortened
 
 MOST_NAMES = 3
 

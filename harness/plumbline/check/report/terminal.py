@@ -24,7 +24,8 @@ from plumbline.check.verdict.verdict import (
     sentence_on,
 )
 from plumbline.core.finding import Finding
-from plumbline.report.text import counted, location, printable, settings_in_words, shortened
+from plumbline.core.numbers import counted
+from plumbline.report.text import location, printable, settings_in_words, shortened
 
 LONGEST_MESSAGE = 180
 """Characters of a line that says that something is right; the page and the JSON file have all of it."""

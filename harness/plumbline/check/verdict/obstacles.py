@@ -8,7 +8,8 @@ from plumbline.check.command.checked_command import CheckedCommand, PythonProces
 from plumbline.check.command.running import EndedBy
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
-from plumbline.report.text import counted, in_words, shortened
+from plumbline.core.numbers import counted
+from plumbline.report.text import in_words, shortened
 
 MEMORY = (
     "the machine, or a control group, ran out of memory while the command ran: the kernel killed a process, perhaps "

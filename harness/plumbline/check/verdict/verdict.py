@@ -19,9 +19,9 @@ from plumbline.check.verdict.next_steps import next_step
 from plumbline.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, by_themselves, is_unexplained
-from plumbline.core.numbers import compact
+from plumbline.core.numbers import compact, counted
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import counted, percent
+from plumbline.report.text import percent
 
 RIGHT, WRONG = 0, 1
 

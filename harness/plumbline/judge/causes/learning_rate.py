@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
+from plumbline.core.numbers import counted
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Trace
 from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, holds, register
@@ -164,7 +165,7 @@ def _steps_lost(case: ScheduleCase) -> Predicted:
         place = found
     lost = place + 1 - len(case.used)
     if lost > 0:
-        yield Match(figures={"lost": f"{lost} step{'s' if lost > 1 else ''}"})
+        yield Match(figures={"lost": counted(lost, "step")})
 
 
 def _scaled(case: ScheduleCase) -> Predicted:

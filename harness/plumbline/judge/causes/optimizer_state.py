@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plumbline.core.numbers import counted
 from plumbline.evidence.trace import RankTrace
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, most_specific, register
@@ -153,8 +154,7 @@ def _rounded(case: OptimizerStateCase) -> Iterator[Variant]:
 
 def _stale(case: OptimizerStateCase) -> Iterator[Variant]:
     for steps in range(1, min(case.interruption.place, case.interruption.epoch_length) + 1):
-        words = f"{steps} step{'s' if steps > 1 else ''}"
-        yield Variant(partial(case.stale, steps=steps), {"ago": words})
+        yield Variant(partial(case.stale, steps=steps), {"ago": counted(steps, "step")})
 
 
 LOSSES = (

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from plumbline.core.numbers import scale_text
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.combinations import added, common_factor, factor_between, scaled, weighted
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
@@ -285,7 +286,7 @@ class OracleGradientCase(GradientCase):
     def figures(self) -> dict[str, object]:
         return {
             **super().figures,
-            "scale": self.step.scale,
+            "scale": scale_text(self.step.scale or 1.0),
             "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,
             "norm_rank": self._norm_rank,

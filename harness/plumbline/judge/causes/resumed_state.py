@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plumbline.core.numbers import counted
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
@@ -159,7 +160,7 @@ def _weights_of_another_step(case: ResumedWeightsCase) -> Iterator[Match]:
     for step, own in enumerate(case.interruption.origin(0).steps):
         if step and same(own.before, case.found):
             ago = case.interruption.place - step
-            yield Match(figures={"ago": f"{ago} step{'s' if ago > 1 else ''}"})
+            yield Match(figures={"ago": counted(ago, "step")})
 
 
 def _buffers_of_another_step(case: ResumedBuffersCase) -> Iterator[Match]:

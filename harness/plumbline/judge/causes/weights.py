@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from plumbline.core.numbers import counted
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
@@ -71,8 +72,7 @@ class ChangedWeightsCase(TraceCase):
 def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
     for rank, step in enumerate(case.analysis.steps[0].ranks):
         if times := _updates_between(case.analysis.start, step.before, step, case.analysis):
-            words = f"{times} update{'s' if times > 1 else ''}"
-            yield Match(0, rank, {"first": rank, "times": words})
+            yield Match(0, rank, {"first": rank, "times": counted(times, "update")})
 
 
 def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from plumbline.core.finding import UNEXPLAINED, Finding
+from plumbline.core.numbers import scale_text
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Step
 from plumbline.judge.causes.optimizer_state import OptimizerStateCase
@@ -170,7 +171,7 @@ def _scale(interruption: Interruption) -> Finding | None:
 
 
 def _scale_in_words(step: Step) -> str:
-    return "none" if step.scale is None else f"{step.scale:g}"
+    return "none" if step.scale is None else scale_text(step.scale)
 
 
 def _ordinary(interruption: Interruption) -> Finding | None:

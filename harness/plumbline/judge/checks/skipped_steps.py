@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted, scale_text
 from plumbline.evidence.recording import SkippedStep, StepRecord
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
@@ -70,7 +71,8 @@ def scale_not_lowered(one: SkippedStep) -> Finding | None:
     if one.scale is None or one.next_scale is None or one.next_scale < one.scale:
         return None
     return _failed(
-        f"the loss scaler skipped a step, but its scale of {one.scale:.0f} was {one.next_scale:.0f} at the next step",
+        f"the loss scaler skipped a step, but its scale of {scale_text(one.scale)} was {scale_text(one.next_scale)} at "
+        "the next step",
         "call scaler.update() after skipped steps too",
         "scale-not-lowered",
         one.number,
@@ -110,7 +112,7 @@ def decided_alone(observed: str, number: int, rank: int, check: str) -> Finding:
 
 def passed_with(skipped: int, steps: int, *, ranks: int, unseen: int = 0) -> Finding:
     """Return the finding that nothing is wrong with these skipped steps; gradients of ``unseen`` are not known."""
-    message = f"the loss scaler skipped {skipped} of {steps} step{'' if steps == 1 else 's'}"
+    message = f"the loss scaler skipped {skipped} of {counted(steps, 'step')}"
     message += " (of all ranks together)" if ranks > 1 else ""
     return passed(CHECK, f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.validation import EvaluationCase
 from plumbline.judge.findings import failed, passed
@@ -70,4 +71,4 @@ def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
 
 def _position(steps: int, micro_batches: int) -> str:
     micro = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-    return f"{steps} step{'' if steps == 1 else 's'}" + (f" and {micro}" if micro_batches else "")
+    return counted(steps, "step") + (f" and {micro}" if micro_batches else "")

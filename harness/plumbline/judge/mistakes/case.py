@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plumbline.core.numbers import scale_text
 from plumbline.judge.hypothesis import Hypothesis, Match
 
 Weight = Callable[[int, int, int], float]
@@ -130,7 +131,7 @@ class GradientCase(ABC):
             "micro_batches": self.micro_batches,
             "accumulate": self.accumulate,
             "rank": self.rank,
-            "scale": self.scale,
+            "scale": scale_text(self.scale or 1.0),
             "factor": f"{self.factor:.4g}",
         }
 

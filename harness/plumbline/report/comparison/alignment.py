@@ -9,7 +9,7 @@ from typing import Final
 import pandas as pd
 
 from plumbline.core.errors import UsageError
-from plumbline.report.text import counted
+from plumbline.core.numbers import counted
 from plumbline.results.header_footer import Header
 from plumbline.results.records import CellRecord, Measurement, Result, by_cell
 from plumbline.results.run import Run

@@ -13,10 +13,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from plumbline.core.numbers import counted
 from plumbline.report.comparison.compare import Comparison, OutcomeChange, OutcomeKind
 from plumbline.report.comparison.figure_changes import FigureChange, FigureVerdict
 from plumbline.report.terminal import plain_table, rendered
-from plumbline.report.text import counted, in_words, listed, markdown, markdown_table, printable, shortened
+from plumbline.report.text import in_words, listed, markdown, markdown_table, printable, shortened
 from plumbline.results.records import grouped
 from plumbline.statistics.intervals import CONFIDENCE
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from plumbline.core.numbers import counted
 from plumbline.report.badge import BAD, GOOD, UNCLEAR, badge
 from plumbline.report.history.histories import (
     CellHistory,
@@ -28,7 +29,6 @@ from plumbline.report.history.histories import (
 )
 from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
-from plumbline.report.text import counted
 from plumbline.results.files import write_text
 from plumbline.results.records import KNOWN, grouped
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from plumbline.core.numbers import compact, x_noise
-from plumbline.report.text import counted, digits, in_words, printable_lines, shortened
+from plumbline.core.numbers import compact, counted, x_noise
+from plumbline.report.text import digits, in_words, printable_lines, shortened
 
 _BEFORE_ITS_UNIT = re.compile(r"(?<=\d) (?=%|×)")
 _OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")

@@ -9,8 +9,9 @@ from typing import Final, TypeVar, cast
 
 import pandas as pd
 
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
-from plumbline.report.text import counted, listed
+from plumbline.report.text import listed
 from plumbline.results.records import (
     KNOWN,
     PERFORMANCE,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from plumbline.core.finding import UNEXPLAINED, by_themselves, in_reading_order, is_unexplained
-from plumbline.core.numbers import compact, x_noise
+from plumbline.core.numbers import compact, counted, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import cached_per_run
-from plumbline.report.text import counted, listed, location, printable, shortened, without_hint
+from plumbline.report.text import listed, location, printable, shortened, without_hint
 from plumbline.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result, by_cell, grouped
 from plumbline.results.run import Run
 

@@ -9,10 +9,11 @@ from typing import Final
 
 import pandas as pd
 
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import DECLINED, cached_per_run, cell_table, mark_of
 from plumbline.report.tables.run_summary import backend_in_words
-from plumbline.report.text import counted, printable
+from plumbline.report.text import printable
 from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell, grouped
 from plumbline.results.run import PROFILES, Run
 

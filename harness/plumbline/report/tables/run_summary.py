@@ -9,12 +9,12 @@ from typing import Final, Literal
 import pandas as pd
 
 from plumbline.core.backend import BACKENDS
-from plumbline.core.numbers import x_noise
+from plumbline.core.numbers import counted, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
 from plumbline.report.tables.failures import is_wrong, mistakes
-from plumbline.report.text import counted, digits, in_words, listed, printable, settings_in_words
+from plumbline.report.text import digits, in_words, listed, printable, settings_in_words
 from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, grouped
 from plumbline.results.run import Run
 

@@ -207,7 +207,7 @@ class GradientSearch:
         }
         right: list[Facts] = []
         found["right"] = right
-        found["one_loss"] = self._derivative.has_one_loss
+        found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
         found["changed"] = self._derivative.changed
         found["divided_by"] = self._derivative.divided_by
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED

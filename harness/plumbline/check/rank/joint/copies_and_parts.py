@@ -55,7 +55,8 @@ class Beginnings:
 
     Parts of a layer mostly begin with values of their own. Where they begin alike, such as biases of zeros, nothing
     tells them from copies of one parameter whose gradients somebody forgot to add up, unless they are constants and
-    the layer has other parameters that began apart, or other stages of a pipeline begin with the same constants.
+    the layer has other parameters that began apart, or other stages of a pipeline begin with the same constants. What
+    a layer uses next after ranks have reduced what they computed in it is a copy, as a row-parallel layer's bias.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,8 @@ class Beginnings:
         self._constant: set[Kind] = set()
         self.parts: set[Kind] = set()
         """Those that are the same on several ranks, and turned out right only as parts."""
+        self.after_reductions: set[str] = set()
+        """The names of parameters that are used next after a reduction."""
 
     def note(self, kind: Kind, *, alike: bool, constant: bool) -> None:
         """Note how a parameter begins, once."""
@@ -82,7 +85,7 @@ class Beginnings:
         """Return whether a parameter began with equal entries, and its layer has others that began apart."""
         layer = kind[0].rpartition(".")[0]
         apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
-        return apart and kind in self._constant
+        return apart and kind in self._constant and kind[0] not in self.after_reductions
 
 
 def largest_rounding(unit: float) -> float:

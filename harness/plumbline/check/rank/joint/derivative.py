@@ -15,6 +15,7 @@ from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Grou
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
+from plumbline.check.rank.joint.reductions import used_after_reductions
 from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
@@ -92,7 +93,8 @@ class JointDerivative:
     """Differentiates the forward of one step, together with all other ranks, and knows the gradients received.
 
     ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
-    counts the ranks that compute a loss; ``has_one_loss``: all of them compute the same one. ``communicate`` says of
+    counts the ranks that compute a loss; ``has_same_loss``: all ranks compute equal ones; ``has_one_loss``: from equal
+    outputs. ``communicate`` says of
     each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
     readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
     optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
@@ -136,7 +138,7 @@ class JointDerivative:
         }
         theirs = exchange.values(ours)
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
-        losses_alike = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
+        self.has_same_loss = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
         requested = {divisor for one in theirs for divisor in one["divisors"]}
         self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
         self._of = self._mean_of
@@ -154,11 +156,15 @@ class JointDerivative:
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
-        self._still = self._rehearsed(
-            lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
-        )
+        with used_after_reductions(self._weights) as used:
+            self._still = self._rehearsed(
+                lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
+            )
+        for names in exchange.values([one.name for one in held if id(one.parameter) in used]):
+            beginnings.after_reductions.update(names)
+        self.groups = grouped(self.every, self.unit, beginnings)
         # A loss that is summed over ranks only to be printed has one value as well.
-        self.has_one_loss = losses_alike and all(
+        self.has_one_loss = self.has_same_loss and all(
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
         )
         measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])

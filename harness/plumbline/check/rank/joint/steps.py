@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.comparison import JointComparison
-from plumbline.check.rank.joint.exchanges import ExchangeFunctions, IsInside, compared
+from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.pieces import JointPieces
@@ -108,7 +108,7 @@ class JointSteps(Observer):
         self._left_behind -= numbers
         ends_in_loss = {number: value is not None for number, value in values.items()}
         if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
-            self._functions.take()
+            functions = self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
                 return
@@ -118,20 +118,23 @@ class JointSteps(Observer):
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names, self.multiplied_by_hand())
             self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
+            self._found |= self._compared_functions(functions)
         elif not calls and self._comparison.is_waiting:
             self._found = self._comparison.resume(list(self._held(*self._waiting)))
             self._waiting = self._waiting if self._comparison.is_waiting else ([], {})
-        elif _are_several_ranks():
-            self._compare_functions()
+        elif _are_several_ranks() and (functions := self._functions.take()):
+            self._found = self._compared_functions(functions) or None
 
-    def _compare_functions(self) -> None:
-        """Compare functions with which the loss communicates; where ranks hold parts, what follows decides on them."""
-        calls = self._functions.take()
-        if calls and not self._comparison.obstacle:
-            try:
-                self._found = {"functions": compared(self._exchange, self._meetings, calls)}
-            except AbsentRankError as error:
-                self._comparison.obstacle = str(error)
+    def _compared_functions(self, calls: Sequence[Exchanged]) -> Facts:
+        """Return what the backward of functions with which the loss communicates is, if every rank has called them."""
+        if self._comparison.obstacle:
+            return {}
+        try:
+            found = compared(self._exchange, self._meetings, calls)
+        except AbsentRankError as error:
+            self._comparison.obstacle = str(error)
+            return {}
+        return {"functions": found} if found else {}
 
     def final_facts(self) -> Facts:
         """Return whether a forward of this rank communicates."""

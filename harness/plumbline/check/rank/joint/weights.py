@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
+from plumbline.check.rank.optimizer.optimizer_replay import memory
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import arrival_leaves, distributed, laid_out_as, local, whole
 from plumbline.replay.own_numbers import normal
@@ -166,6 +167,11 @@ class JointWeights(ParameterCopies):
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def owner_of(self, tensor: Tensor) -> int | None:
+        """Return the id of the parameter whose leaf lies in the memory of a tensor, None if there is none."""
+        start = memory(tensor)
+        return next((number for number, (_, leaf) in self._copies.items() if start and memory(leaf) == start), None)
 
     def _frozen(self, parameter: nn.Parameter) -> JointParameter:
         return JointParameter("", parameter, self._gathered.get(id(parameter)))

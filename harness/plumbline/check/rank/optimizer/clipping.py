@@ -41,12 +41,14 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 class ClippingObserver(WrappingObserver):
     """Wraps the functions of torch.nn.utils that clip, in which the methods of Accelerate, Fabric and Lightning end.
 
-    ``on_clipping`` is called with the parameters before their gradients change.
+    ``on_clipping`` is called with the parameters before their gradients change, ``on_clipped`` after that.
 
     Facts of a step: ``of``: how many parameters had a gradient, ``roundings``: the relative size of a change that is
     rounding. ``by_hand``: None, or the factor by which the script itself multiplied all gradients between the last
-    backward pass and the step (None where they changed in another way). ``edited``: after they were clipped, some
-    gradients changed otherwise than all others. ``calls``, since the optimizer's last step, each with
+    backward pass and the step (None where they changed in another way); ``while_scaled``: the same before the
+    GradScaler divided them. ``edited``: after they were clipped, some gradients changed otherwise than all others.
+    ``empty``: how many calls since any optimizer's last step were given an empty generator.
+    ``calls``, since the optimizer's last step, each with
     ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
     that it was given; ``given``: the script had computed that itself, and not by ``get_total_norm`` of all gradients;
     ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
@@ -64,7 +66,9 @@ class ClippingObserver(WrappingObserver):
     def __init__(self, loss_scale: LossScale) -> None:
         super().__init__()
         self.on_clipping: Callable[[Sequence[Tensor]], None] = lambda parameters: None
+        self.on_clipped: Callable[[Sequence[Tensor]], None] = lambda parameters: None
         self._loss_scale = loss_scale
+        loss_scale.on_unscaling = self._is_unscaled
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._calls: dict[int, list[ClippingCall]] = {}
@@ -73,6 +77,8 @@ class ClippingObserver(WrappingObserver):
         self._inside = False
         self._depth = 0
         self._changes: dict[int, Facts] = {}
+        self._while_scaled: dict[int, Facts] = {}
+        self._empty = 0
         self._wrapped_fsdp = False
         self._measured: Norm | None = None
 
@@ -90,9 +96,10 @@ class ClippingObserver(WrappingObserver):
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""
         super().start()
-        for notes in (self._calls, self._lengths, self._changes):
+        for notes in (self._calls, self._lengths, self._changes, self._while_scaled):
             notes.clear()
         self._stepped.clear()
+        self._empty = 0
         if _FSDP in sys.modules and not self._wrapped_fsdp:
             self._wrapped_fsdp = True
             wrap(sys.modules[_FSDP].FullyShardedDataParallel, "clip_grad_norm_", self._around_method)
@@ -115,8 +122,13 @@ class ClippingObserver(WrappingObserver):
         """Find out by which factor the script multiplied gradients itself."""
         self._changes[id(optimizer)] = {
             "by_hand": self._changes_by_hand(optimizer) or None,
+            "while_scaled": self._while_scaled.pop(id(optimizer), None),
             "edited": self._is_edited(optimizer),
         }
+
+    def _is_unscaled(self, optimizer: Optimizer) -> None:
+        if self.recording:
+            self._while_scaled[id(optimizer)] = self._changes_by_hand(optimizer)
 
     def multiplied_by_hand(self) -> float:
         """Return by what the script itself has multiplied all gradients since the last backward pass.
@@ -133,10 +145,12 @@ class ClippingObserver(WrappingObserver):
         self._stepped.add(optimizer)
         parameters = parameters_of(optimizer)
         own = {id(parameter) for parameter in parameters}
+        empty, self._empty = self._empty, 0
         return {
+            "empty": empty,
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
-            **self._changes.pop(id(optimizer), {"by_hand": None, "edited": False}),
+            **self._changes.pop(id(optimizer), {"by_hand": None, "while_scaled": None, "edited": False}),
             "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
         }
 
@@ -153,6 +167,7 @@ class ClippingObserver(WrappingObserver):
             given = args[0] if args else kwargs.get("parameters")
             parameters = [given] if isinstance(given, Tensor) else list(given or ())
             if not isinstance(given, (Tensor, Sequence)):  # an iterator is used up now, and torch warns of empty ones
+                self._empty += self.recording and not parameters
                 again = (one for one in parameters)
                 args, kwargs = ((again, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": again})
             bound: dict[str, Any] = {}
@@ -194,6 +209,7 @@ class ClippingObserver(WrappingObserver):
         finally:
             self._depth -= 1
         with self.notes():
+            self.on_clipped(parameters)
             if self.recording:
                 self._note(kind, parameters, bound, before, result)
         return result

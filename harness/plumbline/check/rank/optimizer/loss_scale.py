@@ -23,7 +23,8 @@ class LossScale(WrappingObserver):
     """Wraps GradScaler, and with it all its subclasses.
 
     ``scale`` is the factor of the loss in the backward pass that runs, or ran last: 1 where it began at a tensor that
-    no scaler scaled. ``on_skipped`` is called with an optimizer when a scaler has skipped its step.
+    no scaler scaled. ``on_unscaling`` is called with an optimizer before a scaler divides its gradients, ``on_skipped``
+    when a scaler has skipped its step.
 
     Facts of a step: ``scaled``: whether a scaler made it, and ``scale``, the one in force then. ``found``: in how many
     devices' gradients that scaler found an infinity or a NaN. ``bad``: how many parameters have gradients that are not
@@ -38,6 +39,7 @@ class LossScale(WrappingObserver):
         super().__init__()
         self.scale = 1.0
         self.on_skipped: Callable[[Optimizer], None] = lambda optimizer: None
+        self.on_unscaling: Callable[[Optimizer], None] = lambda optimizer: None
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._stepping: Optimizer | None = None
         self._stepped = False
@@ -98,6 +100,9 @@ class LossScale(WrappingObserver):
         self.scale = factor
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
+        if self.attends and scaler.is_enabled():
+            with self.notes():
+                self.on_unscaling(_innermost(optimizer))
         result = original(scaler, optimizer)
         if self.attends and scaler.is_enabled():
             with self.notes():

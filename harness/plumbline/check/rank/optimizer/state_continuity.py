@@ -44,6 +44,8 @@ class StateContinuity(Observer):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the state with that after the last step."""
+        if optimizer in self._facts:  # its closure computes gradients again in the same step
+            return
         now = _states(optimizer)
         last = self._last.get(optimizer, now)
         numbers = {id(one): number for number, one in enumerate(parameters_of(optimizer))}

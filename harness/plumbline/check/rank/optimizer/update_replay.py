@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -184,11 +184,12 @@ class UpdateReplay(Observer):
         pending.due.clear()
         pending.unjudged.clear()
         numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+        of_torch = is_of_torch(stepping(optimizer))  # these communicate only by DTensors
         numbered = [
             (numbers[id(parameter)], group, parameter)
             for group in groups_of(optimizer)
             for parameter in group["params"]
-            if self._sample.has(parameter)
+            if self._sample.has(parameter) and not (of_torch and local(parameter) is parameter)
         ]
         pending.own = {number for number, _, _ in numbered}
         for number, found in self._together.replay(optimizer, numbered, Guard(stepping(optimizer))):
@@ -196,6 +197,11 @@ class UpdateReplay(Observer):
                 pending.unjudged[found].append(number)
             else:
                 pending.together[number] = found
+        if of_torch:
+            try:
+                _replay(pending, self._sample, among=lambda parameter: local(parameter) is parameter)
+            except NotReplayable as error:  # on this rank alone, perhaps: the others still count on it
+                pending.unjudged[str(error)] += [n for n, one in enumerate(numbers) if n not in pending.together]
 
     def _is_whole(self, pending: _Pending, parameters: Sequence[Tensor], *, skipped: bool) -> bool:
         """Return whether all ranks have taken the step, so that whole parameters can be gathered again."""
@@ -211,7 +217,7 @@ class UpdateReplay(Observer):
         return None
 
 
-def _replay(pending: _Pending, sample: ParameterSample) -> None:
+def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor], bool] = lambda _: True) -> None:
     """Replay the step of every parameter in the sample that has a gradient, one after the other."""
     optimizer = stepping(pending.optimizer)
     parameters = parameters_of(pending.optimizer)
@@ -221,7 +227,7 @@ def _replay(pending: _Pending, sample: ParameterSample) -> None:
     for group in groups_of(pending.optimizer):
         for parameter in group["params"]:
             number = numbers[id(parameter)]
-            if not sample.has(parameters[number]):
+            if not (sample.has(parameters[number]) and among(parameter)):
                 continue
             pending.own.add(number)
             if parameter.grad is None or not local(parameter).numel():
