@@ -384,6 +384,19 @@ def _tripled_on_a_rank(model: Any) -> None:
         model.first.weight.grad *= 3
 
 
+def _clipped(model: nn.Module) -> None:
+    """Clip with a norm that counts what all ranks hold once, or once for each rank."""
+    parts = ("up", "down", "bias")
+    lengths = torch.zeros(2, dtype=torch.float64)
+    for name, one in model.named_parameters():
+        lengths[int(name in parts)] += one.grad.double().square().sum()
+    of_all, of_parts = lengths
+    dist.all_reduce(of_parts)
+    norm = (of_parts + of_all * (dist.get_world_size() if MISTAKE == "copies-counted-again" else 1)).sqrt()
+    for one in model.parameters():
+        one.grad *= 0.01 / float(norm)
+
+
 def _tensor_parallel() -> nn.Module:
     model = Block()
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -430,6 +443,7 @@ def _sharded_tensor_parallel() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
     "megatron": (Megatron, _nothing, 0),
     "edited-megatron": (Megatron, _tripled_on_a_rank, 0),
+    "clipped-megatron": (Megatron, _clipped, 0),
     "once-megatron": (lambda: once(Megatron()), _nothing, 0),
     "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),
     "once-replicated": (lambda: DistributedDataParallel(once(nn.Linear(WIDTH, 4), first=0)), _nothing, 1),

@@ -77,6 +77,11 @@ def test_copies_that_a_script_itself_changes_otherwise_are_not_judged() -> None:
     assert answer_of(checked("edited-megatron")) is Answer.NOT_JUDGED
 
 
+@pytest.mark.parametrize(("mistake", "answer"), [("", Answer.RIGHT), ("copies-counted-again", Answer.NOT_JUDGED)])
+def test_gradients_that_own_code_clips_to_one_norm_are_judged(mistake: str, answer: Answer) -> None:
+    assert answer_of(checked("clipped-megatron", mistake)) is answer
+
+
 def test_a_plain_part_is_stepped_by_its_own_rank_where_others_are_reduced_in_the_step() -> None:
     training = checked("scaled-tensor-parallel")
     assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing tells the factors from copies

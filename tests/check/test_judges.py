@@ -526,6 +526,17 @@ def test_random_numbers_are_never_a_failure(states: list[str], drew: bool) -> No
     assert bad(judge_generator_states(made)) == []
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_other_seeds_are_advised_in_data_parallelism_alone(wrapped: bool) -> None:
+    wrapper = {"name": "DistributedDataParallel", "ranks": 2} if wrapped else None
+    modules = [{"class": "Model", "layouts": [], "sharded_as_data": False, "wrapper": wrapper}]
+    forwards = [{"states": {"torch": "a"}, "drew": ["torch"]}]
+    process: Facts = {"parallelism": {"modules": modules}}
+    made = training(*(a_rank(rank, [{"generators": {"forwards": forwards}}], process=process) for rank in range(2)))
+    (finding,) = judge_generator_states(made)
+    assert ("seed each rank with" in finding.message) is wrapped
+
+
 def test_evidence_without_any_facts_says_nothing_bad() -> None:
     empty = training(*(RecordedRank(i, 2, ()) for i in range(2)))
     bare = training(*(a_rank(i, [{}], process={"parallelism": {}}) for i in range(2)))

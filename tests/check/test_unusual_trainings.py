@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -640,3 +643,26 @@ def test_gradients_that_another_optimizers_pass_left_are_told(plumbline, zeroes)
     checked.assert_right(require_full=True)
     notes = [one.message for one in checked.findings if "before another optimizer's step" in one.message]
     assert len(notes) == (0 if zeroes else 1)
+
+
+@pytest.mark.parametrize("first_local_step", [1, 100])
+def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, first_local_step):
+    def train():
+        model = DistributedDataParallel(small())
+        group = dist.new_subgroups(1)[0]  # each rank by itself, as if it were a node
+        model.register_comm_hook(PostLocalSGDState(None, group, first_local_step), post_localSGD_hook)
+        averager = PeriodicModelAverager(100, first_local_step)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert not [one for one in checked.findings if one.outcome.is_bad]
+    if first_local_step > STEPS:
+        checked.assert_right()
+    else:
+        with pytest.raises(AssertionError, match="local SGD"):
+            checked.assert_right()

@@ -38,7 +38,7 @@ from plumbline.check.judge.noted import (
 )
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
-from plumbline.core.numbers import counted
+from plumbline.core.numbers import counted, scale_text
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import listed
 
@@ -78,7 +78,7 @@ def _before_unscaling(training: RecordedTraining) -> Finding | None:
                 return one.failed(
                     "clipping",
                     f"gradients were clipped to {call['limit']:g} while they were still multiplied by the loss scale "
-                    f"of {call['scale']:,g}",
+                    f"of {scale_text(call['scale'])}",
                     "call scaler.unscale_(optimizer) before clipping",
                     cause="clipped-before-unscaling",
                     family="clipping",
