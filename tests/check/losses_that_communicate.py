@@ -217,11 +217,23 @@ class Vocabulary(nn.Module):
         return functional.linear(joint_scenes.Copied.apply(self.first(rows)), self.head)
 
 
+class Added(nn.Module):
+    """A bias for the classes of this rank, which begins as that of any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8 // dist.get_world_size()))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits + self.bias
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "normalised": lambda: DistributedDataParallel(Normalised()),
     "checkpoint": lambda: Recomputed(reentrant=False),
     "reentrant-checkpoint": lambda: Recomputed(reentrant=True),
     "vocabulary": Vocabulary,
+    "vocabulary-with-bias": lambda: nn.Sequential(Vocabulary(), Added()),
     "compiled": lambda: torch.compile(joint_scenes.Megatron(), backend="aot_eager"),
 }
 
@@ -233,7 +245,7 @@ def run(scene: str, mistake: str = "") -> None:
     torch.manual_seed(0)
     name, _, inside = scene.partition(" ")
     if name in MODULES:
-        model, step = MODULES[name](), _classify if name == "vocabulary" else _fit
+        model, step = MODULES[name](), _classify if name.startswith("vocabulary") else _fit
     elif inside:
         model, step = DistributedDataParallel(Inside(LOSSES[name])), _of_model
     else:

@@ -83,6 +83,31 @@ def train(gather: Gather, *, scaled: bool = False, is_half: bool = False) -> lis
     return losses
 
 
+class Attention(nn.Module):
+    """Rows that attend to those of all ranks."""
+
+    def __init__(self, gather: Gather) -> None:
+        super().__init__()
+        self.ours, self.theirs, self.gather = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), gather
+
+    def forward(self, rows: Tensor) -> Tensor:
+        theirs = self.theirs(rows)
+        every = self.gather(theirs)
+        return theirs + (self.ours(rows) @ every.T).softmax(-1) @ every
+
+
+def attend(gather: Gather) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attention(gather))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        functional.mse_loss(model(rows), rows).backward()
+        optimizer.step()
+    return []
+
+
 def without_modules() -> list[float]:
     """Train a bare weight in a checkpoint, and fail if that runs more often than twice a step."""
     torch.manual_seed(0)
@@ -117,6 +142,17 @@ def notes(training: Callable[[], list[float]]) -> list[str]:
 def test_a_loss_over_outputs_that_were_gathered_as_constants_has_a_note(gather: Gather, scaled: bool) -> None:
     (note,) = notes(partial(train, gather, scaled=scaled))
     assert note.startswith(SAID)
+
+
+@pytest.mark.parametrize("gather", [constant, own_inserted, normalised_later])
+def test_a_forward_that_gathers_constants_has_a_note(gather: Gather) -> None:
+    (note,) = notes(partial(attend, gather))
+    assert note.startswith("The forward uses outputs of other ranks that a collective, such as")
+
+
+@pytest.mark.parametrize("gather", [meant, printed, with_gradient])
+def test_a_forward_that_means_its_constants_or_does_not_use_them_has_none(gather: Gather) -> None:
+    assert not notes(partial(attend, gather))
 
 
 def test_outputs_that_autocast_rounds_are_found() -> None:

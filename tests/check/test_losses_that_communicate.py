@@ -76,6 +76,13 @@ def test_a_loss_of_all_ranks_that_counts_once_on_each_is_not_judged(plumbline: A
     )
 
 
+def test_equal_biases_of_parts_of_outputs_are_no_copies(plumbline: Any) -> None:
+    training = checked(plumbline, "vocabulary-with-bias")
+    assert not [one for one in training.findings if one.outcome.is_bad]
+    (note,) = (one for one in training.findings if isinstance(one, HeadlineNote))
+    assert note.message.startswith("1.bias starts with equal values on several ranks")
+
+
 def test_what_is_added_in_place_is_said_to_be_constant(plumbline: Any) -> None:
     messages = [one.message for one in checked(plumbline, "printed inside").findings if one.check == "gradients"]
     assert any("autograd does not see" in one for one in messages)

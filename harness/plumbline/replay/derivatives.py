@@ -6,7 +6,7 @@ used again in the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -18,6 +18,7 @@ from torch import Tensor
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
 from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
+from plumbline.replay.memory import address_of
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal_like
 
@@ -38,17 +39,54 @@ class InPlace(Enum):
     CONSTANT = "is a constant"
 
 
+class Received:
+    """What collectives without a gradient return for tensors that have one, and what is computed from it.
+
+    Autograd takes it for constants. ``is_used``: an operator has one of these among its arguments, and another one that
+    has a gradient. Where gradients are switched off around a collective, or its tensors have one dimension, as numbers
+    that are printed, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._memory: dict[int, Any] = {}
+
+    def communicated(self, arguments: Any, result: Any) -> None:
+        """Note the arguments and results of a collective that have no gradient, if any argument has one."""
+        given = [one for one in tensors_in(arguments) if one.dim() > 1]
+        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+            self._note(one for one in (*given, *tensors_in(result)) if not one.requires_grad)
+
+    def computed(self, arguments: Any, result: Any) -> None:
+        """Follow an operator."""
+        if self._memory and self._is_among(arguments):
+            if any(one.requires_grad for one in tensors_in(arguments)):
+                self.is_used = True
+            else:
+                self._note(tensors_in(result))
+
+    def _is_among(self, arguments: Any) -> bool:
+        return any(not one.requires_grad and address_of(one) in self._memory for one in tensors_in(arguments))
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        for one in tensors:
+            if address := address_of(one):
+                self._memory[address] = one.untyped_storage()  # kept, so that nothing else gets its address
+
+
 class Constants:
     """The arguments without a gradient of every operator that has others with one, in the order of one forward.
 
     They are recorded until ``replay`` is called, and take the places of those of each forward after that.
     ``changes_in_place``: a collective changes a tensor that has a gradient. ``in_place`` says how to take that.
+    ``received``: what other collectives return, while constants are recorded.
     """
 
     def __init__(self) -> None:
         self.inside_function = 0
         self.changes_in_place = False
         self.in_place = InPlace.DERIVED
+        self.received = Received()
         self._values: list[Any] = []
         self._added: list[Tensor] = []
         self._place: int | None = None
@@ -65,6 +103,8 @@ class Constants:
         before = [one.detach().clone() for one in changed]
         result = run()
         if not changed:
+            if self.is_recorded and not self.inside_function:
+                self.received.communicated(arguments, result)
             return result
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(part, (Tensor, list)) and hasattr(part, "wait"):
@@ -74,8 +114,18 @@ class Constants:
                 self._add(one, old)
         return result
 
+    def computed(self, arguments: Any, result: Any) -> None:
+        """Follow an operator that does not communicate."""
+        if self.is_recorded and not self.inside_function:
+            self.received.computed(arguments, result)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether constants are recorded, and not yet used again."""
+        return self._place is None
+
     def _add(self, changed: Tensor, before: Tensor) -> None:
-        if self._place is None:
+        if self.is_recorded:
             self._added.append(changed.detach() - before)
             self.changes_in_place |= bool(self._added[-1].any())
             return
@@ -153,7 +203,9 @@ def custom_functions(
             terms = _inside(constants, lambda: exchange_terms(run, args, kwargs))
             if terms is not None:
                 exchanged(kind.__name__, terms)
-        return _inside(constants, lambda: run(*args, **kwargs))
+        result = _inside(constants, lambda: run(*args, **kwargs))
+        constants.computed((args, kwargs), result)
+        return result
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
         raise OwnDerivativeError("the forward registers hooks on tensors, which may change gradients")

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.recording.backward_passes import in_backward
@@ -19,6 +19,7 @@ from plumbline.replay.derivatives import Constants
 from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
 from plumbline.replay.forward_draws import DrawsInBackwardError, ForwardDraws
 from plumbline.replay.grouped_products import grouped_mm
+from plumbline.replay.memory import address_of
 from plumbline.replay.precision import ReplayPrecision
 
 
@@ -76,14 +77,14 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         places, names = _written(func)
         for one in _tensors([*(args[place] for place in places if place < len(args)), *map(kwargs.get, names)]):
-            address = _address(one)
+            address = address_of(one)
             if address and address not in self._made and address not in self._written:
                 storage: Any = one.untyped_storage()
                 self._written[address] = storage, storage.clone()
 
     def _note_made(self, func: Any, result: Any) -> Any:
         if _makes(func):
-            self._made.update(map(_address, _tensors(result)))
+            self._made.update(map(address_of, _tensors(result)))
         return result
 
     def _before_draw(self, kwargs: dict[str, Any]) -> None:
@@ -176,6 +177,8 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
             if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
             return func(*self._widened(args), **self._widened(kwargs))
+        if self.constants is not None:
+            self.constants.computed((args, kwargs), result)
         result = self._note_made(func, widened(result, self._precision) if kind is _Kind.LIFTS else result)
         return self.rounding.of(result) if self.rounding is not None and _rounds(func) else result
 
@@ -204,12 +207,6 @@ class _Kind(Enum):
     COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
     IS_NARROW = "has no kernels for float64"
     LIFTS = "gives a tensor that was made from Python numbers"
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of, 0 where it has none of its own."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if plain and not tensor.is_meta else 0
 
 
 @cache

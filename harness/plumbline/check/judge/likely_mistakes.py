@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.model_parts import OBSERVER as JOINT
 from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, noted
 from plumbline.core.finding import Finding
 from plumbline.report.text import listed
@@ -49,15 +50,19 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note on losses that use outputs of other ranks as constants."""
+    """Yield a note on forwards and losses that use what other ranks computed as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
-    if any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
+    is_received = any((step.facts.get(JOINT) or {}).get("receives_constants") for step in training.ranks[0].steps)
+    if is_received or any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
+        gathers = (
+            "a collective, such as torch.distributed.all_gather," if is_received else "torch.distributed.all_gather"
+        )
         yield headline_note(
             "objective",
-            "The loss uses outputs of other ranks that torch.distributed.all_gather returned. These have no gradient, "
-            "so each rank's gradients leave out how the losses of other ranks depend on its own outputs. For the "
-            "gradient of the loss over the whole batch, gather with a function that has a gradient, such as "
-            "torch.distributed.nn.functional.all_gather. If this is intended, gather under torch.no_grad().",
+            f"The {'forward' if is_received else 'loss'} uses outputs of other ranks that {gathers} returned. These "
+            "have no gradient, so each rank's gradients leave out how the losses of other ranks depend on its own "
+            "outputs. For the gradient of the loss over the whole batch, gather with a function that has a gradient, "
+            "such as torch.distributed.nn.functional.all_gather. If this is intended, gather under torch.no_grad().",
         )
 
 

@@ -209,6 +209,7 @@ class GradientSearch:
         found["right"] = right
         found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
         found["changed"] = self._derivative.changed
+        found["receives_constants"] = self._derivative.receives_constants
         found["divided_by"] = self._derivative.divided_by
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         if reading.is_by_hand:
@@ -276,9 +277,10 @@ class GradientSearch:
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
         """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
 
-        They are replicas, each with samples of its own; parts of a layer share an effect. Stages of a pipeline are run
-        apart, so their effects say nothing: there, ranks hold replicas if they hold the same stage and communicate with
-        nobody in its forward. Whoever makes their weights equal after a step may average these.
+        They are replicas, each with samples of its own; parts of a layer share an effect, or one loss that several
+        ranks compute from their parts of the outputs. Stages of a pipeline are run apart, so their effects say nothing:
+        there, ranks hold replicas if they hold the same stage and communicate with nobody in its forward. Whoever makes
+        their weights equal after a step may average these.
         """
         if self._derivative.losses < len(self._every):
             silent = [
@@ -300,7 +302,8 @@ class GradientSearch:
                 for one in differences
             ]
             shown = all(self._shows(one, place) for one, place in zip(differences, places, strict=True))
-            if shown and all(reached) and sum(map(len, reached)) == len(set().union(*reached)):
+            losses = [{self._derivative.rank_losses[rank] for rank in own} for own in reached]
+            if shown and all(reached) and _are_apart(reached) and _are_apart(losses):
                 found += places
         return found
 
@@ -596,3 +599,8 @@ class GradientSearch:
             "shares": difference.shares,
             "noise": difference.noise,
         }
+
+
+def _are_apart(sets: Sequence[Collection[object]]) -> bool:
+    """Return whether no two of the sets have an element in common."""
+    return sum(map(len, sets)) == len(set().union(*sets))

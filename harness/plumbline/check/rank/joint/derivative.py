@@ -93,14 +93,15 @@ class JointDerivative:
     """Differentiates the forward of one step, together with all other ranks, and knows the gradients received.
 
     ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
-    counts the ranks that compute a loss; ``has_same_loss``: all ranks compute equal ones; ``has_one_loss``: from equal
-    outputs. ``communicate`` says of
-    each rank whether its forward does. ``changed`` are gradients that were changed between stages. ``in_place`` are the
-    readings of collectives in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``:
-    optimizers step copies of all parameters. ``squares`` has those of gradients that were taken, by rank and number.
-    ``factor`` is that in all of them, and its relative error; None before any was compared. ``by_hand`` is that by
-    which the script was seen to multiply them on every rank, 1 if there is none. ``step``: each step has directions of
-    its own in 16-bit formats, where all of them are judged together.
+    counts the ranks that compute a loss. ``rank_losses`` has the losses of each rank. ``has_same_loss``: all of them
+    are equal. ``has_one_loss``: they are computed from equal outputs. ``communicate`` says of each rank whether its
+    forward does. ``receives_constants``: the forward uses what collectives return as constants, for tensors with a
+    gradient. ``changed`` are gradients that were changed between stages. ``in_place`` are the readings of collectives
+    in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of
+    all parameters. ``squares`` has those of gradients that were taken, by rank and number. ``factor`` is that in all of
+    them, and its relative error; None before any was compared. ``by_hand`` is that by which the script was seen to
+    multiply them on every rank, 1 if there is none. ``step``: each step has directions of its own in 16-bit formats,
+    where all of them are judged together.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class JointDerivative:
         }
         theirs = exchange.values(ours)
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
-        self.has_same_loss = bool(losses) and all(one["losses"] == theirs[0]["losses"] for one in theirs)
+        self.rank_losses = [tuple(one["losses"]) for one in theirs]
+        self.has_same_loss = bool(losses) and len(set(self.rank_losses)) == 1
         requested = {divisor for one in theirs for divisor in one["divisors"]}
         self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
         self._of = self._mean_of
@@ -167,11 +169,14 @@ class JointDerivative:
         self.has_one_loss = self.has_same_loss and all(
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
         )
-        measured = exchange.values([self._forward.magnitude, self._forward.spread, self._forward.changes_in_place])
+        forward = self._forward
+        found = (forward.magnitude, forward.spread, forward.changes_in_place, forward.receives_constants)
+        measured = exchange.values(list(found))
         self._magnitude = sum(magnitude for magnitude, *_ in measured)
         # A forward may compute in a coarser format than its parameters and outputs show.
-        self.unit = max([self.unit, *(spread / SPREAD for _, spread, _ in measured)])
-        self.in_place = [*InPlace] if any(changes for *_, changes in measured) else [InPlace.DERIVED]
+        self.unit = max([self.unit, *(spread / SPREAD for _, spread, *_ in measured)])
+        self.in_place = [*InPlace] if any(changes for _, _, changes, _ in measured) else [InPlace.DERIVED]
+        self.receives_constants = any(receives for *_, receives in measured)
         self.limit = LIMIT_16_BIT if self.is_coarse else LIMIT
         self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
 

@@ -81,6 +81,11 @@ class JointForward:
         """Whether collectives of this rank's calls change tensors that have a gradient."""
         return any(one.changes_in_place for one in self._constants)
 
+    @property
+    def receives_constants(self) -> bool:
+        """Whether this rank's calls use what collectives without a gradient return, for tensors that have one."""
+        return any(one.received.is_used for one in self._constants)
+
     def take(self, in_place: InPlace) -> None:
         """Take what such collectives add as ``in_place`` says."""
         for one in (*self._constants, *self._rough_constants):
