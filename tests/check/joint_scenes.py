@@ -127,6 +127,26 @@ class Megatron(nn.Module):
         return Copied.apply(result) if MISTAKE.startswith("last-counted") else result
 
 
+class GatheredColumns(nn.Module):
+    """A layer of which each rank has some columns of the outputs; it gathers them, and inserts its own again.
+
+    That has the gradient of one loss, which all ranks compute, although what is gathered has none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter((torch.randn(WIDTH, WIDTH) / 4).chunk(world)[rank].clone())
+
+    def forward(self, values: Tensor) -> Tensor:
+        own = functional.linear(Copied.apply(self.first(values)), self.up)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        every[dist.get_rank()] = own
+        return self.last(functional.gelu(torch.cat(every, -1)))
+
+
 class Scattered(torch.autograd.Function):
     """The sum of all ranks' rows, of which each rank keeps its own."""
 
@@ -443,6 +463,7 @@ def _sharded_tensor_parallel() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = {
     "megatron": (Megatron, _nothing, 0),
     "edited-megatron": (Megatron, _tripled_on_a_rank, 0),
+    "gathered-columns": (GatheredColumns, _nothing, 0),
     "clipped-megatron": (Megatron, _clipped, 0),
     "once-megatron": (lambda: once(Megatron()), _nothing, 0),
     "once-tensor-parallel": (lambda: once(_tensor_parallel()), _nothing, 0),

@@ -259,6 +259,31 @@ def run(scene: str, mistake: str = "") -> None:
         optimizer.step()
 
 
+def train_with_an_own_head(kind: str) -> None:
+    """Train a model whose head no rank reduces, with gradients that are summed over ranks.
+
+    The loss is ``logged`` or ``printed`` as the sum over ranks, or its derivative is ``given`` by the script.
+    """
+    torch.manual_seed(0)
+    model = Normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        rows, targets = (torch.randn(8 * ROWS, width, generator=generator) for width in (WIDTH, 4))
+        outputs = model(rows)
+        loss = functional.mse_loss(outputs, targets) / dist.get_world_size()
+        if kind == "given":
+            outputs.backward((outputs - targets).detach() / targets.numel())
+        else:
+            dist.all_reduce(loss if kind == "printed" else loss.detach())
+            loss.backward()
+        for name, one in model.named_parameters():
+            if not name.startswith("last"):
+                dist.all_reduce(one.grad)
+        optimizer.step()
+
+
 def _fit(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(model(rows), targets[:, :4])
 

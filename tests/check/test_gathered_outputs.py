@@ -83,6 +83,30 @@ def train(gather: Gather, *, scaled: bool = False, is_half: bool = False) -> lis
     return losses
 
 
+def passed_on(rows: Tensor) -> Tensor:
+    """Own rows, and those of the neighbour, as in ring attention."""
+    received = torch.empty_like(rows)
+    sent, to = rows.contiguous(), 1 - dist.get_rank()
+    for one in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, to)]):
+        one.wait()
+    return torch.cat([rows, received])
+
+
+def exchanged_flat(rows: Tensor) -> Tensor:
+    received = torch.empty(rows.numel())
+    dist.all_to_all_single(received, rows.reshape(-1))
+    return received.view_as(rows)
+
+
+def detached(rows: Tensor) -> Tensor:
+    return constant(rows).detach()
+
+
+def measured(rows: Tensor) -> Tensor:
+    """Own rows in an order that those of all ranks have."""
+    return rows[:, constant(rows).mean(0).argsort()]
+
+
 class Attention(nn.Module):
     """Rows that attend to those of all ranks."""
 
@@ -144,13 +168,13 @@ def test_a_loss_over_outputs_that_were_gathered_as_constants_has_a_note(gather: 
     assert note.startswith(SAID)
 
 
-@pytest.mark.parametrize("gather", [constant, own_inserted, normalised_later])
+@pytest.mark.parametrize("gather", [constant, own_inserted, normalised_later, passed_on, exchanged_flat])
 def test_a_forward_that_gathers_constants_has_a_note(gather: Gather) -> None:
     (note,) = notes(partial(attend, gather))
     assert note.startswith("The forward uses outputs of other ranks that a collective, such as")
 
 
-@pytest.mark.parametrize("gather", [meant, printed, with_gradient])
+@pytest.mark.parametrize("gather", [meant, printed, with_gradient, detached, measured])
 def test_a_forward_that_means_its_constants_or_does_not_use_them_has_none(gather: Gather) -> None:
     assert not notes(partial(attend, gather))
 

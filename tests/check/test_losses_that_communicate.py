@@ -76,6 +76,15 @@ def test_a_loss_of_all_ranks_that_counts_once_on_each_is_not_judged(plumbline: A
     )
 
 
+@pytest.mark.parametrize("kind", ["logged", "printed", "given"])
+def test_copies_that_nobody_reduces_are_found_whatever_the_ranks_know_of_each_other_s_losses(
+    plumbline: Any, kind: str
+) -> None:
+    check = plumbline.check(partial(losses_that_communicate.train_with_an_own_head, kind), ranks=2, steps=2)
+    (wrong,) = [one for one in check.findings if one.outcome.is_bad and not one.consequence_of]
+    assert (wrong.check, wrong.cause) == ("gradients", "some-parameters-not-synchronised")
+
+
 def test_equal_biases_of_parts_of_outputs_are_no_copies(plumbline: Any) -> None:
     training = checked(plumbline, "vocabulary-with-bias")
     assert not [one for one in training.findings if one.outcome.is_bad]

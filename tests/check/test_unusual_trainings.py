@@ -645,6 +645,25 @@ def test_gradients_that_another_optimizers_pass_left_are_told(plumbline, zeroes)
     assert len(notes) == (0 if zeroes else 1)
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+def test_hooks_that_run_before_gradients_are_averaged_are_told(plumbline, hooked):
+    def train():
+        model = DistributedDataParallel(small())
+        for one in list(model.parameters())[: 2 if hooked else 0]:
+            one.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right()
+    told = [one.message for one in checked.findings if one.message.startswith("the script has hooks on 2 parameters")]
+    assert len(told) == hooked
+
+
 @pytest.mark.parametrize("first_local_step", [1, 100])
 def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, first_local_step):
     def train():

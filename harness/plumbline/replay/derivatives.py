@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
@@ -39,39 +40,53 @@ class InPlace(Enum):
     CONSTANT = "is a constant"
 
 
-class Received:
-    """What collectives without a gradient return for tensors that have one, and what is computed from it.
+_WEAK: Any = StorageWeakRef
 
-    Autograd takes it for constants. ``is_used``: an operator has one of these among its arguments, and another one that
-    has a gradient. Where gradients are switched off around a collective, or its tensors have one dimension, as numbers
-    that are printed, nothing is noted.
+
+class Received:
+    """The memory of what collectives without a gradient return for tensors that have one, and of what follows from it.
+
+    Autograd takes such values for constants. Where gradients are switched off around a collective, or tensors are
+    detached, that is meant, and nothing is noted. Too much may be noted: what does not depend on weights.
     """
 
     def __init__(self) -> None:
-        self.is_used = False
-        self._memory: dict[int, Any] = {}
+        self._memory: dict[int, Any] = {}  # which keeps the key from being used again
+        self._has_sent = False
 
-    def communicated(self, arguments: Any, result: Any) -> None:
-        """Note the arguments and results of a collective that have no gradient, if any argument has one."""
-        given = [one for one in tensors_in(arguments) if one.dim() > 1]
-        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+    def __contains__(self, tensor: Tensor) -> bool:
+        return bool(self._memory) and (memory := _memory_of(tensor)) is not None and memory._cdata in self._memory
+
+    def communicated(self, func: Any, arguments: Any, result: Any) -> None:
+        """Note what a collective may have written to, if it was given a tensor with a gradient."""
+        if not torch.is_grad_enabled():
+            return
+        given, name = list(tensors_in(arguments)), func._schema.name.partition("::")[2]
+        has_gradient = any(one.requires_grad for one in given)
+        self._has_sent |= has_gradient and name == "send"
+        if has_gradient or (self._has_sent and name.startswith("recv")):
             self._note(one for one in (*given, *tensors_in(result)) if not one.requires_grad)
 
-    def computed(self, arguments: Any, result: Any) -> None:
+    def computed(self, func: Any, arguments: Any, result: Any) -> None:
         """Follow an operator."""
-        if self._memory and self._is_among(arguments):
-            if any(one.requires_grad for one in tensors_in(arguments)):
-                self.is_used = True
-            else:
-                self._note(tensors_in(result))
-
-    def _is_among(self, arguments: Any) -> bool:
-        return any(not one.requires_grad and address_of(one) in self._memory for one in tensors_in(arguments))
+        if self._memory and torch.is_grad_enabled():
+            given = list(tensors_in(arguments))
+            if any(one in self for one in given) and not any(one.requires_grad for one in given):
+                if func is torch.ops.aten.detach.default:
+                    for one in given:
+                        self._memory.pop(_memory_of(one)._cdata, None)
+                else:
+                    self._note(tensors_in(result))
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for one in tensors:
-            if address := address_of(one):
-                self._memory[address] = one.untyped_storage()  # kept, so that nothing else gets its address
+            if (memory := _memory_of(one)) is not None:
+                self._memory[memory._cdata] = _WEAK(memory)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """Return the storage of a tensor, None where it has none of its own."""
+    return tensor.untyped_storage() if address_of(tensor) else None
 
 
 class Constants:
@@ -79,15 +94,19 @@ class Constants:
 
     They are recorded until ``replay`` is called, and take the places of those of each forward after that.
     ``changes_in_place``: a collective changes a tensor that has a gradient. ``in_place`` says how to take that.
-    ``received``: what other collectives return, while constants are recorded.
+    ``receives``: an operator has among its arguments what another collective returned without a gradient. If
+    ``derives`` is set, such arguments depend on the tensors of all ranks.
     """
 
     def __init__(self) -> None:
         self.inside_function = 0
         self.changes_in_place = False
         self.in_place = InPlace.DERIVED
-        self.received = Received()
+        self.receives = False
+        self.derives = False
+        self._received = Received()
         self._values: list[Any] = []
+        self._are_received: list[bool] = []
         self._added: list[Tensor] = []
         self._place: int | None = None
         self._place_added = 0
@@ -104,7 +123,7 @@ class Constants:
         result = run()
         if not changed:
             if self.is_recorded and not self.inside_function:
-                self.received.communicated(arguments, result)
+                self._received.communicated(func, arguments, result)
             return result
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(part, (Tensor, list)) and hasattr(part, "wait"):
@@ -114,10 +133,10 @@ class Constants:
                 self._add(one, old)
         return result
 
-    def computed(self, arguments: Any, result: Any) -> None:
+    def computed(self, func: Any, arguments: Any, result: Any) -> None:
         """Follow an operator that does not communicate."""
         if self.is_recorded and not self.inside_function:
-            self.received.computed(arguments, result)
+            self._received.computed(func, arguments, result)
 
     @property
     def is_recorded(self) -> bool:
@@ -158,12 +177,15 @@ class Constants:
     def _constant(self, value: Tensor) -> Tensor:
         if self._place is None:
             self._values.append(value)
+            self._are_received.append(value in self._received)
+            self.receives |= self._are_received[-1]
             return value
+        is_derived = self.derives and self._are_received[self._place]
         recorded: Tensor = self._values[self._place]
         self._place += 1
         if recorded.shape != value.shape or recorded.dtype != value.dtype:
             raise OwnDerivativeError("the forward takes a different branch when weights change slightly")
-        return recorded
+        return value if is_derived else recorded
 
 
 @cache
@@ -204,7 +226,7 @@ def custom_functions(
             if terms is not None:
                 exchanged(kind.__name__, terms)
         result = _inside(constants, lambda: run(*args, **kwargs))
-        constants.computed((args, kwargs), result)
+        constants.computed(kind, (args, kwargs), result)
         return result
 
     def hooked(tensor: Tensor, hook: Any) -> Any:

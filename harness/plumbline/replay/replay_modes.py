@@ -178,7 +178,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
                 raise
             return func(*self._widened(args), **self._widened(kwargs))
         if self.constants is not None:
-            self.constants.computed((args, kwargs), result)
+            self.constants.computed(func, (args, kwargs), result)
         result = self._note_made(func, widened(result, self._precision) if kind is _Kind.LIFTS else result)
         return self.rounding.of(result) if self.rounding is not None and _rounds(func) else result
 

@@ -21,7 +21,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
-from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.noted import headline_note, information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
@@ -146,11 +146,27 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
     yield from with_losses(training, finding)
+    if finding.outcome is Outcome.PASSED:
+        yield from _of_hooks(training)
     if finding.outcome is Outcome.PASSED and (names := truth.gradients.with_gradients_of_other_steps):
         yield headline_note(
             CHECK,
             f"The gradients of {listed(names)} include those of backward passes before another optimizer's step. If "
             "this is not intended, call zero_grad() after these passes.",
+        )
+
+
+def _of_hooks(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield that hooks of the script run before gradients are reduced, where ranks reduce any.
+
+    A mean of clamped gradients is not the clamped mean, as it is for those of micro-batches.
+    """
+    hooked = max((step.facts.get("tensor_hooks", 0) for rank in training.ranks for step in rank.steps), default=0)
+    if hooked and training.world_size > 1:
+        yield information(
+            CHECK,
+            f"the script has hooks on {counted(hooked, 'parameter')}. They run on each rank before gradients are "
+            "averaged; gradients are judged as the hooks return them",
         )
 
 

@@ -52,7 +52,7 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note on forwards and losses that use what other ranks computed as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
-    is_received = any((step.facts.get(JOINT) or {}).get("receives_constants") for step in training.ranks[0].steps)
+    is_received = any((step.facts.get(JOINT) or {}).get("leaves_out") for step in training.ranks[0].steps)
     if is_received or any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
         gathers = (
             "a collective, such as torch.distributed.all_gather," if is_received else "torch.distributed.all_gather"

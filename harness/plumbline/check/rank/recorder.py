@@ -29,7 +29,7 @@ from plumbline.check.rank.memory_needed import require_memory
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.loss_scale import LossScale
-from plumbline.check.rank.optimizer_gradients import has_own_hooks, received, vector
+from plumbline.check.rank.optimizer_gradients import has_gradient_hooks, has_own_hooks, received, vector
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorded_parameters import recorded_parameters
@@ -310,6 +310,7 @@ class TrainingRecorder:
             tuple(map(stepped.vector, others)),
             facts={
                 "gradient_hooks": sum(map(has_own_hooks, parameters)),
+                "tensor_hooks": sum(map(has_gradient_hooks, parameters)),
                 "unoptimized": unoptimized,
                 **stepped.facts,
             },

@@ -23,6 +23,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
         "make the forward depend only on its inputs, its parameters and torch's random generators"
     ),
     "the forward registers hooks on tensors": "remove these hooks for the check",
+    "ranks recorded steps": "let every rank step an optimizer of its own",
     "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
     "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
     "no memory is left to run it again in ": (

@@ -16,7 +16,7 @@ from plumbline.check.rank.joint.copies_and_parts import (
     replicas_of_stages,
     tied_apart,
 )
-from plumbline.check.rank.joint.derivative import Difference, JointDerivative, Reading
+from plumbline.check.rank.joint.derivative import Difference, JointDerivative, RankLosses, Reading
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.weights import JointParameter
@@ -65,6 +65,14 @@ MOST_ALONG_COPIES = 4
 """Directions until one shows whether a copy received its own gradient or that of all copies."""
 
 
+WRONG_OR_APART = "at an earlier step, gradients were wrong, or copies of a parameter differed by more than rounding"
+"""Why later steps are not compared: their weights follow from that."""
+
+
+FIRST = "0"
+"""The seed of the first direction."""
+
+
 class JointComparison:
     """Compares the gradients of one process's optimizers together with all other ranks.
 
@@ -92,18 +100,17 @@ class JointComparison:
         self,
         calls: Sequence[RecordedCall],
         held: Sequence[JointParameter],
-        losses: Sequence[float],
+        losses: RankLosses,
         divisors: Collection[float] = (),
         beside: Collection[str] = (),
         by_hand: float = 1.0,
     ) -> Facts:
         """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
 
-        ``losses`` are the values at which this rank's backward passes began, if they began at a loss. All ranks have to
-        call this at the same step. ``divisors``: by what the script has gradients divided, as multiples of the number
-        of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on in another way than
-        through the outputs of calls, as through a loss that a module holds: S has no such terms. ``by_hand``: by what
-        the script has multiplied all gradients after the backward passes.
+        All ranks have to call this at the same step. ``divisors``: by what the script has gradients divided, as
+        multiples of the number of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on
+        in another way than through the outputs of calls, as through a loss that a module holds: S has no such terms.
+        ``by_hand``: by what the script has multiplied all gradients after the backward passes.
         """
 
         def begin() -> JointDerivative:
@@ -161,7 +168,7 @@ class JointComparison:
         search = GradientSearch(derivative, self._beginnings, self._reading, places)
         found, self._reading = search.facts(), search.known
         if found["wrong"]:
-            self.obstacle = "gradients of an earlier step were wrong"
+            self.obstacle = WRONG_OR_APART
         self._waiting = None if found["wrong"] or derivative.has_all else derivative
         return found
 
@@ -192,7 +199,7 @@ class GradientSearch:
 
     def facts(self) -> Facts:
         """Compare the gradients of all parameters at the places asked for, in few directions."""
-        return self._facts(*self._read("0"))
+        return self._facts(*self._read(FIRST))
 
     def _facts(self, reading: Reading, difference: Difference) -> Facts:
         """Compare them by this reading; ``difference`` is that along the first direction."""
@@ -209,9 +216,9 @@ class GradientSearch:
         found["right"] = right
         found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
         found["changed"] = self._derivative.changed
-        found["receives_constants"] = self._derivative.receives_constants
         found["divided_by"] = self._derivative.divided_by
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
+        found["leaves_out"] = self._leaves_out(reading, difference)
         if reading.is_by_hand:
             found["by_hand"] = reading.factor
         elif reading.factor != 1:
@@ -266,6 +273,14 @@ class GradientSearch:
         ]
         return found
 
+    def _leaves_out(self, reading: Reading, difference: Difference) -> bool:
+        """Return whether gradients would be others if those of what ranks receive from each other counted as well."""
+        if reading.derives or not self._derivative.receives_constants:
+            return False
+        whole = self._read_as(replace(reading, derives=True), FIRST)
+        self._derivative.read_as(reading)
+        return abs(whole.right - difference.right) > max(whole.limit, difference.limit)
+
     def _is_suspicious(self, difference: Difference, places: Iterable[int]) -> bool:
         """Return whether more directions may show that what the step before left is in gradients below the limit.
 
@@ -302,9 +317,9 @@ class GradientSearch:
                 for one in differences
             ]
             shown = all(self._shows(one, place) for one, place in zip(differences, places, strict=True))
-            losses = [{self._derivative.rank_losses[rank] for rank in own} for own in reached]
-            if shown and all(reached) and _are_apart(reached) and _are_apart(losses):
-                found += places
+            if shown and all(reached) and sum(map(len, reached)) == len(set().union(*reached)):
+                firsts = [min(own) for own in reached]
+                found += [] if self._derivative.have_one_loss(firsts) else places
         return found
 
     def _norms(self) -> list[float]:
@@ -362,7 +377,12 @@ class GradientSearch:
         return None
 
     def _readings(self, known: Reading | None) -> list[Reading]:
-        readings = [Reading(is_sum, one) for one in self._derivative.in_place for is_sum in self._sums]
+        readings = [
+            Reading(is_sum, one, derives)
+            for derives in ((False, True) if self._derivative.receives_constants else (False,))
+            for one in self._derivative.in_place
+            for is_sum in self._sums
+        ]
         readings = [known] if known else readings
         if self._derivative.factor is not None:  # as other gradients of this step have shown it
             factor, factor_error = self._derivative.factor
@@ -378,7 +398,7 @@ class GradientSearch:
 
         Where half of a gradient is wrong, several readings are equally near.
         """
-        self._derivative.read_as(Reading(in_place=readings[0].in_place))
+        self._derivative.read_as(Reading(in_place=readings[0].in_place, derives=readings[0].derives))
         mean_of, places = self._derivative.divided_by, self._places
         along = [self._derivative.difference(places, seed) for seed in OF_A_FACTOR]
         found = [(one.received_for(places), one.right) for one in along]
@@ -599,8 +619,3 @@ class GradientSearch:
             "shares": difference.shares,
             "noise": difference.noise,
         }
-
-
-def _are_apart(sets: Sequence[Collection[object]]) -> bool:
-    """Return whether no two of the sets have an element in common."""
-    return sum(map(len, sets)) == len(set().union(*sets))

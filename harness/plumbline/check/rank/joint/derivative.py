@@ -53,6 +53,8 @@ SPREAD = 4.0
 class Reading:
     """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add.
 
+    ``derives``: what other collectives return without a gradient depends on the tensors of all ranks; otherwise, it is
+    a constant.
     ``factor`` is in all of them, as where a trainer's own code has divided gradients by a loss scale, or clipped them.
     ``factor_error`` is the noise of the factor, relative to it. ``is_by_hand``: the script was seen to multiply all
     gradients by it.
@@ -60,9 +62,21 @@ class Reading:
 
     is_sum: bool = False
     in_place: InPlace = InPlace.DERIVED
+    derives: bool = False
     factor: float = 1.0
     factor_error: float = 0.0
     is_by_hand: bool = False
+
+
+@dataclass(frozen=True)
+class RankLosses:
+    """The values at which a rank's backward passes began, if they began at a loss.
+
+    ``are_computed_together``: a function that communicates has computed them from the outputs of modules.
+    """
+
+    values: Sequence[float]
+    are_computed_together: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +107,14 @@ class JointDerivative:
     """Differentiates the forward of one step, together with all other ranks, and knows the gradients received.
 
     ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
-    counts the ranks that compute a loss. ``rank_losses`` has the losses of each rank. ``has_same_loss``: all of them
-    are equal. ``has_one_loss``: they are computed from equal outputs. ``communicate`` says of each rank whether its
-    forward does. ``receives_constants``: the forward uses what collectives return as constants, for tensors with a
-    gradient. ``changed`` are gradients that were changed between stages. ``in_place`` are the readings of collectives
-    in place that have to be tried. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of
-    all parameters. ``squares`` has those of gradients that were taken, by rank and number. ``factor`` is that in all of
-    them, and its relative error; None before any was compared. ``by_hand`` is that by which the script was seen to
-    multiply them on every rank, 1 if there is none. ``step``: each step has directions of its own in 16-bit formats,
-    where all of them are judged together.
+    counts the ranks that compute a loss. ``has_same_loss``: all of their losses are equal. ``has_one_loss``: they are
+    computed from equal outputs. ``communicate`` says of each rank whether its forward does. ``receives_constants``: the
+    forward uses what collectives return as constants, for tensors with a gradient. ``changed`` are gradients that were
+    changed between stages. ``in_place`` are the readings of collectives in place that have to be tried. ``is_first``:
+    no step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares`` has those of
+    gradients that were taken, by rank and number. ``factor`` is that in all of them, and its relative error; None
+    before any was compared. ``by_hand`` is that by which the script was seen to multiply them on every rank, 1 if there
+    is none. ``step``: each step has directions of its own in 16-bit formats, where all of them are judged together.
     """
 
     def __init__(
@@ -112,7 +125,7 @@ class JointDerivative:
         calls: Sequence[RecordedCall],
         held: Sequence[JointParameter],
         left: Mapping[int, Tensor | None],
-        losses: Sequence[float],
+        losses: RankLosses,
         divisors: Collection[float],
         by_hand: float = 1.0,
         step: int = 0,
@@ -131,7 +144,8 @@ class JointDerivative:
         if not all(exchange.values(has_memory_for(held))):
             raise NoAgreementError("too little memory is free on a rank to recompute the forward on all ranks")
         ours = {
-            "losses": list(losses),
+            "losses": list(losses.values),
+            "together": losses.are_computed_together,
             "unit": unit_of(calls),
             "divisors": list(divisors),
             "by_hand": by_hand,
@@ -139,8 +153,9 @@ class JointDerivative:
         }
         theirs = exchange.values(ours)
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
-        self.rank_losses = [tuple(one["losses"]) for one in theirs]
-        self.has_same_loss = bool(losses) and len(set(self.rank_losses)) == 1
+        self._losses = [one["losses"] for one in theirs]
+        self._are_computed_together = any(one["together"] for one in theirs)
+        self.has_same_loss = bool(losses.values) and all(own == self._losses[0] for own in self._losses)
         requested = {divisor for one in theirs for divisor in one["divisors"]}
         self._mean_of = self.losses * (requested.pop() if len(requested) == 1 else 1.0)
         self._of = self._mean_of
@@ -187,6 +202,16 @@ class JointDerivative:
         In finer formats, few units that change sides make single large ones.
         """
         return self.unit >= COARSE
+
+    def have_one_loss(self, ranks: Collection[int]) -> bool:
+        """Return whether ranks compute one loss together, from outputs of which each has a part, as far as it shows."""
+        first, *others = (self._losses[rank] for rank in ranks)
+        near = max(self.unit, SAME_FACTOR)
+        are_equal = all(
+            len(own) == len(first) and all(math.isclose(a, b, rel_tol=near) for a, b in zip(own, first, strict=True))
+            for own in others
+        )
+        return self._are_computed_together and bool(first) and are_equal
 
     def receive(self, held: Sequence[JointParameter]) -> None:
         """Take the gradients that these parameters have now; they are the same parameters as before."""
@@ -316,7 +341,7 @@ class JointDerivative:
         """Take the gradients as those of what a reading says."""
         self._reading = reading
         self._of = 1.0 if reading.is_sum else self._mean_of
-        self._forward.take(reading.in_place)
+        self._forward.take(reading.in_place, derives=reading.derives)
 
     @property
     def divided_by(self) -> float:

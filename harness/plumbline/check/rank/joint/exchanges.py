@@ -35,6 +35,9 @@ MOST = 16
 RIGHT, PART, MULTIPLE, OWN = "right", "part", "multiple", "own"
 """The backward is the derivative of the forward; that by the number of ranks; that times it; that of the rank alone."""
 
+_OF_TORCH = "torch.distributed.nn"
+"""Where torch has functions by which a loss may communicate."""
+
 IsInside = Callable[[], bool]
 """Returns whether a module runs whose whole forward is computed again."""
 
@@ -75,6 +78,7 @@ class ExchangeFunctions:
     def __init__(self) -> None:
         self.is_inside: IsInside = lambda: False
         self._calls: list[Exchanged] = []
+        self._has_communicated = False
         self._end: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -91,23 +95,32 @@ class ExchangeFunctions:
         calls, self._calls = self._calls, []
         return [one for one in calls if len(one.arrived) == 1][:MOST]
 
+    def take_has_communicated(self) -> bool:
+        """Return whether any function has communicated since the last time, also with some of the ranks."""
+        has_communicated, self._has_communicated = self._has_communicated, False
+        return has_communicated
+
     def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or kwargs or not self._attends(kind):
+        if torch.compiler.is_compiling() or not self._attends(kind):
             return run(*args, **kwargs)
-        before = _with_all_ranks()
-        copies = map_tensors(args, lambda one: one.detach().clone().requires_grad_(one.requires_grad))
+        before, with_all = collectives(), _with_all_ranks()
+        is_own = not kwargs and not kind.__module__.startswith("torch.")
+        copies = map_tensors(args, _copy_of_input) if is_own else ()
         inputs = list(tensors_in(copies))
         drawn = RandomState.now(one.device for one in inputs)
-        result = run(*args)
+        result = run(*args, **kwargs)
         outputs = [one for one in tensors_in(result) if one.grad_fn is not None]
-        if outputs and _with_all_ranks() != before:
+        if outputs:
+            self._has_communicated |= collectives() != before
+        if outputs and is_own and _with_all_ranks() != with_all:
             node = outputs[0].grad_fn
             self._follow(Exchanged(kind, copies, inputs, drawn, ref(node)), node)
         return result
 
     def _attends(self, kind: Any) -> bool:
         outside = not (self.is_inside() or is_paused() or in_backward())
-        return outside and torch.is_grad_enabled() and not kind.__module__.startswith(("torch.", "plumbline."))
+        is_ours = kind.__module__.startswith(("torch.", "plumbline.")) and not kind.__module__.startswith(_OF_TORCH)
+        return outside and torch.is_grad_enabled() and not is_ours
 
     def _follow(self, call: Exchanged, node: Any) -> None:
         # Of calls in an evaluation with gradients enabled, whose graph is gone, nothing is kept.
@@ -216,6 +229,10 @@ def _pairs(call: Exchanged) -> Iterator[tuple[Tensor, Tensor]]:
 def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     size = float(tensor.detach().double().square().mean().sqrt()) or 1.0
     return normal(tensor.shape, generator).to(tensor.device) * size
+
+
+def _copy_of_input(one: Tensor) -> Tensor:
+    return one.detach().clone().requires_grad_(one.requires_grad)
 
 
 def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

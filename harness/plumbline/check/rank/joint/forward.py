@@ -83,13 +83,13 @@ class JointForward:
 
     @property
     def receives_constants(self) -> bool:
-        """Whether this rank's calls use what collectives without a gradient return, for tensors that have one."""
-        return any(one.received.is_used for one in self._constants)
+        """Whether calls of this rank use what other collectives return, without a gradient, for tensors with one."""
+        return any(one.receives for one in self._constants)
 
-    def take(self, in_place: InPlace) -> None:
-        """Take what such collectives add as ``in_place`` says."""
+    def take(self, in_place: InPlace, *, derives: bool) -> None:
+        """Take what collectives add in place, and whether ``receives_constants`` are none, as the arguments say."""
         for one in (*self._constants, *self._rough_constants):
-            one.in_place = in_place
+            one.in_place, one.derives = in_place, derives
 
     def rehearse_roughly(self, unit: float) -> list[float]:
         """Run the calls in float64 with errors as of a format of this unit roundoff, and return the terms of S."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.comparison import JointComparison
+from plumbline.check.rank.joint.derivative import RankLosses
 from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
@@ -107,12 +108,13 @@ class JointSteps(Observer):
             values |= dict.fromkeys(self._left_behind & numbers)
         self._left_behind -= numbers
         ends_in_loss = {number: value is not None for number, value in values.items()}
+        together = self._functions.take_has_communicated()
         if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
             functions = self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
                 return
-            losses = [value for value in values.values() if value is not None]
+            losses = RankLosses([value for value in values.values() if value is not None], together)
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
