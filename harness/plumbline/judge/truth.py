@@ -97,6 +97,10 @@ class GradientEvidence(Evidence, Generic[Case]):
         by_elimination = isinstance(next(iter(hypothesis.predict(first)), None), Match)
         return Match(figures=first.figures, error=None if by_elimination else self.in_noise(misfit), when=when)
 
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        """Return the message of a finding whose mistake is known: descriptions complete the sentence "they are …"."""
+        return f"{finding.message}: they are {description}; {hint}"
+
     def occasion(self, refuting: Sequence[Case]) -> str | None:
         """Return in words what the wrong gradients, and none that refutes a hypothesis, have in common."""
         return None

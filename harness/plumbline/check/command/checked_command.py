@@ -35,6 +35,8 @@ ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
 
 START_FOLDER = Path(__file__).parents[1] / "path"
+"""The folder that is put on PYTHONPATH: each Python below the command runs its ``sitecustomize.py``, which installs the
+recorder."""
 
 LEAST_ROOM = 16 * 2**20
 """Bytes that the temporary folder must have left: with less, evidence may be missing."""
