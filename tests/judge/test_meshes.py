@@ -71,6 +71,11 @@ def test_a_mistake_on_a_mesh_is_named(verdict, subject, workload, backend, topol
     assert findings["gradients"].cause == cause, findings["gradients"]
 
 
+def test_a_finding_names_the_ranks_that_hold_the_wrong_replica(verdict):
+    findings, _ = verdict("whole-parameters-not-averaged", "mlp", "ddp+tp", "1x4", locator=DETECTION)
+    assert findings["gradients"].message.startswith("gradients at step 0 on ranks 0 and 1 are averaged for some")
+
+
 def rank_with(rank, weights, gradients, samples=(0, 1)):
     """Return a rank's trace of one step."""
     held = {name: torch.full((2,), float(value)) for name, value in weights.items()}

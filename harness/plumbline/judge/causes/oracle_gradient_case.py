@@ -94,6 +94,13 @@ class OracleGradientCase(GradientCase):
         return len(self.ranks)
 
     @property
+    def location(self) -> str:
+        held = self.counterfactuals.analysis.replicas[self.rank]
+        if len(held) == 1 or self.world == 1:
+            return super().location
+        return f"step {self.index} on {ranks_in_words(held)}"
+
+    @property
     def scales(self) -> Sequence[float | None]:
         return [step.scale for step in self.ranks]
 
@@ -286,6 +293,7 @@ class OracleGradientCase(GradientCase):
     def figures(self) -> dict[str, object]:
         return {
             **super().figures,
+            "rank": self.counterfactuals.analysis.replicas[self.rank][0],  # which has the samples of its whole replica
             "scale": scale_text(self.step.scale or 1.0),
             "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,
